@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.divided import best_slots, total, whole
+from kvjax.cache.offload import Near
 from kvjax.method import Prompt, Step
 from kvjax.observation import prefix_votes
-from kvjax.offload import Near
-from kvjax.parts import best_slots, total, whole
 from kvjax.selection import page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
@@ -64,7 +64,8 @@ class Eviction(AppendOnly):
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain.
 
-        A method with a `slot_block` can be given a part of the slots (`kvjax.parts`). It scores the slots of all parts.
+        A method with a `slot_block` can be given a part of the slots (`kvjax.cache.divided`). It scores the slots of all
+        parts.
         """
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, shown
-from kvjax.moments import Moments
 from kvjax.typing import Model, pytree
 from pallas_kernels.dispatch import run_shared
 
@@ -117,7 +117,7 @@ class Method(abc.ABC):
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
-    quantisable = False  # True: it works on a `kvjax.quantised.QuantisedCache`
+    quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -188,8 +188,9 @@ class Method(abc.ABC):
 class LayerMethod(Method):
     """The storage and the attention of one layer."""
 
-    # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.parts`); None if they cannot be
-    # divided, 0 if every device has all of them. Of a method that evicts only the prompt is divided: see `PartCache.compact`.
+    # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.cache.divided`); None if they
+    # cannot be divided, 0 if every device has all of them. Of a method that evicts only the prompt is divided: see
+    # `PartCache.compact`.
     slot_block: int | None = None
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
 
@@ -349,7 +350,7 @@ def declarations(kind: type[Method]) -> tuple[str, ...]:
     """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
 
     The attributes of `Method`, `LayerMethod` and `kvjax.slots` are the only list. A wrapper answers each of them; see
-    `kvjax.compose.answers`. Constants, such as ``PAPER``, are those of the class and not asked of a method.
+    `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, are those of the class and not asked of a method.
 
     Args:
         kind: a class of methods; an attribute that none of its bases has is no declaration.

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
+from kvjax.cache.divided import whole
 from kvjax.method import Prompt
-from kvjax.parts import whole
 from kvjax.selection import smooth
 from pallas_kernels import axes
-from pallas_kernels.window_score import window_score
+from pallas_kernels.score.window_score import window_score
 
 
 def window_votes(cache: LayerCache, prompt: Prompt) -> Array:

@@ -1,4 +1,4 @@
-"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and those of `kvjax.outside`."""
+"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and those of `kvjax.plugins`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvjax import outside
+from kvjax import plugins
 from kvjax.fields import check_names, nearest, shown
 from kvjax.method import Method, check_method
-from kvjax.outside import builtin as builtin
+from kvjax.plugins import builtin as builtin
 
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
@@ -32,7 +32,7 @@ class Knob:
 
 def classes() -> dict[str, type[Method]]:
     """Method classes by lower-case name: the built-in ones, then those of installed packages, then registered ones."""
-    return {**builtin(), **outside.outside()}
+    return {**builtin(), **plugins.outside()}
 
 
 def canonical_name(name: str) -> str:
@@ -41,9 +41,9 @@ def canonical_name(name: str) -> str:
     A path is imported and registered. A name that nobody has passes; `make` refuses it.
 
     Raises:
-        ValueError: a path that names no method; see `kvjax.outside.load`.
+        ValueError: a path that names no method; see `kvjax.plugins.load`.
     """
-    return outside.load(name).__name__.lower() if ":" in name else name.strip().lower()
+    return plugins.load(name).__name__.lower() if ":" in name else name.strip().lower()
 
 
 def find(name: str) -> type[Method]:
@@ -74,7 +74,7 @@ def extrapolating() -> list[str]:
 def lasting_name(name: str) -> str:
     """The name by which a method is found in other processes, too: the path of an outside method, else its name."""
     cls = classes().get(name)
-    return name if cls is None else outside.path_of(cls) or name
+    return name if cls is None else plugins.path_of(cls) or name
 
 
 def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knobs: Any) -> Method:

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.offload import Near
 from kvjax.method import Prompt, Step
-from kvjax.offload import Near
 from kvjax.selection import compact, mask_of, pick, pick_each
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import EMPTY, pytree, static
-from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.choose.kth_select import kth_select_mask
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.typing import EMPTY
-from pallas_kernels import axes, kth_select
-from pallas_kernels.compact import compact as compact_mask
+from pallas_kernels import axes
+from pallas_kernels.choose import kth_select
+from pallas_kernels.choose.compact import compact as compact_mask
 from pallas_kernels.numerics import ceil_share
 
 

@@ -14,22 +14,22 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection, attend_all, attend_held, attend_held_mass, attend_selected
+from kvjax.attention.moments import add_queries, no_moments
+from kvjax.attention.over_cache import Selection, attend_all, attend_held, attend_held_mass, attend_selected
+from kvjax.attention.sparse import SparsePrompt
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.divided import attend_past, part_slots, total
+from kvjax.cache.offload import Near, empty_storage, offload
+from kvjax.cache.packed_keys import ThinCache
+from kvjax.cache.quantised import empty_resident
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
-from kvjax.moments import add_queries, no_moments
-from kvjax.offload import Near, empty_storage, offload
-from kvjax.parts import attend_past, part_slots, total
-from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
-from kvjax.sparse_prompt import SparsePrompt
-from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.causal_attention import causal_attention
-from pallas_kernels.column_mass import column_mass
-from pallas_kernels.prefix_attention import prefix_attention
+from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.score.column_mass import column_mass
 
 
 @pytree
@@ -59,7 +59,7 @@ class SlotAttention(LayerMethod):
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all that is stored
-    packs = False  # True: it leaves a `kvjax.thin.ThinCache`, which has some channels of keys only
+    packs = False  # True: it leaves a `kvjax.cache.packed_keys.ThinCache`, which has some channels of keys only
     # The slots of the blocks in which it chooses, if it can choose from such storage: then it reads keys by `compress`,
     # `keys_at` and `newest_key` alone, and empty blocks change nothing. None if it cannot.
     thin_block: int | None = None

@@ -94,7 +94,7 @@ class Model(Protocol):
     description. All members are read-only, so a frozen dataclass can have them as fields.
 
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
-    layer in tokens, and None for a layer that attends in full. See `kvjax.window`.
+    layer in tokens, and None for a layer that attends in full. See `kvjax.decoding.sliding_window`.
 
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes one more argument: see
     there. It is asked by methods with `kvjax.method.LayerMethod.needs_guess` alone.

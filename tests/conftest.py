@@ -11,7 +11,7 @@ import tempfile
 import jax
 import pytest
 
-from kvjax import outside
+from kvjax import plugins
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -113,8 +113,8 @@ def bounded_maps():
 @pytest.fixture(autouse=True)
 def only_built_in_methods(monkeypatch):
     """No test sees the methods that another one registers, or those of packages that happen to be installed."""
-    monkeypatch.setattr(outside, "_registered", {})
-    monkeypatch.setattr(outside, "_announced", dict)
+    monkeypatch.setattr(plugins, "_registered", {})
+    monkeypatch.setattr(plugins, "_announced", dict)
 
 
 @pytest.fixture

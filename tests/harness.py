@@ -16,8 +16,8 @@ from kvjax import registry
 from kvjax.families import AppendOnly
 from kvjax.method import Method
 from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM, ThinK
+from kvjax.methods.stretched import Stretched
 from kvjax.slots import SlotMethod
-from kvjax.stretched import Stretched
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
 from kvjax.testing.layer import frequencies as frequencies

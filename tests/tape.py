@@ -16,9 +16,9 @@ import numpy as np
 
 import kvjax
 from kvjax.cache import Cache, LayerCache
-from kvjax.layers import fingerprint
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.layers import fingerprint
 from kvjax.rope import inverse_frequencies
-from kvjax.step import run_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ import pytest
 
 import kvjax
 import models
-from kvjax import step
+from kvjax.decoding import decode as step
 from kvjax.methods import Quest
 from models.experts import all_experts, grouped
-from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: this backend is not one")
 

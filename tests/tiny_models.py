@@ -13,7 +13,7 @@ import numpy as np
 import models
 from kvjax import rope
 from models import ModelConfig, RopeScaling, param_shapes
-from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.decoding.sliding_window import layer_windows
 from kvjax.methods.pariskv import hashing
 from kvjax.rope import inverse_frequencies, prepare, rotate
 from kvjax.typing import Model, pytree
-from kvjax.window import layer_windows
-from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
 
 KMEANS_STEPS = 25
 

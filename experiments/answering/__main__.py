@@ -17,8 +17,8 @@ from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
 from kvjax import registry
-from kvjax.memory import link_bandwidth, memory_needed
-from kvjax.sampling import Sampler
+from kvjax.accounting.memory import link_bandwidth, memory_needed
+from kvjax.decoding.sampling import Sampler
 from pallas_kernels.formats.quantised import MOST
 
 _STREAM_BLOCK = 8  # tokens of a piece of streamed text

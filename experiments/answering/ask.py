@@ -20,8 +20,8 @@ import numpy as np
 
 import kvjax
 from experiments.records import CompileClock, Timer
+from kvjax.api.programs import lower_programs
 from kvjax.method import Method
-from kvjax.programs import lower_programs
 
 Ids = Sequence[int]
 
@@ -214,7 +214,7 @@ def programs(
     eos_token_ids: tuple[int, ...] | None = None,
     kv_dtype: str | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that `ask_each` runs, traced and lowered one after the other; see `kvjax.programs.lower_programs`.
+    """The programs that `ask_each` runs, traced and lowered one after the other; see `kvjax.api.programs.lower_programs`.
 
     An offloaded method has none here: its arrays in host memory cannot be described before they exist.
     """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import kvjax
-from kvjax.step import run_step
+from kvjax.decoding.decode import run_step
 
 
 def follow[Seen](

@@ -64,15 +64,15 @@ def _ls(command: LsCommand) -> int | None:
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
     """A method as JSON values."""
-    from kvjax import outside, registry
+    from kvjax import plugins, registry
 
     knobs = [dataclasses.asdict(knob) for knob in registry.knobs(cls)]
     return {
         "name": name,
         "class": cls.__name__,
         "idea": registry.summary(cls),
-        "path": outside.class_path(cls),
-        "outside": cls in outside.outside().values(),
+        "path": plugins.class_path(cls),
+        "outside": cls in plugins.outside().values(),
         "paper": cls.PAPER,
         "keeps": cls.keeps,
         "knobs": [

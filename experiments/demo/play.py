@@ -35,8 +35,8 @@ from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.evaluation import CompileAhead
 from experiments.records import CompileClock, Timer, make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
-from kvjax.layers import check_quantisable, layer_methods
-from kvjax.outside import path_of
+from kvjax.decoding.layers import check_quantisable, layer_methods
+from kvjax.plugins import path_of
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 

@@ -22,7 +22,7 @@ from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import Choice, check_knobs
 from experiments.records import CompileClock, Timer, knobs_of
 from kvjax import registry
-from kvjax.layers import check_quantisable, layer_methods
+from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
 

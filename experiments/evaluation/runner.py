@@ -44,7 +44,7 @@ from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_
 from experiments.records import CompileClock, Timer, knobs_of
 from experiments.tasks import expand, get_task
 from kvjax import registry
-from kvjax.layers import check_quantisable, layer_methods
+from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 
 

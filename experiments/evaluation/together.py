@@ -11,7 +11,7 @@ import jax
 import kvjax
 from experiments.answering import LoadedModel, Setting, Shape
 from experiments.benchmarks import Cell
-from kvjax.memory import free_bytes
+from kvjax.accounting.memory import free_bytes
 from kvjax.method import Method
 from kvjax.typing import not_none
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from experiments.answering import follow
-from kvjax.measure import measure
+from kvjax.accounting.stats import Stats
+from kvjax.api.measure import measure
+from kvjax.decoding.prefill import run_prefill
 from kvjax.method import Method
-from kvjax.reading import run_prefill
-from kvjax.stats import Stats
 from kvjax.typing import Model, pytree
 
 _CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`

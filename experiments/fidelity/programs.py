@@ -20,8 +20,8 @@ from jax import Array
 
 from experiments.fidelity.distance import follow_text
 from experiments.fidelity.texts import Texts
+from kvjax.accounting.stats import Stats
 from kvjax.method import Method
-from kvjax.stats import Stats
 from kvjax.typing import Model
 
 _MOST_THREADS = 8

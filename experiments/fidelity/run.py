@@ -33,9 +33,9 @@ from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import summary
 from experiments.fidelity.texts import Texts
 from experiments.records import Results, commit, knobs_of, operations, versions
-from kvjax.layers import check_quantisable, layer_methods
+from kvjax.accounting.stats import Stats
+from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
-from kvjax.stats import Stats
 
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
 _KEPT_BYTES = 4 << 30  # of Full's logits, on the device; the logits of more batches are computed again for every method

@@ -26,8 +26,8 @@ from experiments.answering import load_model
 from experiments.cli import run
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
+from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Full
-from kvjax.reading import run_prefill
 from models import ModelConfig
 from models.transformer import Block
 

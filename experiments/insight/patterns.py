@@ -30,14 +30,14 @@ from experiments.insight.beside_full import BesideFull
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax import Pattern
+from kvjax.attention.patterns import FILE, Table, to_file
+from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
-from kvjax.patterns import FILE, Table, to_file
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
-from kvjax.window import layer_windows
 from models import gguf_files
-from pallas_kernels.prefix_attention import prefix_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
 
 _COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
 

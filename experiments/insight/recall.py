@@ -33,10 +33,10 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.compose import answers, passes
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
+from kvjax.wrappers.compose import answers, passes
 
 
 @pytree

@@ -20,7 +20,7 @@ from jax import Array
 
 import kvjax
 from experiments.answering import follow, score
-from kvjax.measure import measure
+from kvjax.api.measure import measure
 from kvjax.method import Method
 
 Ids = Sequence[int]

@@ -12,10 +12,10 @@ import numpy as np
 from filelock import FileLock
 
 from experiments.records.record import device_kinds, make_record, write_record
+from kvjax.attention.patterns import Pattern
 from kvjax.describe import describe
 from kvjax.method import Method
-from kvjax.outside import path_of
-from kvjax.patterns import Pattern
+from kvjax.plugins import path_of
 
 
 def knobs_of(method: Method) -> dict[str, Any]:

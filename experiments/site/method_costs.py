@@ -16,7 +16,7 @@ import models
 from experiments.records import markdown_rows
 from experiments.speed import speedup, uneven_scores
 from kvjax import registry
-from kvjax.layers import init_shared, layer_methods, layer_specs, observe
+from kvjax.decoding.layers import init_shared, layer_methods, layer_specs, observe
 from kvjax.method import Method, num_bytes
 
 Row = Mapping[str, Any]

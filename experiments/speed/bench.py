@@ -24,12 +24,12 @@ from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSetti
 from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.token_loop import TokenLoop, check_cache
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
-from kvjax import parallel
-from kvjax.layers import layer_methods
-from kvjax.memory import check_memory, placed_bytes
+from kvjax.accounting.memory import check_memory, placed_bytes
+from kvjax.api import shard_map
+from kvjax.api.programs import cost_program
+from kvjax.decoding.layers import layer_methods
+from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.method import Method, num_bytes
-from kvjax.plan import place_rows, plan_of
-from kvjax.programs import cost_program
 from models import random_params
 from models.sharding import check_mesh
 
@@ -311,7 +311,7 @@ class Bench:
             tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, self.config.vocab_size, jnp.int32)
             plan, kv_dtype = plan_of(self.params), kv_dtype_of(name)
             sizes = {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
-            read = functools.partial(parallel.prefill_each, model=self.config, plan=plan, kv_dtype=kv_dtype, **sizes)
+            read = functools.partial(shard_map.prefill_each, model=self.config, plan=plan, kv_dtype=kv_dtype, **sizes)
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
             arguments = (self.params, *given, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.api.shard_map import SAME, cache_specs, spread
+from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
-from kvjax.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
+from kvjax.cache.offload import OffloadedLayerCache
+from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
+from kvjax.decoding.prefill import prompt_blocks
+from kvjax.mesh.sharding import Plan
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
-from kvjax.moments import Moments
-from kvjax.offload import OffloadedLayerCache
-from kvjax.parallel import SAME, cache_specs, spread
-from kvjax.plan import Plan
-from kvjax.reading import prompt_blocks
 from kvjax.rope import inverse_frequencies
 from kvjax.typing import EMPTY
 from models import ModelConfig
@@ -33,7 +33,7 @@ from pallas_kernels.host import on_host, to_host
 
 
 def prompt_slots(methods: Sequence[LayerMethod], length: int) -> int:
-    """Slots of a prompt of ``length`` tokens, padded to the method's own block as `kvjax.reading.run_prefill` pads it."""
+    """Return the slots of a prompt of ``length`` tokens, padded to the method's own block as `run_prefill` pads it."""
     chunk, chunks = prompt_blocks(methods, length, length)
     return chunk * chunks
 

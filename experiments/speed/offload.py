@@ -32,7 +32,7 @@ from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
-from kvjax.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
+from kvjax.accounting.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

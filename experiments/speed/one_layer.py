@@ -15,15 +15,15 @@ from jax import Array, lax
 from experiments.speed.device_time import Seconds, loop_seconds, over, touch
 from experiments.speed.filled_cache import one_layer_cache
 from experiments.speed.variants import Nothing, structure
-from kvjax.attention import attend_held, attend_selected
+from kvjax.attention.over_cache import attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, LayerStorage
-from kvjax.layers import layer_methods
+from kvjax.decoding.layers import layer_methods
 from kvjax.method import Inputs, LayerMethod, Method, Step, settle_due
 from kvjax.methods.tokenselect import TokenSelect, TokenState
 from kvjax.rope import inverse_frequencies
 from kvjax.slots import SlotMethod, SlotState
 from models import ModelConfig
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.attend.gather_attention import gather_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from experiments.answering import mesh_axes
 from experiments.cli import Settings, names, numbers, option, positive, record_path
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS
-from kvjax.quantised import check_kv_dtype
+from kvjax.cache.quantised import check_kv_dtype
 from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA, MODEL
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from experiments.speed.roofline import of_device
 from experiments.speed.sum_variants import compiled
-from kvjax import parallel
-from kvjax.layers import fingerprint
+from kvjax.api import shard_map
+from kvjax.decoding.layers import fingerprint
+from kvjax.decoding.sampling import Sampler
+from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.method import Method, num_bytes
-from kvjax.plan import place_rows, plan_of
-from kvjax.sampling import Sampler
 from models import ModelConfig
 
 
@@ -59,7 +59,7 @@ class TokenLoop:
         self.cache = filled_cache(method, model, weights=fingerprint(params), plan=self.plan, **sizes)
         done = place_rows(self.plan, jnp.zeros((batch,), bool))
         self._rest = (Sampler(), None, jnp.zeros((0,), jnp.int32), *done)
-        loop = functools.partial(parallel.decode, steps=steps, stop_early=False)
+        loop = functools.partial(shard_map.decode, steps=steps, stop_early=False)
         self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, sums=sums, donate_argnums=1)
 
     def run(self) -> float:

@@ -28,8 +28,8 @@ from experiments.records import make_record, table_file, write_bytes, write_reco
 from experiments.speed.settings import Output
 from experiments.speed.tpu_bytes_report import tpu_bytes_table
 from kvjax import registry
-from kvjax.reading import run_prefill
-from kvjax.step import run_step
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.prefill import run_prefill
 from models import ModelConfig, param_shapes
 from pallas_kernels.dispatch import XLA, default_implementation
 from pallas_kernels.machine import assume_machine

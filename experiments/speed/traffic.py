@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.api.measure import measure
 from kvjax.cache import Cache
-from kvjax.layers import layer_methods
-from kvjax.measure import measure
+from kvjax.cache.offload import OffloadedLayerCache
+from kvjax.decoding.layers import layer_methods
 from kvjax.method import Inputs
-from kvjax.offload import OffloadedLayerCache
 from kvjax.rope import inverse_frequencies
 from pallas_kernels.host import has_copy, on_host
 
@@ -79,7 +79,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
 
 
 def _accounted(cache: Cache) -> Traffic:
-    """The traffic by `kvjax.stats`. Values are in host memory, and all that a step reads there crosses the bus."""
+    """The traffic by `kvjax.accounting.stats`. Values are in host memory, and all that a step reads there crosses the bus."""
     away = [x for x in map(_on_host, cache.layers) if x]
     if not away:
         return Traffic(bus_bytes=0.0, hot=1.0, layers=0)

@@ -15,7 +15,7 @@ from jax import Array, lax
 import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
-from kvjax.layers import check_quantisable, layer_methods
+from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.typing import pytree
 from models import ModelConfig

@@ -18,7 +18,7 @@ from experiments.training.mixture import ROW_TASKS
 from experiments.training.subject import Subject
 from kvjax import rope
 from models.transformer import Block, RMSNorm, Table
-from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
 
 FINAL_SHARE = 0.05  # of the peak, reached at the end of the cosine
 SHORTEST_QUESTION = 32  # tokens; bounds the number of questions in a row
@@ -68,7 +68,7 @@ def forward(
         params: its parameters with stacked layers, see `experiments.training.subject.stack_layers`.
         tokens: int32 [B, T], padded on the right.
         at: int32 [B, N], the positions that go through the LM head.
-        implementation: see `pallas_kernels.causal_attention.causal_attention`.
+        implementation: see `pallas_kernels.attend.causal_attention.causal_attention`.
 
     Returns:
         float32 [B, N, V].
@@ -187,7 +187,7 @@ def make_step(subject: Subject, course: Course, implementation: str | None, mesh
     Args:
         subject: what is trained.
         course: rates, the share of positions with logits, the length of the run.
-        implementation: see `pallas_kernels.causal_attention.causal_attention`.
+        implementation: see `pallas_kernels.attend.causal_attention.causal_attention`.
         mesh: devices on an axis "data"; each takes an equal part of the rows.
 
     Returns:

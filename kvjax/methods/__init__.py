@@ -19,11 +19,11 @@ from kvjax.methods.ntk import NTK as NTK
 from kvjax.methods.observedattention import ObservedAttention as ObservedAttention
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.pi import PI as PI
-from kvjax.methods.pqcache import PQCache as PQCache
+from kvjax.methods.pqcache.method import PQCache as PQCache
 from kvjax.methods.pyramidkv import PyramidKV as PyramidKV
 from kvjax.methods.quest import Quest as Quest
 from kvjax.methods.retrievalattention import RetrievalAttention as RetrievalAttention
-from kvjax.methods.retroinfer import RetroInfer as RetroInfer
+from kvjax.methods.retroinfer.method import RetroInfer as RetroInfer
 from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.selfextend import SelfExtend as SelfExtend
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
+from kvjax.cache.divided import whole
 from kvjax.families import AppendOnly
 from kvjax.method import Prompt
 from kvjax.observation import prefix_votes
-from kvjax.parts import whole
 from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, static, traced

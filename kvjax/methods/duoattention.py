@@ -32,12 +32,12 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.compose import inner_of_layer
 from kvjax.families import AppendOnly, of_own_heads
-from kvjax.head_scores import check_score_sizes, score_table
 from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.methods.head_scores import check_score_sizes, score_table
 from kvjax.selection import compact
 from kvjax.typing import Model, pytree, static
+from kvjax.wrappers.compose import inner_of_layer
 
 
 @pytree

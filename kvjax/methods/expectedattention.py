@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.moments import rotation_mean
 from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import Prompt
-from kvjax.moments import rotation_mean
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision

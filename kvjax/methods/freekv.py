@@ -37,17 +37,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.offload import Near
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
-from kvjax.offload import Near
 from kvjax.slots import SlotMethod, check_budget, count_all, newest_query
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.kth_select import kth_select_mask
+from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.numerics import group_share
-from pallas_kernels.page_score import page_score
+from pallas_kernels.score.page_score import page_score
 
 
 @pytree

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
+from kvjax.cache.divided import whole
 from kvjax.families import StepEviction
 from kvjax.fields import number
 from kvjax.method import Prompt, Step
-from kvjax.parts import whole
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, traced
 

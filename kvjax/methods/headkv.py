@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.families import WindowEviction
-from kvjax.head_scores import check_score_sizes, score_table
 from kvjax.method import LayerMethod
+from kvjax.methods.head_scores import check_score_sizes, score_table
 from kvjax.methods.snapkv import SnapKV
 from kvjax.selection import floor_share
 from kvjax.typing import Model, not_none, pytree, static

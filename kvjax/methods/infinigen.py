@@ -39,18 +39,18 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.eigen import eigenvectors
 from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.methods.eigen import eigenvectors
 from kvjax.methods.full import Full
 from kvjax.scan import by_blocks
 from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.partial_score import partial_score
-from pallas_kernels.partial_select import partial_select, wanted
-from pallas_kernels.store_partial import store_partial
+from pallas_kernels.choose.partial_select import partial_select, wanted
+from pallas_kernels.score.partial_score import partial_score
+from pallas_kernels.store.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
 _ALIGNED = 16  # slots; a kernel reads 16 bytes at once

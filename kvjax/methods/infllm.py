@@ -38,15 +38,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerSpec, LayerStorage
+from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.offload import Near, empty_storage, offload
 from kvjax.rope import rotate
 from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.attend.gather_attention import gather_attention
+from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.host import take_rows
-from pallas_kernels.kth_select import kth_select_mask
 from pallas_kernels.numerics import product_precision
 
 _LOGITS = 1 << 19  # the most logits, queries x keys, that a chunk holds at once per query head

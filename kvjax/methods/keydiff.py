@@ -12,7 +12,7 @@ Score of token i, where k are the rotated keys in the cache::
 Resource-Constrained Environments" (arXiv:2504.15364).
 
 A decode step needs the sum of all directions k_j / |k_j|, which changes by two of them: so each layer keeps it, in whole
-numbers, which leave no error behind (`pallas_kernels.evict_alike`). It is made when the prompt has been read.
+numbers, which leave no error behind (`pallas_kernels.store.evict_alike`). It is made when the prompt has been read.
 
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
 as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, as here a
@@ -28,12 +28,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.quantised import resident_of
 from kvjax.method import Step
-from kvjax.quantised import resident_of
 from kvjax.slots import BoundedSlots, SlotState, count_all
 from kvjax.typing import pytree
-from pallas_kernels.dissimilarity import dissimilarity
-from pallas_kernels.evict_alike import direction_sum, evict_alike
+from pallas_kernels.score.dissimilarity import dissimilarity
+from pallas_kernels.store.evict_alike import direction_sum, evict_alike
 
 
 @pytree

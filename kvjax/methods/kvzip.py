@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import attend_behind
+from kvjax.attention.over_cache import attend_behind
 from kvjax.cache import LayerCache
 from kvjax.families import AppendOnly
 from kvjax.method import Inputs, Prompt, Reading
@@ -46,8 +46,8 @@ from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from kvjax.slots import SlotState, check_budget
 from kvjax.typing import EMPTY, Model, not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.column_mass import column_mass
-from pallas_kernels.past_attention import past_attention
+from pallas_kernels.attend.past_attention import past_attention
+from pallas_kernels.score.column_mass import column_mass
 
 _TEXTS = {  # of the released code
     "ask": "\n\nRepeat the previous context exactly.",

@@ -41,19 +41,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.offload import Near
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
-from kvjax.offload import Near
 from kvjax.scan import by_blocks
 from kvjax.selection import mask_of
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static, traced
-from pallas_kernels.bucket_matches import bucket_matches
+from pallas_kernels.choose.match_select import match_select
 from pallas_kernels.formats.sign_codes import buckets, random_planes
-from pallas_kernels.match_select import match_select
-from pallas_kernels.sampled_bias import sampled_bias
+from pallas_kernels.score.bucket_matches import bucket_matches
+from pallas_kernels.score.sampled_bias import sampled_bias
 
 _ALIGNED = 16  # slots that a kernel reads at once
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.stretched import Stretched
+from kvjax.methods.stretched import Stretched
 from kvjax.typing import pytree
 
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
+from kvjax.cache.divided import whole
 from kvjax.families import Eviction
 from kvjax.method import Prompt
-from kvjax.parts import whole
 from kvjax.typing import pytree
 
 

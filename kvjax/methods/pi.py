@@ -14,7 +14,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.stretched import Stretched
+from kvjax.methods.stretched import Stretched
 from kvjax.typing import pytree
 
 

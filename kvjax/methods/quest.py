@@ -29,8 +29,8 @@ from kvjax.families import Retrieval
 from kvjax.method import LayerMethod
 from kvjax.methods.full import Full
 from kvjax.typing import pytree, static
-from pallas_kernels.page_score import page_score
-from pallas_kernels.widen_page import widen_page
+from pallas_kernels.score.page_score import page_score
+from pallas_kernels.store.widen_page import widen_page
 
 
 @pytree

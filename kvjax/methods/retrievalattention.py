@@ -36,7 +36,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.scan import Regions, ScoredScan
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.page_score import page_score
+from pallas_kernels.score.page_score import page_score
 
 
 @pytree

@@ -20,12 +20,13 @@ Zefan-Cai/R-KV 31cf555, of which ``mix``, ``threshold``, ``kernel``, ``obs_windo
 scripts.
 
 **Departures**: none known in the score. The paper writes of a number of newest tokens that are not to blame; the released
-code has one, and so has this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines is
-the product of a key with the sum of all keys, and what remains to be found are the tokens that are not to blame: for each i,
-cosines are computed from the newest tokens back, until one is above ``threshold`` (`pallas_kernels.newest_repeat`). So a KV
-head needs at most 2 n^2 D floating-point operations, once for the prompt, and no memory for pairs. As in the released code,
-keys have norm 1 in the dtype of the cache before they are multiplied; sums are in float32 here, there in that dtype. The
-cosines with tokens that are not to blame are rounded to multiples of 2^-21 before they are summed.
+code has one, and so has this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines
+is the product of a key with the sum of all keys, and what remains to be found are the tokens that are not to blame: for
+each i, cosines are computed from the newest tokens back, until one is above ``threshold``
+(`pallas_kernels.score.newest_repeat`). So a KV head needs at most 2 n^2 D floating-point operations, once for the prompt,
+and no memory for pairs. As in the released code, keys have norm 1 in the dtype of the cache before they are multiplied;
+sums are in float32 here, there in that dtype. The cosines with tokens that are not to blame are rounded to multiples of
+2^-21 before they are summed.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from jax import Array, lax
 from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import LayerMethod, Prompt
-from kvjax.periodic import Periodic
 from kvjax.selection import pick, smooth
 from kvjax.slots import check_budget
 from kvjax.typing import pytree, static, traced
-from pallas_kernels.newest_repeat import newest_repeat
+from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
+from pallas_kernels.score.newest_repeat import newest_repeat
 
 _ONE = 1 << 21  # what a cosine of 1 is as a whole number
 _PART = 1 << 11

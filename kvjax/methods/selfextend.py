@@ -26,15 +26,15 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import LayerCache, LayerSpec
+from kvjax.cache.quantised import empty_resident
 from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.slots import cost_of_all
 from kvjax.typing import pytree, static, traced
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.attend.gather_attention import gather_attention
+from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
-from pallas_kernels.past_attention import past_attention
 
 
 @pytree

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerSpec
+from kvjax.cache.quantised import empty_resident
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.quantised import empty_resident
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, cost_of_all
 from kvjax.typing import not_none, pytree, static, traced
-from pallas_kernels.dense_decode import Rotation, dense_decode
+from pallas_kernels.attend.dense_decode import Rotation, dense_decode
 
 
 @pytree

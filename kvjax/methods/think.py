@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.packed_keys import ThinCache, thin
 from kvjax.method import Prompt, Step
 from kvjax.slots import SlotMethod, count_all
-from kvjax.thin import ThinCache, thin
 from kvjax.typing import pytree, static
-from pallas_kernels.kth_select import kth_select
+from pallas_kernels.choose.kth_select import kth_select
 
 _ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below a tenth
 

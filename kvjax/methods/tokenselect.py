@@ -36,23 +36,23 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import LayerSpec, LayerStorage
+from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
+from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.offload import Near, empty_storage, offload
-from kvjax.parts import best_of_rows, best_slots, here, log_total, merged, part_slots, total
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.chunk_query import chunk_query
-from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.attend.dense_attention import dense_attention
+from pallas_kernels.attend.gather_attention import gather_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.choose.token_list import token_list
 from pallas_kernels.formats.quantised import with_vectors
-from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.numerics import finite_or_zero
-from pallas_kernels.prefix_attention import prefix_attention
-from pallas_kernels.rotated_rows import rotated_rows
-from pallas_kernels.step_query import step_query
-from pallas_kernels.token_list import token_list
-from pallas_kernels.token_vote import token_vote
+from pallas_kernels.query.chunk_query import chunk_query
+from pallas_kernels.query.rotated_rows import rotated_rows
+from pallas_kernels.query.step_query import step_query
+from pallas_kernels.score.token_vote import token_vote
 
 
 @pytree

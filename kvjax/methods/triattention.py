@@ -33,12 +33,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.attention.moments import Moments, pair_lengths
 from kvjax.cache import LayerCache
 from kvjax.families import Eviction
 from kvjax.method import LayerMethod, Prompt
-from kvjax.moments import Moments, pair_lengths
-from kvjax.periodic import Periodic
 from kvjax.typing import not_none, pytree, static, traced
+from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
 
 

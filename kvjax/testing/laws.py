@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.api.fork import fork
+from kvjax.api.generate import generate
 from kvjax.cache import LayerCache
-from kvjax.fork import fork
-from kvjax.generate import generate
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import with_inner
-from kvjax.step import run_step
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
-from kvjax.window import layer_windows
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import LayerCache
+from kvjax.cache.packed_keys import ThinCache
+from kvjax.cache.quantised import QuantisedCache
 from kvjax.method import Inputs, LayerSpec, settle_due
-from kvjax.quantised import QuantisedCache
-from kvjax.thin import ThinCache
 from kvjax.typing import EMPTY
 from pallas_kernels.formats.quantised import MOST, Quantised
 

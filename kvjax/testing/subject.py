@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.api.generate import Generation, extend, generate
+from kvjax.api.prefill import prefill
 from kvjax.cache import Cache
-from kvjax.generate import Generation, extend, generate
 from kvjax.method import LayerMethod, Method
-from kvjax.prompts import prefill
 from kvjax.testing.layer import Drive, drive, random_tokens
 from kvjax.typing import Model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.merge_splits import merge_splits
+from pallas_kernels.attend.merge_splits import merge_splits
 
 
 def partial_shapes(query: jax.Array, splits: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

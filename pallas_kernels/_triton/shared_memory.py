@@ -2,7 +2,7 @@
 
 Triton keeps in shared memory the blocks that its pipeline has on their way, and operands of products. What it takes is known
 only when it compiles; the sums here were fitted to what it asked for at many shapes, with `SLACK` above that, and
-tests/test_compile_only.py compares them again.
+tests/compile_only/test_methods.py compares them again.
 """
 
 from __future__ import annotations

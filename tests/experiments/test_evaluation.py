@@ -28,8 +28,8 @@ from experiments.records import CompileClock, bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.training.subject import WholeModel
 from kvjax import registry
+from kvjax.api.sweep import group_by_structure
 from kvjax.families import Retrieval
-from kvjax.sweep import group_by_structure
 from kvjax.typing import pytree, static
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]

@@ -14,7 +14,7 @@ from experiments.insight import patterns
 from kvjax import Pattern
 from tests.experiments.test_insight_heads import CONFIG
 from tests.harness import SMALL_PATTERNS, random_tokens
-from tests.kvjax.test_sparse_prefill import KINDS
+from tests.kvjax.wrappers.test_sparse_prefill import KINDS
 from tests.oracles import minference
 from tests.oracles.plain import softmax
 from tests.tiny_models import write_model

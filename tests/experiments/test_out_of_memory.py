@@ -12,7 +12,7 @@ import kvjax
 import models
 from experiments.answering import Shape, ask
 from experiments.evaluation import runner, together
-from kvjax import memory
+from kvjax.accounting import memory
 from tests.experiments.test_evaluation import TINY, make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]

@@ -59,7 +59,7 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
 
 
-TWILIGHT = {"kvjax.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}
+TWILIGHT = {"kvjax.wrappers.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}
 
 
 def test_a_wrapper_is_named_with_the_method_inside():
@@ -70,7 +70,7 @@ def test_a_wrapper_is_named_with_the_method_inside():
     method = choice.at(1024, None, None, {}).method
     assert method == kvjax.Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
-    assert row["class"] == "kvjax.twilight:Twilight" and "budget=64" in row["method"]
+    assert row["class"] == "kvjax.wrappers.twilight:Twilight" and "budget=64" in row["method"]
 
 
 def test_a_pattern_of_prompts_is_named_with_its_numbers():
@@ -100,4 +100,4 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
 )
 def test_a_bad_method_inside_of_a_wrapper_is_refused(inner, message):
     with pytest.raises(ValueError, match=message):
-        check_choices(choices_of([{"kvjax.twilight:Twilight": {"method": inner}}]), (), 1024)
+        check_choices(choices_of([{"kvjax.wrappers.twilight:Twilight": {"method": inner}}]), (), 1024)

@@ -20,11 +20,12 @@ from experiments.speed.plots import overview
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.settings import SpeedSettings
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
-from kvjax import memory, registry, stats
-from kvjax.layers import layer_methods
-from kvjax.reading import run_prefill
-from kvjax.sampling import Sampler
-from kvjax.step import run_decode
+from kvjax import registry
+from kvjax.accounting import memory, stats
+from kvjax.decoding.decode import run_decode
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.prefill import run_prefill
+from kvjax.decoding.sampling import Sampler
 from models import ModelConfig, param_shapes, random_params, shapes
 from tests.harness import group, repeated
 

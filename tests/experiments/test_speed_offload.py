@@ -15,7 +15,7 @@ from experiments.speed import Bandwidth
 from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
 from experiments.speed.filled_cache import filled_cache, state_bytes
-from kvjax.memory import memory_needed, placed_bytes
+from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.method import num_bytes
 from models import ModelConfig, random_params
 
@@ -89,7 +89,7 @@ def test_the_systems_that_keep_an_index_on_the_device(command):
     assert rows["socket"]["bus_bytes"] == 1024 * pair
 
 
-@pytest.mark.thorough  # tests/kvjax/test_offload.py has shares by default
+@pytest.mark.thorough  # tests/kvjax/cache/test_offload.py has shares by default
 def test_a_share_of_the_layers_is_a_row_of_its_own(command, monkeypatch, capsys):
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: dataclasses.replace(TINY_SPEED, num_layers=2))
     arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
@@ -102,7 +102,7 @@ def test_a_share_of_the_layers_is_a_row_of_its_own(command, monkeypatch, capsys)
     assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
 
 
-@pytest.mark.thorough  # tests/kvjax/test_offload.py has codes in host memory
+@pytest.mark.thorough  # tests/kvjax/cache/test_offload.py has codes in host memory
 def test_rows_in_8_bits_have_codes_there(command):
     """Each method again, with a quarter of float32's bytes in host memory; scales stay here."""
     out = command("--tokens", 2, "--methods", "pariskv", "--kv-dtype", "int8")

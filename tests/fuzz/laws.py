@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.decoding.layers import layer_methods
 from kvjax.describe import describe
-from kvjax.layers import layer_methods
 from kvjax.method import Method
 from kvjax.methods import Full
 from kvjax.testing import laws

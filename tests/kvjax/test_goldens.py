@@ -6,7 +6,6 @@ The methods meet their oracles elsewhere, so these tests need no JAX, but the la
 from __future__ import annotations
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -15,16 +14,16 @@ import kvjax
 import models
 from kvjax.methods import Knorm
 from kvjax.testing.layer import stored
+from tests import goldens
 from tests.models.test_parity import write_checkpoint
 from tests.oracles import magicpig, pqcache, rkv, selfextend, think
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-HERE = pathlib.Path(__file__).parent
 
 
 def golden(name):
-    return json.loads((HERE / "goldens" / f"{name}.json").read_text())
+    return json.loads((goldens.FOLDER / "kvjax" / f"{name}.json").read_text())
 
 
 def tokens(rng, sizes):
@@ -104,7 +103,7 @@ def test_rkv_keeps_what_the_released_code_keeps():
 def test_periodic_keeps_what_kvpress_keeps_while_decoding(tmp_path):
     """Its prompt stays whole until the first interval ends, as under a budget of `evict` that is larger."""
     made = golden("decoding")
-    with np.load(HERE.parent / "models" / "goldens" / "llama.npz") as weights:
+    with np.load(goldens.FOLDER / "models" / "llama.npz") as weights:
         write_checkpoint(tmp_path, dict(weights))
     params, config = models.from_pretrained(tmp_path)
     evict = Knorm(budget=made["prompt"])

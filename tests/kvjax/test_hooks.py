@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.prefill import run_prefill
 from kvjax.method import LayerSpec, settle_due
 from kvjax.methods import InfLLM
-from kvjax.reading import run_prefill
-from kvjax.step import run_step
 from kvjax.testing.model import TinyModel
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +16,21 @@ import kvjax
 import models
 from kvjax import registry
 from kvjax.cache import LayerCache
+from kvjax.decoding.prefill import run_prefill
 from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.observation import prefix_votes
-from kvjax.reading import run_prefill
 from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
 from kvjax.typing import EMPTY
+from tests import goldens
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
 from tests.models.test_parity import write_checkpoint
 from tests.oracles.pyramidkv import budget_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-HERE = pathlib.Path(__file__).parent
 KVPRESS = {  # methods at the settings of make_kvpress_goldens.py
     "snapkv": {"obs_window": 8, "kernel": 5},
     "tova": {},
@@ -82,12 +81,12 @@ def test_what_is_kept_is_what_the_oracles_keep():
 
 @functools.cache
 def golden():
-    return json.loads((HERE / "goldens" / "kvpress.json").read_text())
+    return json.loads((goldens.FOLDER / "kvjax" / "kvpress.json").read_text())
 
 
 @functools.cache
 def model(directory):
-    with np.load(HERE.parent / "models" / "goldens" / "llama.npz") as weights:
+    with np.load(goldens.FOLDER / "models" / "llama.npz") as weights:
         write_checkpoint(directory, dict(weights))
     return models.from_pretrained(directory)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +10,15 @@ import pytest
 
 import kvjax
 from kvjax import rope
+from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
-from kvjax.passes import layer_inputs
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
-from tests import tape
-from tests.kvjax import rope_oracle as plain
+from tests import goldens, tape
 from tests.oracles import mosaickv
+from tests.oracles import rope as plain
 
-CASES = json.loads((Path(tape.__file__).parent / "models" / "goldens" / "rope.json").read_text())
+CASES = json.loads((goldens.FOLDER / "models" / "rope.json").read_text())
 DIM, ROWS, TOKENS = 32, 4, 5  # one shape for all, so that nothing compiles twice
 LONG = LongRopeScaling(
     short_factor=(1.0,) * (DIM // 2), long_factor=tuple(map(float, range(1, DIM // 2 + 1))), factor=1.0,

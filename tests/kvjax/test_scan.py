@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import attend_selected
+from kvjax.attention.over_cache import attend_selected
 from kvjax.cache import LayerCache
+from kvjax.cache.offload import offload
 from kvjax.method import LayerSpec, Prompt, Step, settle_due
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
-from kvjax.offload import offload
-from kvjax.product_codes import kmeans
+from kvjax.methods.pqcache.product_codes import kmeans
 from kvjax.slots import SlotState
 from kvjax.testing.model import TinyModel
 from kvjax.typing import EMPTY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from kvjax.slots import SlotState
 from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
 from models import shapes
+from tests import goldens
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
 from tests.kvjax.cases import subject
 from tests.oracles.plain import attend_to, best, rotate_all
@@ -102,7 +102,7 @@ def test_steps_are_those_of_the_oracles():
 
 @pytest.mark.thorough
 def test_the_released_code_of_shadowkv_attends_alike():
-    golden = json.loads((pathlib.Path(__file__).parent / "goldens" / "shadowkv.json").read_text())
+    golden = json.loads((goldens.FOLDER / "kvjax" / "shadowkv.json").read_text())
     heads, group, total, dim = golden["sizes"]
     rng, prompt = np.random.default_rng(golden["seed"]), golden["prompt"]
     q, k, v = (rng.normal(size=(1, n, total, dim)).astype(np.float32) for n in (heads * group, heads, heads))

@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 import kvjax
 import models
 from models.transformer import Block, Transformer
+from tests import goldens
 from tests.tiny_models import dense_attend
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = goldens.FOLDER / "models"
 FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))
 REPEATED = ("qwen3_moe_tied", "yi", "mistral")  # what other families show together; mistral_window is a mistral too
 SETTINGS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in FAMILIES]

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
-from pallas_kernels.dense_decode import pallas_triton as dense_kernel
-from pallas_kernels.evict_token import evict_token
-from pallas_kernels.evict_token import pallas_triton as evict_kernel
+from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode
+from pallas_kernels.attend.dense_decode import pallas_triton as dense_kernel
+from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention
+from pallas_kernels.attend.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, quantise, whole
-from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from pallas_kernels.rotated_rows import pallas_triton as rotated_kernel
-from pallas_kernels.rotated_rows import rotated_rows
-from pallas_kernels.store_token import STORE_TOKEN, store_token
-from pallas_kernels.store_token import pallas_triton as store_kernel
+from pallas_kernels.query.rotated_rows import pallas_triton as rotated_kernel
+from pallas_kernels.query.rotated_rows import rotated_rows
+from pallas_kernels.store.evict_token import evict_token
+from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
+from pallas_kernels.store.store_token import STORE_TOKEN, store_token
+from pallas_kernels.store.store_token import pallas_triton as store_kernel
 from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)

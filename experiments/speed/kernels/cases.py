@@ -17,18 +17,18 @@ from experiments.speed.kernels.cases_8_bits import cases_8_bits
 from experiments.speed.kernels.cases_codes import code_cases
 from experiments.speed.kernels.cases_evict import evict_cases
 from experiments.speed.kernels.cases_search import search_cases
-from pallas_kernels.compact import COMPACT, compact
-from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
-from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.kth_select import KTH_SELECT, kth_select
-from pallas_kernels.merge_splits import MERGE_SPLITS, merge_splits
-from pallas_kernels.page_score import PAGE_SCORE, page_score
-from pallas_kernels.past_attention import PAST_ATTENTION, past_attention
-from pallas_kernels.prefix_attention import PREFIX_ATTENTION, prefix_attention
-from pallas_kernels.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
-from pallas_kernels.sparse_attention import SPARSE_ATTENTION, sparse_attention
-from pallas_kernels.token_vote import TOKEN_VOTE, token_vote
-from pallas_kernels.window_score import WINDOW_SCORE, window_score
+from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode
+from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention
+from pallas_kernels.attend.merge_splits import MERGE_SPLITS, merge_splits
+from pallas_kernels.attend.past_attention import PAST_ATTENTION, past_attention
+from pallas_kernels.attend.prefix_attention import PREFIX_ATTENTION, prefix_attention
+from pallas_kernels.attend.sparse_attention import SPARSE_ATTENTION, sparse_attention
+from pallas_kernels.choose.compact import COMPACT, compact
+from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select
+from pallas_kernels.choose.sentence_cut import JOINS, SENTENCE_CUT, Rules, sentence_cut
+from pallas_kernels.score.page_score import PAGE_SCORE, page_score
+from pallas_kernels.score.token_vote import TOKEN_VOTE, token_vote
+from pallas_kernels.score.window_score import WINDOW_SCORE, window_score
 
 
 def cases(tiny: bool = False) -> list[Case]:

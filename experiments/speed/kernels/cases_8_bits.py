@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.speed.kernels.case import Case, Sizes, listed, store
-from pallas_kernels.dense_decode import DENSE_DECODE, dense_decode
+from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode
+from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention
 from pallas_kernels.formats.quantised import Quantised, quantise, whole
-from pallas_kernels.gather_attention import GATHER_ATTENTION, gather_attention
 
 
 def cases_8_bits(sizes: Sizes) -> Iterator[Case]:

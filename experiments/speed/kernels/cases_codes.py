@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array
 
 from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, normal
-from pallas_kernels.bucket_score import BUCKET_SCORE, bucket_score
-from pallas_kernels.collision import COLLISION, collision
-from pallas_kernels.encode import ENCODE, encode
+from pallas_kernels.attend.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.choose.collision import COLLISION, collision
+from pallas_kernels.choose.rerank import RERANK, Regions, rerank
 from pallas_kernels.formats.key_codes import rows as rows_of
 from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.packed_attention import PACKED_ATTENTION, packed_attention
-from pallas_kernels.packed_score import PACKED_SCORE, packed_score
-from pallas_kernels.project_query import PROJECT_QUERY, project_query
-from pallas_kernels.rerank import RERANK, Regions, rerank
+from pallas_kernels.query.project_query import PROJECT_QUERY, project_query
+from pallas_kernels.score.bucket_score import BUCKET_SCORE, bucket_score
+from pallas_kernels.score.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.store.encode import ENCODE, encode
 
 _SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's shares for a long zone
 _SEGMENTS = 2

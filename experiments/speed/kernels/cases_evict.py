@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, store
-from pallas_kernels.column_mass import COLUMN_MASS, column_mass
-from pallas_kernels.dissimilarity import DISSIMILARITY, dissimilarity
+from pallas_kernels.score.column_mass import COLUMN_MASS, column_mass
+from pallas_kernels.score.dissimilarity import DISSIMILARITY, dissimilarity
 
 
 def evict_cases(sizes: Sizes) -> Iterator[Case]:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.speed.kernels.case import BYTES, GROUP, Case, Sizes, listed, normal
-from pallas_kernels.code_select import CODE_SELECT, code_bits, code_select
+from pallas_kernels.attend.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention
+from pallas_kernels.choose.code_select import CODE_SELECT, code_bits, code_select
+from pallas_kernels.choose.match_select import MATCH_SELECT, match_select
+from pallas_kernels.choose.partial_select import PARTIAL_SELECT, partial_select
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention
-from pallas_kernels.match_select import MATCH_SELECT, match_select
-from pallas_kernels.page_logits import PAGE_LOGITS, page_logits
-from pallas_kernels.partial_score import PARTIAL_SCORE, partial_score
-from pallas_kernels.partial_select import PARTIAL_SELECT, partial_select
-from pallas_kernels.sampled_bias import SAMPLED_BIAS, sampled_bias
+from pallas_kernels.score.page_logits import PAGE_LOGITS, page_logits
+from pallas_kernels.score.partial_score import PARTIAL_SCORE, partial_score
+from pallas_kernels.score.sampled_bias import SAMPLED_BIAS, sampled_bias
 
 
 def search_cases(sizes: Sizes) -> Iterator[Case]:

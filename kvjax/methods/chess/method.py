@@ -33,8 +33,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import Cache, LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.divided import here
+from kvjax.cache.offload import Near
 from kvjax.fields import check_within
 from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
@@ -48,8 +50,6 @@ from kvjax.methods.chess.page_tree import (
     put_page,
     score_nodes,
 )
-from kvjax.offload import Near
-from kvjax.parts import here
 from kvjax.rope import depends_on_length, inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod

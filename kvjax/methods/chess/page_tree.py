@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
-from kvjax.parts import here, total
+from kvjax.cache.divided import here, total
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from kvjax.typing import pytree, static

@@ -13,9 +13,9 @@ from kvjax.cache import LayerStorage
 from kvjax.methods.mosaickv.packing import unpack
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
-from pallas_kernels.packed_attention import packed_attention
-from pallas_kernels.packed_score import packed_score
-from pallas_kernels.project_query import project_query
+from pallas_kernels.attend.packed_attention import packed_attention
+from pallas_kernels.query.project_query import project_query
+from pallas_kernels.score.packed_score import packed_score
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:

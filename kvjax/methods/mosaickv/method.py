@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerSpec, LayerStorage
+from kvjax.cache.offload import empty_storage
 from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.methods.mosaickv.attention import (
     attend_listed,
@@ -54,14 +55,13 @@ from kvjax.methods.mosaickv.attention import (
 )
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
-from kvjax.offload import empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.choose.kth_select import kth_select
 from pallas_kernels.host import to_host
-from pallas_kernels.kth_select import kth_select
-from pallas_kernels.prefix_attention import prefix_attention
 
 
 @pytree

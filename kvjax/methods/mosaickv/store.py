@@ -23,7 +23,7 @@ from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels import axes
 from pallas_kernels.host import on_host, put_rows, to_device
-from pallas_kernels.pack_token import pack_token
+from pallas_kernels.store.pack_token import pack_token
 
 _FITS = 10  # output segments that there is room to fit; more if many tokens follow, one per 256
 

@@ -1,4 +1,4 @@
-"""ParisKV where the slots of a row are divided over devices (`kvjax.parts`): its kernels, with exchanges between.
+"""ParisKV where the slots of a row are divided over devices (`kvjax.cache.divided`): its kernels, with exchanges between.
 
 The counts of clusters are of all devices and equal on each, so every device gives its keys the votes that one device would
 give. The cut among the votes needs the numbers of keys with each number of votes; the cut among the estimates needs each
@@ -10,14 +10,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerStorage
-from kvjax.parts import best_slots, here, total
+from kvjax.cache.divided import best_slots, here, total
 from pallas_kernels import axes
-from pallas_kernels.collision import Part, collision
-from pallas_kernels.encode import encode
+from pallas_kernels.choose.collision import Part, collision
+from pallas_kernels.choose.rerank import Regions, estimates
 from pallas_kernels.formats.key_codes import cluster_counts
-from pallas_kernels.rerank import Regions, estimates
+from pallas_kernels.store.encode import encode
 
 
 def choose(

@@ -6,7 +6,7 @@ vectors are rotated without the factor 1/sqrt(D) and not divided by their norm. 
 and zeros do too.
 
 These are the parts in plain JAX. A decode step runs operations that are made of them and have kernels:
-`pallas_kernels.encode`, `pallas_kernels.collision` and `pallas_kernels.rerank`.
+`pallas_kernels.store.encode`, `pallas_kernels.choose.collision` and `pallas_kernels.choose.rerank`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.typing import pytree
-from pallas_kernels.collision.votes import (
+from pallas_kernels.choose.collision.votes import (
     MILLION,
     candidate_cut,
     cluster_scores,
@@ -54,7 +54,7 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # a cluster gets a vote for each sh
 
 @pytree
 class Codes:
-    """The stored codes of vectors [..., D]: 5 bits per channel and a weight per slice; see `pallas_kernels.encode.encode`."""
+    """Stored codes of vectors [..., D]: 5 bits per channel and a weight per slice; see `pallas_kernels.store.encode`."""
 
     ids: Array  # uint8 [..., N]
     magnitudes: Array  # uint8 [..., D/2]

@@ -39,22 +39,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attention import Selection
+from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache.divided import whole
+from kvjax.cache.offload import Near
 from kvjax.fields import number, positive_int, shown
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
-from kvjax.offload import Near
-from kvjax.parts import whole
 from kvjax.selection import smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
+from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 from pallas_kernels.host import Rows
-from pallas_kernels.page_score import page_score
-from pallas_kernels.sentence_add import sentence_add
-from pallas_kernels.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
+from pallas_kernels.score.page_score import page_score
+from pallas_kernels.store.sentence_add import sentence_add
 
 
 @pytree

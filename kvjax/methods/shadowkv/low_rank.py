@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.eigen import eigenvectors
+from kvjax.methods.eigen import eigenvectors
 from pallas_kernels import axes
 
 _BLOCK = 4096  # tokens of which there are float32 copies at once

@@ -34,24 +34,24 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention import attend_all, attend_held_parts
+from kvjax.attention.over_cache import attend_all, attend_held_parts
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.offload import empty_storage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.methods.shadowkv.landmarks import landmarks
 from kvjax.methods.shadowkv.low_rank import factorize
-from kvjax.offload import empty_storage
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.causal_attention import causal_attention
-from pallas_kernels.dense_attention import dense_attention
+from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.attend.dense_attention import dense_attention
+from pallas_kernels.attend.low_rank_attention import low_rank_attention, rebuild
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.host import on_host, to_device, to_host
-from pallas_kernels.kth_select import kth_select_mask
-from pallas_kernels.low_rank_attention import low_rank_attention, rebuild
 from pallas_kernels.numerics import merge_pair
-from pallas_kernels.page_logits import page_logits
-from pallas_kernels.prefix_attention import prefix_attention
+from pallas_kernels.score.page_logits import page_logits
 
 
 @pytree

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import empty_cache
+from kvjax.cache.storage import empty_cache
 from kvjax.method import LayerSpec, Step
 from kvjax.methods.pariskv import hashing
 from tests.harness import drive, example, frequencies

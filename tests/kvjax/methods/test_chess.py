@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.measure import measure
+from kvjax.api.measure import measure
 from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import Chess

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checks import check_sizes
-from kvjax.layers import guessing_layers, layer_methods
-from kvjax.measure import measure
+from kvjax.api.measure import measure
+from kvjax.decoding.checks import check_sizes
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.layers import guessing_layers, layer_methods
+from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Full, InfiniGen, Quest, SnapKV
-from kvjax.reading import run_prefill
-from kvjax.step import run_step
 from kvjax.testing.model import TinyModel
 from models import YarnScaling
 from tests import tape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 
 from kvjax.method import LayerSpec
 from kvjax.methods import InfLLM
+from tests import goldens
 from tests.oracles import infllm as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -48,7 +48,7 @@ def test_metadata_per_token():
 
 def test_the_oracle_is_the_released_code():
     """Stored by goldens/make_infllm_goldens.py, which says what was changed."""
-    golden = json.loads((Path(__file__).parents[1] / "goldens" / "infllm.json").read_text())
+    golden = json.loads((goldens.FOLDER / "kvjax" / "infllm.json").read_text())
     heads, group, tokens, dim = golden["sizes"]
     rng = np.random.default_rng(golden["seed"])
     q, (k, v) = rng.normal(size=(heads, group, tokens, dim)) * 1.5, rng.normal(size=(2, heads, tokens, dim))

@@ -11,8 +11,8 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.checks import check_fits
-from kvjax.layers import check_divisible
+from kvjax.decoding.checks import check_fits
+from kvjax.decoding.layers import check_divisible
 from kvjax.methods import H2O, KVzip, Quest, SnapKV
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
@@ -151,7 +151,7 @@ def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
     params = jax.eval_shape(lambda: tiny.random_params(0))
     tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
     read = functools.partial(
-        kvjax.reading.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
+        kvjax.decoding.prefill.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
         max_new_tokens=5, chunk_size=1024,
     )  # fmt: skip
     caches = jax.eval_shape(read, params, tokens, length)
@@ -225,7 +225,7 @@ def test_what_it_cannot_do_is_refused():
         kvjax.Stages(evict=SnapKV(), retrieve=Across())
     tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
     with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
-        kvjax.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
+        kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
     told = r"prompt of 100 \+ 107 tokens in which KVzip reads it again = 207 tokens exceeds .*max_position_embeddings=160"
     with pytest.raises(ValueError, match=told):
         check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import attend_selected
+from kvjax.attention.over_cache import attend_selected
 from kvjax.method import Inputs
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import empty_cache
+from kvjax.cache.storage import empty_cache
 from kvjax.method import Step
 from kvjax.methods import Full, RetroInfer
-from kvjax.methods.retroinfer import Clusters
-from kvjax.spherical import centroids_of
+from kvjax.methods.retroinfer.kmeans import centroids_of
+from kvjax.methods.retroinfer.method import Clusters
 from pallas_kernels.numerics import merge_partials
+from tests import goldens
 from tests.harness import drive, frequencies, random_tokens
 from tests.oracles import retroinfer as oracle
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 def test_the_oracle_clusters_as_the_released_code():
     """Stored by goldens/make_retroinfer_goldens.py."""
-    golden = json.loads((Path(__file__).parents[1] / "goldens" / "retroinfer.json").read_text())
+    golden = json.loads((goldens.FOLDER / "kvjax" / "retroinfer.json").read_text())
     rng, (tokens, dim, knobs) = np.random.default_rng(golden["seed"]), (golden[x] for x in ("tokens", "dim", "knobs"))
     key = rng.normal(size=(tokens, dim)) + rng.normal(size=(1, dim)) * 2
     parts = [range(first, first + knobs["segment"]) for first in range(0, tokens, knobs["segment"])]

@@ -1,0 +1,352 @@
+"""The device and host memory that a cache needs, checked before a prompt is read.
+
+Host memory here is pinned: the GPU reads it over the bus. JAX takes it from a pool, whose size has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from kvjax.cache.quantised import check_kv_dtype, row_bytes
+from kvjax.decoding.checks import check_model, check_sizes
+from kvjax.decoding.layers import layer_methods, layer_specs
+from kvjax.decoding.prefill import reading_order
+from kvjax.fields import positive_int
+from kvjax.mesh.processes import least
+from kvjax.mesh.sharding import Plan, check_axes, on_each
+from kvjax.method import LayerMethod, LayerSpec, Method
+from kvjax.registry import classes, resolve, resolve_each
+from kvjax.typing import Model, not_none
+from pallas_kernels.host import to_device, to_host
+
+_LEAST = 1 << 20  # bytes of a piece if the device is almost full
+_SIZES = ("batch", "prompt_slots", "max_new_tokens", "chunk_size")  # the numbers that `memory_needed` takes
+_PIECE = 1 << 30  # the most bytes of pinned memory requested at once, because each piece is made on the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """The bytes that a cache needs at least; on a mesh, those of each of its devices.
+
+    Attributes:
+        device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
+        host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
+        staged: further bytes on the device while a prompt chunk attends to one layer: its keys and values, if it is offloaded
+            or in 8 bits, its codes and its numbers, if it is both, and the row that a pass takes out of it
+            (`kvjax.decoding.prefill`).
+    """
+
+    device: int
+    host: int
+    staged: int
+
+    @property
+    def brief(self) -> str:
+        """Only the bytes of the cache: on the device, and in host memory if there are any."""
+        return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
+
+    def __str__(self) -> str:
+        device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
+        return f"{device}, {_gib(self.host)} of host memory"
+
+
+def memory_needed(
+    method: Method | str | Sequence[Method | str],
+    config: Model,
+    *,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    chunk_size: int = 8192,
+    mesh: Mesh | AbstractMesh | None = None,
+    kv_dtype: str | None = None,
+) -> Needed:
+    """The memory that prefilling and decoding need, computed from shapes alone.
+
+    Activations and the state that layers share are not counted.
+
+    Args:
+        method: any method, or its name; or several in a list, whose caches exist together (`kvjax.prefill_each`).
+        config: the model's description.
+        batch: rows.
+        prompt_slots: tokens of the padded prompt.
+        max_new_tokens: tokens that may follow.
+        chunk_size: as in `kvjax.prefill`.
+        mesh: the devices over which the parameters are spread; None means one device.
+        kv_dtype: as in `kvjax.prefill`.
+
+    Raises:
+        TypeError: ``mesh`` is no mesh.
+        ValueError: an unknown name, a size below 1, a ``kv_dtype`` on which the method cannot run, or a mesh with other axes
+            than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
+    """
+    several = isinstance(method, Sequence) and not isinstance(method, str)
+    methods = resolve_each(cast("Any", method)) if several else [resolve(cast("Any", method))]
+    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
+    check_model(config)
+    return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases:
+    """Bytes (device, host) of the cache of a method, while the prompt is read and afterwards; ``staged`` as in `Needed`."""
+
+    reading: tuple[int, int]
+    after: tuple[int, int]
+    staged: int
+
+
+def _sum(each: Sequence[_Phases]) -> Needed:
+    """What caches need that exist together. Their layers are staged one after the other."""
+    device, host = (max(sum(x.reading[at] for x in each), sum(x.after[at] for x in each)) for at in (0, 1))
+    return Needed(device=device, host=host, staged=max(x.staged for x in each))
+
+
+def _needed_each(
+    every: Sequence[Method], config: Model, mesh: Mesh | AbstractMesh | None, kv_dtype: str | None, sizes: dict[str, int]
+) -> list[_Phases]:
+    """What each method needs, in the order in which all together read the prompts; arguments as in `memory_needed`."""
+    batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
+    for method in every:
+        check_sizes(method, config)
+    check_kv_dtype(kv_dtype)
+    parts = 1
+    check_axes(mesh)
+    if mesh is not None:
+        plan = Plan(mesh=cast("Mesh", mesh))
+        plan.check_rows(batch)
+        batch, config, parts = batch // plan.groups, plan.part(config), plan.parts
+    each = [layer_methods(method, config) for method in every]
+    order = reading_order(each, batch, prompt_slots, chunk_size)
+
+    def of_layers(methods: Sequence[LayerMethod], rows: int, finished: bool) -> list[tuple[int, int]]:
+        specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
+        kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
+        first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
+        known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
+        return [known[kind] for kind in kinds]
+
+    def of_method(method: Method, methods: Sequence[LayerMethod]) -> _Phases:
+        # A group of rows that is read apart is read beside what is left of all rows.
+        grouped = order.apart and order.groups > 1
+        before = of_layers(methods, order.rows if order.apart else batch, False)
+        after = of_layers(methods, batch, True)
+        # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
+        together = order.chunks > 1 or method.reread_tokens(prompt_slots)
+        reading = before if together else [(max(x[0] for x in before), max(x[1] for x in before))]
+        reading = reading + after if grouped else reading
+        staged = max(x[1] for x in before)
+        if kv_dtype is not None and order.chunks > 1:  # a chunk attends to what is read back, from staged codes too
+            slots = order.rows * config.num_kv_heads * order.slots
+            staged += slots * row_bytes(config.head_dim, config.dtype, None)
+        if not order.apart:  # a pass takes its row out of one layer, and puts it back
+            staged += max(x[0] for x in before) // batch
+        return _Phases(reading=_total(reading), after=_total(after), staged=staged)
+
+    return [of_method(method, methods) for method, methods in zip(every, each, strict=True)]
+
+
+def _total(layers: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(device for device, _ in layers), sum(host for _, host in layers)
+
+
+def offload_share(
+    method: Method | str,
+    config: Model,
+    *,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    chunk_size: int = 8192,
+    device_bytes: int | None = None,
+    spare: int = 2 << 30,
+    mesh: Mesh | AbstractMesh | None = None,
+    kv_dtype: str | None = None,
+) -> float:
+    """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
+
+    Call it when the parameters are on the device, for example: ``ParisKV(offload=offload_share("pariskv", config, batch=1,
+    prompt_slots=393216, max_new_tokens=256))``.
+
+    Args:
+        method: a method with a field ``offload``, whose value does not matter; or its name. Or a wrapper around such a
+            method: the share is then for the field of the method in it.
+        config: the model's description.
+        batch: rows.
+        prompt_slots: tokens of the padded prompt.
+        max_new_tokens: tokens that may follow.
+        chunk_size: as in `kvjax.prefill`.
+        device_bytes: bytes of a device that the cache may use; None means all that are free now.
+        spare: bytes of these to leave for activations.
+        mesh: as in `memory_needed`.
+        kv_dtype: as in `kvjax.prefill`.
+
+    Returns:
+        A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded. ``method.offloaded(share)`` has it.
+
+    Raises:
+        ValueError: neither the method nor one in it has ``offload``, or ``device_bytes`` is None and the device does not
+            report free memory.
+        MemoryError: the cache does not fit even if all layers are offloaded.
+    """
+    method = resolve(method)
+    name = type(method).__name__
+    if method.offloaded(True) is None:
+        known = ", ".join(cls.__name__ for cls in classes().values() if cls.offloadable)
+        raise ValueError(
+            f"offload_share: expected a method with a field offload, or a wrapper around one, got {name}; these have the "
+            f"field: {known}"
+        )
+    if device_bytes is None:
+        device_bytes = free_bytes(mesh)
+    if device_bytes is None:
+        raise ValueError("offload_share: this device does not say how much memory is free: pass device_bytes")
+    sizes: dict[str, Any] = {
+        "batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size,
+        "kv_dtype": kv_dtype,
+    }  # fmt: skip
+
+    def needed(layers: int) -> Needed:
+        share = not_none("offloaded", method.offloaded(layers / config.num_layers))
+        return memory_needed(share, config, mesh=mesh, **sizes)
+
+    def fits(layers: int) -> bool:
+        bytes_of = needed(layers)
+        return bytes_of.device + bytes_of.staged + spare <= device_bytes
+
+    if fits(0):
+        return 0.0
+    layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
+    if layers > config.num_layers:
+        raise MemoryError(
+            f"{name} with offload=True needs {needed(config.num_layers)}, and {_gib(spare)} for activations, got "
+            f"{_gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
+        )
+    return layers / config.num_layers
+
+
+def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
+    """Bytes of device memory that JAX may still allocate; None if the device does not report them.
+
+    Args:
+        mesh: counts the device of the mesh that has the fewest; None the first device.
+    """
+    check_axes(mesh)
+    if isinstance(mesh, AbstractMesh):
+        return None
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    every = [device.memory_stats() for device in devices]
+    free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in every if stats and "bytes_limit" in stats]
+    return least(mesh, min(free, default=None))
+
+
+def check_memory(
+    methods: Sequence[Method], config: Model, mesh: Mesh | None, kv_dtype: str | None, sizes: dict[str, int]
+) -> None:
+    """Refuse caches that cannot fit together, and make pinned memory ready.
+
+    Does nothing if the device does not report its memory.
+
+    Args:
+        methods: one or several that read a prompt together.
+        config: the model's description.
+        mesh: see `memory_needed`.
+        kv_dtype: see `memory_needed`.
+        sizes: the numbers that `memory_needed` takes, by their names.
+
+    Raises:
+        MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
+    """
+    free = free_bytes(mesh)
+    if free is None:
+        return
+    each = _needed_each(methods, config, mesh, kv_dtype, sizes)
+    needed, names = _sum(each), [type(method).__name__ for method in methods]
+    where = "" if mesh is None else f" on each of {mesh.size} devices"
+    said, fewer = f"{names[0]}{where} needs {needed}", ""
+    if len(methods) > 1:
+        alone = "; ".join(f"{name} {_sum([one]).brief}" for name, one in zip(names, each, strict=True))
+        said = f"{len(methods)} methods that read a prompt together{where} need {needed} ({alone})"
+        fewer = "read it for fewer methods at once, "
+    if needed.device + needed.staged > free:
+        raise MemoryError(
+            f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
+            "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
+        )
+    devices = 1 if mesh is None else len(mesh.local_devices)  # they share the memory of their host
+    got = not_none("got", least(mesh, pin_host(needed.host * devices, free // 4) // devices))
+    if got < needed.host:
+        raise MemoryError(
+            f"{said}, got {_gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
+            "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
+            "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
+        )
+
+
+def pin_host(size: int, free: int = _PIECE) -> int:
+    """Allocate up to ``size`` bytes of pinned host memory, free them, and return how many bytes there were.
+
+    They go back to JAX's pool, which keeps them pinned. Pinning takes most of a second per GiB; later allocations from the
+    pool take no time.
+
+    Args:
+        size: bytes.
+        free: bytes of device memory that may be used for a moment.
+    """
+    piece = min(size, max(free, _LEAST), _PIECE)
+    make = jax.jit(lambda: to_host(jnp.zeros((piece,), jnp.uint8)))
+    held: list[jax.Array] = []
+    try:
+        while len(held) * piece < size:
+            held.append(jax.block_until_ready(make()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    return min(sum(x.size for x in held), size)
+
+
+def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
+    """Bytes per second from pinned host memory to the device: the best of ``repeats`` copies of ``size`` bytes."""
+    there = jax.block_until_ready(jax.jit(lambda: to_host(jnp.zeros((size,), jnp.uint8)))())
+    copy = jax.jit(to_device)
+    spans = []
+    for _ in range(repeats + 1):  # the first repeat compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(copy(there))
+        spans.append(time.perf_counter() - begun)
+    return size / min(spans[1:])
+
+
+def placed_bytes(tree: Any) -> tuple[int, int]:
+    """Bytes of all arrays of ``tree`` on the device, and in host memory."""
+    sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
+    return sum(size for _, size in sizes) - host, host
+
+
+def _bytes(
+    method: LayerMethod, spec: LayerSpec, finished: bool, mesh: Mesh | AbstractMesh | None
+) -> tuple[int, int]:
+    """Bytes of one layer's state on the device, and in host memory."""
+
+    def make() -> list[jax.Array]:
+        state = method.init(spec)
+        return jax.tree.leaves(method.finish(state, spec) if finished else state)
+
+    program = make if spec.parts == 1 else on_each(not_none("mesh", mesh), make)
+    kinds = cast("list[Any]", jax.make_jaxpr(program)().out_avals)  # JAX types them as abstract values without a shape
+    sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
+    return sum(size for host, size in sizes if not host), sum(size for host, size in sizes if host)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,135 @@
+"""Accounting: the tokens and bytes that a method holds and reads, computed from its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.accounting.memory import placed_bytes
+from kvjax.cache import Cache
+from kvjax.cache.quantised import row_bytes
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.sliding_window import layer_windows
+from kvjax.describe import count_rows, describe_numbers, megabytes
+from kvjax.method import num_bytes
+from kvjax.typing import pytree, static
+from pallas_kernels import axes
+
+_ROUNDING = 1e-4  # of sums of bytes in float32
+
+
+@pytree
+class Stats:
+    """The cost of a decode step at the end of a `generate` call.
+
+    A step reads `weight_bytes` once for all rows. For each row it reads `kv_bytes` and `metadata_bytes`; `bus_bytes` of the
+    first come from host memory.
+    """
+
+    length: Array  # int32 [B], tokens seen
+    attended: Array  # float32 [B], tokens that a step attends to, mean over layers and KV heads
+    kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
+    metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
+    bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
+    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` but for windows
+    full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
+    counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
+    resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
+    host_bytes: int = static(default=0)  # bytes of `resident_bytes` in pinned host memory
+    weight_bytes: int = static(default=0)  # bytes of parameters that a step reads; 0 if no parameters were given
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({count_rows(self.length)}, {describe_numbers(self.attended)} of {describe_numbers(self.length)} tokens "
+            f"attended, {megabytes(self.resident_bytes)} resident)"
+        )
+
+    @property
+    def bytes_read(self) -> Array:
+        """Bytes of keys, values and metadata that a step reads, all layers: float32 [B]."""
+        return self.kv_bytes + self.metadata_bytes
+
+    @property
+    def selected_fraction(self) -> Array:
+        """Attended tokens as a share of those that `Full` attends to: float32 [B]."""
+        return self.attended / jnp.maximum(self.visible, 1)
+
+    @property
+    def is_no_op(self) -> Array:
+        """Rows in which the method reads all that `Full` reads, so that it has no effect: bool [B]."""
+        return (self.attended >= self.visible) & (self.kv_bytes >= self.full_bytes_read * (1 - _ROUNDING))
+
+    def summary(self) -> str:
+        """One line for people. It says so if the method had no effect at this length."""
+        weights = f", {self.weight_bytes / 1e6:.2f} MB of weights for all rows" if self.weight_bytes else ""
+        far = float(self.bus_bytes.mean()) / 1e6
+        attended, length = float(self.attended.mean()), float(self.length.astype(jnp.float32).mean())
+        text = (
+            f"{attended:.0f} of {length:.0f} tokens attended ({100 * attended / max(length, 1):.1f} %), "
+            f"{float(self.bytes_read.mean()) / 1e6:.2f} MB read per step and row "
+            f"({float(self.full_bytes_read.mean()) / 1e6:.2f} MB under Full) = "
+            f"{float(self.kv_bytes.mean()) / 1e6:.2f} of keys and values{f' ({far:.2f} over the bus)' if far else ''} + "
+            f"{float(self.metadata_bytes.mean()) / 1e6:.2f} of metadata{weights}, "
+            f"{self.resident_bytes / 1e6:.1f} MB resident"
+            + (f" ({self.host_bytes / 1e6:.1f} of them in host memory)" if self.host_bytes else "")
+        )
+        idle = int(self.is_no_op.sum())
+        rows = self.length.shape[0]
+        text += "".join(f", {name} {float(value.mean()):.3g}" for name, value in sorted(self.counters.items()))
+        return text + (
+            f"; no effect at this length in {idle} of {rows} rows: the method attends to every token" if idle else ""
+        )
+
+
+def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
+    """``stats`` with the numbers that arrays have, and tracers do not: where they are stored, and the size of weights."""
+    return dataclasses.replace(
+        stats,
+        host_bytes=placed_bytes((cache.layers, cache.shared))[1],
+        weight_bytes=0 if params is None else cache.model.weight_bytes(params, cache.batch),
+    )
+
+
+def step_cost(cache: Cache) -> Stats:
+    """`measure` without the numbers that `with_bytes` adds; it can be traced."""
+    model = cache.model
+    costs = [
+        m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
+    ]
+    length = cache.length.astype(jnp.float32)
+    windows = layer_windows(model)
+    seen = [length if window is None else jnp.minimum(length, window) for window in windows]
+    # Of a token; layers with a window keep the dtype of the model.
+    row = [
+        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None)
+        for window in windows
+    ]
+    return Stats(
+        length=jnp.copy(cache.length),  # the next call consumes the cache
+        # Devices that share the heads have equally many of them.
+        attended=axes.mean(_sum(c.attended for c in costs) / len(costs)),
+        kv_bytes=axes.total(_sum(c.kv_bytes for c in costs)),
+        metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),
+        bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
+        visible=_sum(seen) / len(costs),
+        full_bytes_read=axes.total(_sum(x * size for x, size in zip(seen, row, strict=True))),
+        counters=jax.tree.map(axes.mean, _mean_counters([c.counters for c in costs])),
+        resident_bytes=num_bytes((cache.layers, cache.shared)),
+    )
+
+
+def _mean_counters(layers: list[Mapping[str, Array]]) -> dict[str, Array]:
+    names = dict.fromkeys(name for counters in layers for name in counters)
+    by_name = {name: [counters[name] for counters in layers if name in counters] for name in names}
+    return {name: _sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _sum(arrays: Iterable[Array]) -> Array:
+    return functools.reduce(operator.add, arrays)

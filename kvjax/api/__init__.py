@@ -1,0 +1,1 @@
+"""The functions that users call, their compiled programs, and caches on disk."""

@@ -1,0 +1,20 @@
+"""Copy a cache, to ask several questions about one context."""
+
+from __future__ import annotations
+
+from kvjax.api.programs import repeat_program
+from kvjax.cache.storage import Cache, check_alive, repeat_rows
+from kvjax.fields import positive_int
+
+
+def fork(cache: Cache, copies: int = 1) -> Cache:
+    """An independent copy of ``cache`` with every row repeated ``copies`` times; row b becomes the rows from b*copies on.
+
+    Prefill a context once, fork it, and ask each copy another question with `extend`. `extend` and `generate` consume
+    (donate) their cache, so fork a cache first if you want to use it again.
+    """
+    count = positive_int("copies", copies)
+    check_alive(cache)
+    if cache.plan is None:
+        return repeat_rows(cache, count)
+    return repeat_program(cache, copies=count)

@@ -1,0 +1,277 @@
+"""The functions that users call after `kvjax.prefill`: `extend`, `decode_step`, `generate`, `stream`.
+
+All of them are jitted with static shapes, so each shape is compiled once. They consume (donate) their cache: go on with the
+cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
+concrete numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.accounting.stats import Stats, with_bytes
+from kvjax.api.prefill import Integers, Tokens, pad_tokens
+from kvjax.api.programs import decode_program, extend_program, generate_program, step_program
+from kvjax.cache.storage import Cache, check_alive
+from kvjax.decoding.checks import (
+    bool_rows,
+    check_cache,
+    check_params,
+    check_room,
+    check_vocabulary,
+    int32_rows,
+    read_array,
+)
+from kvjax.decoding.sampling import Sampler
+from kvjax.describe import count_rows, describe_numbers, is_known
+from kvjax.fields import positive_int, shown
+from kvjax.mesh.sharding import place_rows, readable
+from kvjax.method import Method
+from kvjax.registry import resolve
+from kvjax.typing import Model, pytree
+
+
+@pytree
+class Generation:
+    """The result of `generate`."""
+
+    tokens: Array  # int32 [B, N], 0 after a row's end
+    num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
+    cache: Cache  # for another `generate`, or for `extend` with the next turn
+    stats: Stats  # cost of the method at the last step
+
+    def __repr__(self) -> str:
+        return (
+            f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
+        )
+
+
+def decode_step(
+    params: Any, cache: Cache, tokens: Integers, *, active: Array | np.ndarray | Sequence[bool] | None = None
+) -> Cache:
+    """Feed one token per row. The returned cache has the next token's logits.
+
+    Args:
+        params: model parameters.
+        cache: is consumed.
+        tokens: int [B].
+        active: bool [B]; rows where it is False do not change. None means that all rows are active.
+
+    Raises:
+        ValueError: wrong shapes or dtypes, no room, a cache of another model, or a cache that was consumed.
+    """
+    check_params(params, cache)
+    fed = int32_rows("tokens", tokens, cache.batch)
+    moves = bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
+    check_vocabulary(fed, cache.model)
+    check_room(cache, moves.astype(jnp.int32))
+    return step_program(params, cache, *place_rows(cache.plan, fed[:, None], moves[:, None]))
+
+
+def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
+    """Append tokens to every row: the next turn, or the next question about the same context.
+
+    The tokens attend densely to everything that the method has kept, and causally to each other. This is so for a single
+    token too. Methods that evict while they generate take the tokens in blocks, H2O and TOVA one by one. Rows may have
+    different lengths, zero included.
+
+    Args:
+        params: model parameters.
+        cache: is consumed; `kvjax.fork` it first to ask several questions about one context.
+        tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
+        lengths: int [B].
+
+    Raises:
+        ValueError: tokens of another number of rows, no room, a cache of another model, or a cache that was consumed.
+    """
+    check_params(params, cache)
+    padded, length = pad_tokens(tokens, lengths)
+    if padded.shape[0] != cache.batch:
+        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
+    check_vocabulary(padded, cache.model)
+    check_room(cache, length)
+    return extend_program(params, cache, *place_rows(cache.plan, padded, length)) if padded.shape[1] else cache
+
+
+def generate(
+    params: Any,
+    cache: Cache,
+    *,
+    method: Method | str | None = None,
+    max_new_tokens: int = 64,
+    eos_token_ids: Integers | int | None = None,
+    temperature: float | Array | None = None,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    key: Array | None = None,
+    limits: Integers | None = None,
+) -> Generation:
+    """Generate up to ``max_new_tokens`` tokens per row, greedily unless a temperature is given.
+
+    Args:
+        params: model parameters.
+        cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
+            generating 5 tokens twice equals generating 10 tokens.
+        method: None uses the method that made the cache. A method of the same structure replaces its traced
+            hyper-parameters. A method of another structure is refused.
+        max_new_tokens: N, the most tokens to generate.
+        eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
+        temperature: traced; None is greedy.
+        top_k, top_p: traced filters; None leaves them out.
+        key: PRNG key, required with a temperature.
+        limits: int [B], most tokens of each row, 0 to N; None means N for all. They are traced: calls with other limits and
+            the same N share a compiled program.
+
+    Raises:
+        ValueError: not enough room in the cache, a cache of another method, no key, limits of another shape or above N.
+        FloatingPointError: the logits were not finite.
+    """
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
+    sampler = _sampler(temperature, top_k, top_p, key)
+    check_alive(cache)
+    eos = eos_array(eos_token_ids, cache.model)
+    most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
+    cache = _ready(params, cache, method, max_new_tokens if most is None else most)
+    in_trace = not is_known(cache.length)
+    done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
+    end, cost = generate_program(
+        params,
+        cache,
+        sampler,
+        key,
+        eos,
+        done,
+        most,
+        steps=max_new_tokens,
+        stop_early=(eos.size > 0 or most is not None) and not in_trace,
+    )
+    tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
+    _check_finite(bad)
+    stats = with_bytes(cost, end.cache, params)
+    return Generation(tokens=tokens, num_tokens=count, cache=end.cache, stats=stats)
+
+
+def stream(
+    params: Any,
+    cache: Cache,
+    *,
+    method: Method | str | None = None,
+    max_new_tokens: int = 64,
+    eos_token_ids: Integers | int | None = None,
+    temperature: float | Array | None = None,
+    top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+    key: Array | None = None,
+    tokenizer: Any = None,
+    block: int = 4,
+) -> Iterator[list]:
+    """Generate, and yield a list with one entry per row after every ``block`` tokens.
+
+    Args:
+        tokenizer: has ``decode(ids)``. With a tokenizer the entries are new pieces of text, without EOS tokens; a piece
+            waits until its last character is complete. Without a tokenizer they are lists of new token ids.
+        block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
+
+    The other arguments are those of `generate`. All tokens together equal the tokens of `generate`.
+    """
+    block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
+    sampler = _sampler(temperature, top_k, top_p, key)
+    check_alive(cache)
+    eos = eos_array(eos_token_ids, cache.model)
+    cache = _ready(params, cache, method, max_new_tokens)
+    return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
+
+
+def _streamed(
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    max_new_tokens: int,
+    tokenizer: Any,
+    block: int,
+) -> Iterator[list]:
+    """`stream` after its checks. They run when `stream` is called, and not when its first result is read."""
+    ends = set(np.asarray(eos).tolist())
+    (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
+    ids: list[list[int]] = [[] for _ in range(cache.batch)]
+    shown = [""] * cache.batch
+    for first in range(0, max_new_tokens, block):
+        steps = min(block, max_new_tokens - first)
+        end = decode_program(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
+        cache, key, done = end.cache, end.key, end.done
+        made = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
+        drawn, counts, bad, ended = map(np.asarray, made)
+        _check_finite(bad)
+        new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
+        last = first + steps >= max_new_tokens or bool(ended.all())
+        if tokenizer is None:
+            yield new
+        else:
+            pieces = []
+            for row, tokens in enumerate(new):
+                ids[row] += [token for token in tokens if token not in ends]
+                text = tokenizer.decode(ids[row])
+                # An incomplete character decodes to U+FFFD: wait for its other bytes, unless this is the end.
+                text = text if last or bool(ended[row]) else text.rstrip("\ufffd")
+                pieces.append(text[len(shown[row]) :])
+                shown[row] = text
+            yield pieces
+        if last:
+            return
+
+
+def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
+    """The cache with the numbers of ``method``; refused if it does not fit them, or has no room for ``tokens`` tokens."""
+    check_params(params, cache)
+    if method is not None:
+        method = resolve(method)
+        check_cache(cache, method)
+        # The cache is donated. Arrays in the caller's method must not be donated with it.
+        copied = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
+        cache = dataclasses.replace(cache, method=copied)
+    check_room(cache, tokens)
+    return cache
+
+
+def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    if temperature is not None and key is None:
+        raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    if key is not None and not (isinstance(key, (jax.Array, np.ndarray)) and _is_key(key)):
+        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
+    return sampler
+
+
+def eos_array(ids: Integers | int | None, model: Model) -> Array:
+    """EOS ids as int32 [E]; None means the model's ids."""
+    given = read_array(model.eos_token_ids if ids is None else ids)
+    if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
+        raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
+    wrong = [token for token in np.asarray(given).reshape(-1).tolist() if not 0 <= token < model.vocab_size]
+    if wrong:
+        raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
+    return jnp.asarray(given, jnp.int32).reshape(-1)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether an array is one PRNG key, typed or of the old kind."""
+    return key.shape == () if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == np.uint32 and key.ndim == 1
+
+
+def _check_finite(bad_step: Array | np.ndarray) -> None:
+    """Refuse logits that were not finite, by the first such step of each row: int32 [B], -1 if there is none."""
+    if is_known(bad_step) and int(bad_step.max()) >= 0:
+        row = int(jnp.argmax(bad_step >= 0))
+        raise FloatingPointError(
+            f"logits of row {row} are not finite at generated token {int(bad_step[row])}; check the "
+            "parameters and the dtype (expected finite float32 logits)"
+        )

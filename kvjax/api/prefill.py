@@ -1,0 +1,190 @@
+"""The reading of prompts: `prefill`, and `prefill_each` for several methods at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.accounting.memory import check_memory
+from kvjax.api.programs import prefill_program
+from kvjax.cache import Cache
+from kvjax.cache.quantised import check_kv_dtype
+from kvjax.decoding.checks import (
+    check_arrays,
+    check_fits,
+    check_int32,
+    check_model,
+    check_sizes,
+    check_vocabulary,
+    int32_rows,
+    read_array,
+)
+from kvjax.describe import describe, is_known
+from kvjax.fields import positive_int, shown
+from kvjax.mesh.sharding import place_rows, plan_of
+from kvjax.method import Method
+from kvjax.registry import resolve_each
+from kvjax.typing import Model
+
+Tokens = Array | np.ndarray | Sequence[Sequence[int]]
+Integers = Array | np.ndarray | Sequence[int]
+
+
+def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 1) -> tuple[Array, Array]:
+    """Pad prompts on the right to one length.
+
+    Args:
+        tokens: list of token lists, or an integer array [B, T] that is padded on the right.
+        lengths: int [B], real tokens in each row of an array; None means all T.
+        multiple: the padded length is rounded up to a multiple of this.
+
+    Returns:
+        tokens int32 [B, T] and lengths int32 [B].
+    """
+    multiple = positive_int("multiple", multiple)
+    if isinstance(tokens, (np.ndarray, jax.Array)):
+        if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        rows, padded = tokens.shape
+        check_int32("token ids", tokens)
+        given = np.full(rows, padded, np.int32) if lengths is None else lengths
+        length = int32_rows("lengths", given, rows, most=padded, bound="T")
+        array = jnp.asarray(tokens, jnp.int32)
+        return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
+        raise ValueError(
+            f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}"
+        )
+    rows = [_row(row) for row in tokens]
+    if lengths is not None:
+        raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
+    sizes = [len(row) for row in rows]
+    padded = np.zeros((len(rows), -(-max(sizes) // multiple) * multiple), np.int32)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return jnp.asarray(padded), jnp.asarray(sizes, jnp.int32)
+
+
+def _row(row: Any) -> np.ndarray:
+    """One row of token ids as an integer array."""
+    array = np.asarray(read_array(row))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {shown(row)}"
+        )
+    check_int32("token ids", array)
+    return array
+
+
+def prefill(
+    params: Any,
+    tokens: Tokens,
+    *,
+    config: Model,
+    method: Method | str = "full",
+    max_new_tokens: int = 256,
+    lengths: Integers | None = None,
+    chunk_size: int = 8192,
+    pad_multiple: int = 128,
+    kv_dtype: str | None = None,
+) -> Cache:
+    """Read prompts and return the cache to generate from.
+
+    Attention over the prompt is exact, unless the method's page says otherwise. The method then compresses or indexes the
+    stored tokens: storage physically shrinks to the tokens it keeps and room for ``max_new_tokens``. Methods with
+    ``offload=True`` do not run under ``jax.vmap`` (ValueError).
+
+    Args:
+        params: model parameters. If they are spread over the devices of a mesh, so is the cache.
+        tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
+        config: the model's description, for example a ``models.ModelConfig``.
+        method: a method object or its name; see ``kvjax ls``.
+        max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
+        lengths: int [B], real tokens in each row of a padded array.
+        chunk_size: the most prompt tokens of a pass, of all rows together; of each row if a layer is offloaded. It bounds the
+            memory of activations, whatever the batch, and does not change results. A row is read to the end of the pass that
+            has its last token, and no further: if lengths differ much, 1024 to 2048 compute less padding. Methods with blocks
+            of their own (KeyDiff, StreamingLLM, TokenSelect, `Prefill`) read one block of as many rows as there is room for,
+            at least one. See `kvjax.decoding.prefill`.
+        pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
+        kv_dtype: of the stored keys and values, "int8" or "float8_e4m3fn" with a scale for each token and KV head; None keeps
+            the model's. See `kvjax.cache.quantised`.
+
+    Raises:
+        ValueError: an empty prompt, an unknown token id, more tokens than the model has positions, or heads or rows that
+            cannot be divided over the devices of ``params``, or a ``kv_dtype`` on which the method cannot run.
+        MemoryError: a method with ``offload=True``, or a cache on a mesh, needs more memory than a device or its host has.
+    """
+    (cache,) = prefill_each(
+        params,
+        tokens,
+        methods=[method],
+        config=config,
+        max_new_tokens=max_new_tokens,
+        lengths=lengths,
+        chunk_size=chunk_size,
+        pad_multiple=pad_multiple,
+        kv_dtype=kv_dtype,
+    )
+    return cache
+
+
+def prefill_each(
+    params: Any,
+    tokens: Tokens,
+    *,
+    methods: Sequence[Method | str],
+    config: Model,
+    max_new_tokens: int = 256,
+    lengths: Integers | None = None,
+    chunk_size: int = 8192,
+    pad_multiple: int = 128,
+    kv_dtype: str | None = None,
+) -> list[Cache]:
+    """Read prompts once for several methods: the caches that `prefill` returns for each of them.
+
+    The model runs once, so an evaluation of many methods costs little more than that of one; for a method that reads its
+    prompt again (KVzip) it runs once more. All caches exist at the same time: if they do not fit, a ``MemoryError`` says what
+    each of them needs, before the prompt is read. Tokens equal those of `prefill`, up to rounding: a method that measures the
+    prompt's attention (H2O) takes another kernel when it reads alone.
+
+    Args:
+        methods: methods or their names. Several must have a dense prompt (``method.dense_prompt``), as all have but those
+            that evict or select while they read it (KeyDiff, StreamingLLM, TokenSelect).
+
+    The other arguments and the errors are those of `prefill`.
+    """
+    check_model(config)
+    check_arrays(params)
+    check_kv_dtype(kv_dtype)
+    chosen = _read_together(methods)
+    max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
+    check_vocabulary(padded, config)
+    plan = plan_of(params)
+    for method in chosen:
+        check_sizes(method, config)
+        check_fits(length, max_new_tokens, config, method)
+    padded, length = place_rows(plan, padded, length)
+    large = len(chosen) > 1 or chosen[0].offload or plan is not None
+    if large and is_known(padded):
+        sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
+        check_memory(chosen, config, None if plan is None else plan.mesh, kv_dtype, sizes | {"chunk_size": chunk_size})
+    static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
+    return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
+
+
+def _read_together(methods: Sequence[Method | str]) -> list[Method]:
+    """The methods, which can read a prompt together."""
+    chosen = resolve_each(methods)
+    own = [describe(method) for method in chosen if not method.dense_prompt]
+    if own and len(chosen) > 1:
+        raise ValueError(
+            f"methods that read a prompt together must attend to it densely, got {', '.join(own)}: prefill each alone"
+        )
+    return chosen

@@ -1,0 +1,125 @@
+"""The compiled programs behind `kvjax.generate`'s functions, and a way to compile them before they are called.
+
+Compilation takes seconds to minutes, and most of it does not hold Python's lock. So other threads can compile the programs of
+the next method while this one runs (`lower_programs`). JAX keeps what they compile: a later call of the same shapes finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.stages import Lowered
+
+from kvjax.api import shard_map
+from kvjax.cache import Cache
+from kvjax.decoding.sampling import Sampler
+from kvjax.mesh.sharding import plan_of
+from kvjax.method import Method
+from kvjax.typing import Model
+
+_loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
+_SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")
+prefill_program = jax.jit(shard_map.prefill_each, static_argnames=_SIZES)
+step_program = jax.jit(shard_map.step, donate_argnames="cache")
+extend_program = jax.jit(shard_map.extend, donate_argnames="cache")
+decode_program = _loop(shard_map.decode)
+generate_program = _loop(shard_map.decode_and_measure)
+cost_program = jax.jit(shard_map.cost)
+repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
+
+
+def lower_programs(
+    params: Any,
+    *,
+    config: Model,
+    methods: Sequence[Method],
+    rows: int,
+    length: int,
+    room: int,
+    max_new_tokens: int,
+    num_eos: int,
+    with_limits: bool = False,
+    question_length: int = 0,
+    copies: int = 1,
+    chunk_size: int = 8192,
+    pad_multiple: int = 128,
+    kv_dtype: str | None = None,
+) -> Iterator[Lowered]:
+    """The programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one by one.
+
+    Call ``compile()`` on each of them, in any thread. The calls with the same arguments then find the programs.
+
+    Args:
+        params: model parameters.
+        config: the model's description.
+        methods: one, or several that read their prompts together; none is offloaded. Their traced numbers do not matter.
+        rows: B.
+        length: T, the length of the padded prompts.
+        room: ``max_new_tokens`` of the `kvjax.prefill` call.
+        max_new_tokens: ``max_new_tokens`` of the `kvjax.generate` call.
+        num_eos: the number of EOS ids.
+        with_limits: whether `kvjax.generate` gets ``limits``.
+        question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
+        copies: of each row, by `kvjax.fork`, after the prompt; `kvjax.extend` and `kvjax.generate` get all of them.
+        chunk_size: as in `kvjax.prefill`.
+        pad_multiple: as in `kvjax.prefill`.
+        kv_dtype: as in `kvjax.prefill`.
+    """
+    padded = -(-length // pad_multiple) * pad_multiple
+    plan = plan_of(params)
+
+    def by_row(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if plan is None else x.update(sharding=NamedSharding(plan.mesh, plan.row))
+
+    asked = rows * copies
+    count = by_row(_integers(asked))
+    traced = prefill_program.trace(
+        params,
+        by_row(_integers(rows, padded)),
+        by_row(_integers(rows)),
+        tuple(methods),
+        model=config,
+        max_new_tokens=room,
+        chunk_size=chunk_size,
+        plan=plan,
+        kv_dtype=kv_dtype,
+    )
+    yield traced.lower()
+    for cache in traced.out_info:
+        cache = _placed(cache)
+        if copies > 1:
+            traced = repeat_program.trace(cache, copies=copies)
+            cache = _placed(traced.out_info)
+            if plan is not None:  # otherwise `kvjax.fork` runs operation by operation
+                yield traced.lower()
+        if question_length:
+            traced = extend_program.trace(params, cache, by_row(_integers(asked, question_length)), count)
+            cache = _placed(traced.out_info)
+            yield traced.lower()
+        yield generate_program.trace(
+            params,
+            cache,
+            Sampler(),
+            None,
+            _integers(num_eos),
+            by_row(jax.ShapeDtypeStruct((asked,), jnp.bool_)),
+            count if with_limits else None,
+            steps=max_new_tokens,
+            stop_early=num_eos > 0 or with_limits,
+        ).lower()
+
+
+def _placed(cache: Cache) -> Cache:
+    """The shapes of a cache with their shardings, if it has a plan."""
+    if cache.plan is None:
+        return cache
+    return jax.tree.map(lambda x, where: x.update(sharding=where), cache, shard_map.shardings(cache))
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,257 @@
+"""Hyper-parameter sweeps: one compiled ``vmap`` over all settings of a method.
+
+Methods with equal static fields differ only in numbers, which are their leaves. These are stacked, and the whole run
+(compression and every decode step) is mapped over the stack. The dense pass over the prompt does not depend on the method,
+so it is computed once. Use a sweep for accuracy curves. Do not measure speed or memory with it: under ``vmap`` every setting
+costs as much as the largest ``capacity``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from kvjax.accounting.stats import Stats
+from kvjax.api.generate import eos_array
+from kvjax.api.measure import measure
+from kvjax.api.prefill import Integers, Tokens, pad_tokens
+from kvjax.api.shard_map import SAME, spread, total_bytes
+from kvjax.cache import Cache
+from kvjax.cache.quantised import check_kv_dtype
+from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
+from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
+from kvjax.decoding.prefill import run_prefill
+from kvjax.decoding.sampling import Sampler
+from kvjax.describe import describe
+from kvjax.fields import positive_int
+from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
+from kvjax.method import Method
+from kvjax.registry import resolve_each
+from kvjax.typing import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepResult:
+    """The result of one setting."""
+
+    method: Method
+    tokens: Array  # int32 [B, N], 0 after a row's end
+    num_tokens: Array  # int32 [B]
+    stats: Stats
+    group: int  # settings of the same group ran in one compiled program
+
+
+def sweep(
+    params: Any,
+    tokens: Tokens,
+    methods: Sequence[Method | str],
+    *,
+    config: Model,
+    max_new_tokens: int = 64,
+    questions: Tokens | None = None,
+    eos_token_ids: Integers | int | None = None,
+    lengths: Integers | None = None,
+    question_lengths: Integers | None = None,
+    chunk_size: int = 8192,
+    report: Callable[[str], None] | None = None,
+    kv_dtype: str | None = None,
+) -> list[SweepResult]:
+    """Run every method on the same prompts, greedily. Settings of equal structure share one compiled program.
+
+    Args:
+        params: model parameters.
+        tokens: prompts, as in `kvjax.prefill`.
+        methods: settings. With the same static ``capacity``, different budgets have equal structure, for example
+            ``[SnapKV(budget=b, capacity=1024) for b in (128, 256, 512, 1024)]``.
+        config: the model's description.
+        max_new_tokens: N, tokens generated per row.
+        questions: tokens to append after compression (`kvjax.extend`), one row per prompt.
+        eos_token_ids: None means the model's ids.
+        lengths: int [B], for an array of tokens.
+        question_lengths: int [B], for an array of questions.
+        chunk_size: as in `kvjax.prefill`.
+        report: is called with one line about the groups of settings, and with one line as each group starts.
+        kv_dtype: as in `kvjax.prefill`.
+
+    Returns:
+        One result per method, in the order of ``methods``.
+
+    Raises:
+        ValueError: no methods, an offloaded method, or arguments that `kvjax.prefill` refuses.
+        FloatingPointError: the logits of some setting were not finite.
+    """
+    check_model(config)
+    max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    check_kv_dtype(kv_dtype)
+    settings = resolve_each(methods)
+    padded, length = pad_tokens(tokens, lengths, 128)
+    asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
+    if questions is not None:
+        asked, ask_length = pad_tokens(questions, question_lengths)
+    plan = plan_of(params)
+    _check(settings, padded, length, asked, config, max_new_tokens, plan)
+    padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
+    eos = eos_array(eos_token_ids, config)
+    say = report or (lambda line: None)
+    groups = group_by_structure(settings)
+    say(_about(settings, groups))
+    results: dict[int, SweepResult] = {}
+    for number, members in enumerate(groups):
+        mine = [settings[i] for i in members]
+        say(f"group {number + 1}/{len(groups)}: {describe(mine[0])}" + " ..." * (len(mine) > 1))
+        ended, count, bad, stats = _run(
+            params,
+            padded,
+            length,
+            asked,
+            ask_length,
+            eos,
+            _stacked(mine),
+            model=config,
+            lanes=len(members),
+            max_new_tokens=max_new_tokens,
+            chunk_size=chunk_size,
+            plan=plan,
+            kv_dtype=kv_dtype,
+        )
+        ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
+        _check_finite(bad, mine)
+        for lane, index in enumerate(members):
+            results[index] = SweepResult(
+                method=settings[index],
+                tokens=ended[lane],
+                num_tokens=count[lane],
+                group=number,
+                stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
+            )
+    return [results[index] for index in range(len(settings))]
+
+
+def _check_finite(bad: Array, methods: Sequence[Method]) -> None:
+    """Refuse logits that were not finite, by the bad steps int32 [lanes, B] of a group."""
+    if int(bad.max()) >= 0:
+        raise FloatingPointError(f"logits are not finite under {describe(methods[int(bad.max(axis=1).argmax())])}")
+
+
+def _check(
+    settings: Sequence[Method],
+    padded: Array,
+    length: Array,
+    asked: Array,
+    config: Model,
+    max_new_tokens: int,
+    plan: Plan | None,
+) -> None:
+    """Refuse what a sweep cannot run, before anything is compiled."""
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
+            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+        )
+    if len(asked) != len(padded):
+        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
+    check_vocabulary(padded, config)
+    check_vocabulary(asked, config)
+    for method in settings:
+        check_sizes(method, config)
+        check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        if method.offload:
+            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
+
+
+def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:
+    """A line for people: how many settings there are, and which of them share a program."""
+    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
+    plural = "s" * (len(groups) > 1)
+    return f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}"
+
+
+def _stacked(settings: Sequence[Method]) -> Method:
+    """Methods of equal structure as a single method, whose leaves have a lane for each of them in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *settings)
+
+
+def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
+    """Indices of methods with equal tree structure (equal static fields), in order of first appearance."""
+    groups: dict[Any, list[int]] = {}
+    for index, method in enumerate(methods):
+        groups.setdefault(jax.tree.structure(method), []).append(index)
+    return list(groups.values())
+
+
+@functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size", "plan", "kv_dtype"))
+def _run(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    asked: Array,
+    ask_length: Array | None,
+    eos: Array,
+    stacked: Method,
+    *,
+    model: Model,
+    plan: Plan | None,
+    **static: Any,
+) -> tuple[Array, Array, Array, Stats]:
+    """`_lanes` on the devices of ``plan``; on one device without it."""
+    if plan is None:
+        return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
+
+    def one(params: Any, tokens: Array, length: Array, asked: Array | None, *args: Any) -> tuple:
+        asked = jnp.zeros((len(tokens), 0), jnp.int32) if asked is None else asked
+        return _lanes(params, tokens, length, asked, *args, model=plan.part(model), measured=measured, **static)
+
+    def measured(cache: Cache) -> Stats:
+        return dataclasses.replace(measure(cache), resident_bytes=total_bytes(cache, model, plan))
+
+    row, lane_row = plan.row, PartitionSpec(None, *plan.row)
+    args = tokens, length, asked if asked.shape[1] else None, ask_length, eos, stacked
+    return spread(plan, one, params, args, (row, row, row, row, SAME, SAME), lane_row)
+
+
+def _lanes(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    asked: Array,
+    ask_length: Array | None,
+    eos: Array,
+    stacked: Method,
+    *,
+    model: Model,
+    measured: Callable[[Cache], Stats],
+    lanes: int,
+    max_new_tokens: int,
+    chunk_size: int,
+    kv_dtype: str | None,
+) -> tuple[Array, Array, Array, Stats]:
+    """Tokens int32 [lanes, B, N], their numbers and bad steps int32 [lanes, B], and the statistics of each lane."""
+
+    def read(method: Method, lane: Array) -> Decoded:
+        cache = run_prefill(
+            params,
+            tokens,
+            length,
+            method,
+            model=model,
+            chunk_size=chunk_size,
+            max_new_tokens=max_new_tokens + asked.shape[1],
+            kv_dtype=kv_dtype,
+        )
+        if asked.shape[1] and ask_length is not None:
+            cache = run_extend(params, cache, asked, ask_length)
+        return start_decode(cache, None, lane < 0, max_new_tokens)
+
+    # The second argument gives the number of lanes, also to a method without leaves (Full).
+    start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
+    once = jax.vmap(functools.partial(decode_once, params, Sampler(), eos, None))
+    # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
+    end = lax.while_loop(lambda now: (now.step < max_new_tokens).all() & ~all_done(now), once, start)
+    return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

@@ -1,0 +1,243 @@
+"""Attention of one layer over its cache: over chosen slots, and over all stored tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache import LayerStorage
+from kvjax.cache.divided import merged
+from kvjax.cache.packed_keys import ThinCache, pick_channels
+from kvjax.selection import page_slots
+from kvjax.typing import EMPTY, pytree, static
+from pallas_kernels.attend.dense_attention import dense_attention
+from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.attend.gather_attention import gather_attention
+from pallas_kernels.attend.past_attention import past_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.numerics import finite_or_zero, merge_beside, merge_pair, product_precision
+
+_LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
+
+
+@pytree
+class Selection:
+    """Slots that a decode step attends to: one list per KV head, or one list for all heads (head axis 1).
+
+    With a ``bias`` the query heads of a group may attend to different slots of their list, under logits of their own.
+    """
+
+    slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
+    mask: Array  # bool [B, H or 1, K], False = ignore the entry
+    page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
+    # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` says
+    # where any query head of the group does, and no `slots` are pages.
+    bias: Array | None = None
+    # Attention to what is in no slot, under the same softmax, in N parts: output float32 [B, H, N, G, D] and lse float32
+    # [B, H, N, G]. Only where each device has all slots of its rows.
+    beside: tuple[Array, Array] | None = None
+    told: Any = None  # for `Step.told`
+
+    def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
+        """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
+        slots, mask = page_slots(self.slots, self.page_size), jnp.repeat(self.mask, self.page_size, axis=2)
+        shape = (*cache.position.shape[:2], slots.shape[2])
+        slots, mask = jnp.broadcast_to(slots, shape), jnp.broadcast_to(mask, shape)
+        if self.page_size == 1:
+            return slots, mask
+        inside = slots < cache.num_slots
+        slots = jnp.where(inside, slots, 0)
+        return slots, mask & inside & jnp.take_along_axis(cache.valid, slots, axis=2)
+
+
+def attend_selected(
+    query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
+    """Attention of one query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
+
+    If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
+    ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
+    """
+    if implementation == "mask":
+        out, lse = _attend_masked(query, cache, chosen)
+        return (out, lse) if chosen.beside is None else merge_beside(out, lse, *chosen.beside)
+    if cache.older is not None:
+        return _attend_widened(query, cast("ThinCache", cache), chosen, implementation)
+    out, lse = gather_attention(
+        query,
+        *cache.stored,
+        chosen.slots,
+        chosen.mask,
+        scale=1 / math.sqrt(query.shape[-1]),
+        bias=chosen.bias,
+        page_size=chosen.page_size,
+        position=cache.position if chosen.page_size > 1 else None,
+        rows=cache.rows,
+        beside=chosen.beside,
+        implementation=implementation,
+    )
+    return merged(out, lse, cache)
+
+
+def _attend_widened(
+    query: Array, cache: ThinCache, chosen: Selection, implementation: str | None
+) -> tuple[Array, Array]:
+    """`attend_selected` where the keys of the first slots have some channels only: copies of the chosen rows alone."""
+    slots, mask = chosen.tokens(cache)
+    copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
+    out, lse = gather_attention(
+        query,
+        *cache.listed(jnp.where(mask, slots, 0)),
+        copies,
+        mask,
+        scale=1 / math.sqrt(query.shape[-1]),
+        bias=chosen.bias,
+        beside=chosen.beside,
+        implementation=implementation,
+    )
+    return out, lse
+
+
+def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
+    """`attend_selected` with a mask, without what is beside the slots."""
+    cache = cache.resident()
+    slots, mask = chosen.tokens(cache)
+    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
+    if chosen.bias is not None:
+        heads, group = jnp.arange(query.shape[2])[None, None, :, None], (b[..., None], h[..., None])
+        none = jnp.full((*query.shape[:3], cache.num_slots), -jnp.inf, jnp.float32)
+        bias = jnp.where(mask[:, :, None], chosen.bias, -jnp.inf)
+        return _attend_biased(query, cache, none.at[*group, heads, slots[:, :, None]].max(bias))
+    kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
+    position = jnp.where(kept, cache.position, EMPTY)
+    newest = cache.position.max(axis=(1, 2))[:, None]
+    out, lse = dense_attention(
+        query[..., None, :],
+        cache.key,
+        cache.value,
+        query_position=newest,
+        key_position=position,
+        scale=1 / math.sqrt(query.shape[-1]),
+    )
+    return merged(out[..., 0, :], lse[..., 0], cache)
+
+
+def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Array, Array]:
+    """`attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
+    exact = product_precision(query.dtype)
+    logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
+    logits = jnp.where(bias > -jnp.inf, logits / math.sqrt(query.shape[-1]) + bias, -jnp.inf)  # no NaN of an empty slot
+    lse = jax.nn.logsumexp(logits, axis=3)
+    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
+    value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
+    out = jnp.sum(weight[..., None] * value[:, :, None], axis=3)  # as a matrix product it would copy all values
+    return out.astype(query.dtype), lse
+
+
+def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array]:
+    """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G].
+
+    ``gap``: int32 [B, H, 2], for each KV head a range of slots in which no token is, which need not be read.
+    """
+    if cache.older is not None:
+        return _attend_thin(query, cast("ThinCache", cache))
+    cache = cache.resident()
+    out, lse = _over_slots(query, cache, gap=gap)
+    return merged(out, lse, cache)
+
+
+def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
+    """`attend_held`, and the attention probability of each slot, summed over the group: float32 [B, H, S].
+
+    It is made of the logits that attention computes, so no key is read again. All slots of the rows are on this device.
+    """
+    out, lse, mass = _over_slots(query, cache.resident(), gap=gap, mass=True)
+    return out, lse, mass
+
+
+def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
+    """`attend_held` in N parts, for an operation that joins them: float32 [B, H, N, G, D] and [B, H, N, G].
+
+    The cache is resident, and all slots of its rows are on this device.
+    """
+    out, lse = _over_slots(query, cache, parts=True)
+    return out, lse
+
+
+def _over_slots(
+    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, mass: bool = False
+) -> tuple[Array, ...]:
+    """`dense_decode` over the slots of a resident cache that are on this device."""
+    return dense_decode(
+        query,
+        *cache.stored,
+        position=cache.position,
+        limit=cache.here,
+        scale=1 / math.sqrt(query.shape[-1]),
+        gap=gap,
+        parts=parts,
+        mass=mass,
+    )
+
+
+def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
+    """`attend_held` where the keys of the first slots have some channels only: nothing is unpacked."""
+    older, scale = cache.older, 1 / math.sqrt(query.shape[-1])
+    out, lse = dense_decode(
+        pick_channels(query, older),
+        older.key,
+        older.value,
+        position=older.position,
+        limit=older.limit,
+        scale=scale,
+        beside=attend_held(query, cache.newer),
+    )
+    return out, lse
+
+
+def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
+    """Causal attention of queries [B, H, G, T, D] at ``position`` int32 [B, T] over all stored tokens.
+
+    Returns:
+        The output [B, H, G, T, D], and lse float32 [B, H, G, T].
+    """
+    cache = cache.resident()
+    tokens = query.shape[3]
+    block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
+    out, lse = dense_attention(
+        query,
+        cache.key,
+        cache.value,
+        query_position=position,
+        key_position=cache.position,
+        scale=1 / math.sqrt(query.shape[-1]),
+        block=block,
+    )
+    return merged(out, lse, cache)
+
+
+def attend_behind(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
+) -> tuple[Array, Array]:
+    """Causal attention of tokens over all stored tokens and over themselves, which are not stored.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, T, D], rotated.
+        value: [B, H, T, D].
+        cache: has earlier tokens only, in its first slots; resident and not divided over devices.
+        position: int32 [B, T], EMPTY for padding.
+
+    Returns:
+        out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored ones; -inf
+        for padding.
+    """
+    scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)
+    own, lse = prefix_attention(query, key, value, start=0, length=real, scale=scale)
+    out, _ = merge_pair(own, lse, *past)
+    return jnp.where((position >= 0)[:, None, None, :, None], out, 0), lse

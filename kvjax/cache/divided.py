@@ -1,0 +1,267 @@
+"""One row over several devices: each device along the mesh's axis ``slots`` has a part of the slots of every row.
+
+Device d of n has the slots from ``d * S`` on, if S are allocated on each: a row fills the first device, then the second. So
+every array is in the order that it has on one device, and what a method says of a range of slots or of the lowest slot holds
+for the part, too. The devices have equal copies of all else: weights, cursors, logits, activations.
+
+A token is stored where its slot is. Its query attends to each part, and the results join by their log-sum-exp (`merged`). The
+best slots are found among the best of each part (`best_slots`), so they are those of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, put_tokens
+from kvjax.rope import rotate
+from kvjax.selection import kept_positions, kept_rows
+from kvjax.typing import EMPTY, not_none, pytree, static
+from pallas_kernels import axes
+from pallas_kernels.attend.past_attention import past_attention
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.choose.kth_select import kth_select, kth_select_mask
+from pallas_kernels.host import take_rows
+from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
+from pallas_kernels.store.store_token import store_token
+
+
+@pytree
+class PartCache(LayerStorage):
+    """The slots of each row that one of ``parts`` devices has; outside of `jax.shard_map` all slots."""
+
+    key: Array  # [B, H, S, D], in the dtype of the model
+    value: Array  # [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = static()  # devices
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
+        """See `LayerStorage.append`. A chunk may begin on another device, so it is no slice, and no padding is written."""
+        slot, mine, cursor = next_here(self, position)
+        if key.shape[2] > 1:
+            slot = jnp.where(mine, slot, self.num_slots)  # is dropped
+            positions = jnp.broadcast_to(position[:, None], key.shape[:3])
+            stores = (self.key, key), (self.value, value), (self.position, positions)
+            key, value, position = (put_tokens(store, new, slot, None) for store, new in stores)
+            return PartCache(key=key, value=value, position=position, cursor=cursor, parts=self.parts)
+        stored = store_token(
+            key[:, :, 0],
+            value[:, :, 0],
+            jnp.where(mine, position, EMPTY)[:, 0],
+            cache_key=self.key,
+            cache_value=self.value,
+            cache_position=self.position,
+            cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
+        )
+        key, value = cast("tuple[Array, Array]", (stored.key, stored.value))  # as they were given
+        return PartCache(key=key, value=value, position=stored.position, cursor=cursor, parts=self.parts)
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, PartCache]:
+        # The kernel that stores a token would rotate the query only where the token is stored.
+        query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+        return query, self.append(key, value, position)
+
+    def resident(self) -> LayerCache:
+        return cast("Any", self)
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
+        """`LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each of them gets all that is kept."""
+        position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
+        key, value = (kept_of_all(x, slots, room, self) for x in (self.key, self.value))
+        return LayerCache(key=key, value=value, position=position, cursor=cursor)
+
+
+def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
+    """The slots of new tokens at ``position`` int32 [B, T], as this device counts them.
+
+    Returns:
+        int32 [B, T], anything for padding and for what other devices have; whether each token is stored here, bool [B, T];
+        and the cursor behind them, int32 [B].
+    """
+    real = position >= 0
+    slot = cache.here[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)[None]
+    mine = real & (slot >= 0) & (slot < cache.num_slots)
+    return slot, mine, cache.cursor + jnp.sum(real, axis=1, dtype=jnp.int32)
+
+
+def part_slots(spec: LayerSpec, slots: int, block: int | None) -> int:
+    """The slots to allocate for ``slots`` tokens of a row; on one of several devices its part, in blocks of ``block``."""
+    if spec.parts == 1:
+        return slots
+    size = not_none("slot_block", block)
+    each = -(-slots // (spec.parts * size)) * size
+    return each if axes.is_split(axes.SLOTS) else each * spec.parts
+
+
+def empty_part(spec: LayerSpec, slots: int) -> PartCache:
+    """A cache without tokens, of ``slots`` slots on this device."""
+    shape = spec.batch, spec.num_kv_heads, slots
+    return PartCache(
+        key=jnp.zeros((*shape, spec.head_dim), spec.dtype),
+        value=jnp.zeros((*shape, spec.head_dim), spec.dtype),
+        position=jnp.full(shape, EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        parts=spec.parts,
+    )
+
+
+def total(x: Array, cache: LayerStorage) -> Array:
+    """The sum of ``x`` over the devices that have parts of ``cache``."""
+    return axes.total(x, axes.SLOTS) if cache.parts > 1 else x
+
+
+def whole(x: Array, cache: LayerStorage, dim: int = 2) -> Array:
+    """The slots of all devices, of ``x`` with those of this device's part of ``cache`` along ``dim``."""
+    return axes.joined(x, dim, axes.SLOTS) if cache.parts > 1 else x
+
+
+def kept_of_all(store: Array, slots: Array, room: int, cache: LayerStorage) -> Array:
+    """`kept_rows` for ``slots`` of all devices, on each of them; ``store`` has this device's part of ``cache``."""
+    if cache.parts == 1:
+        return kept_rows(store, slots, room)
+    at, mine = here(slots, jnp.ones(slots.shape, bool), cache)
+    kept = kept_rows(store, at, 0)
+    bits = lax.bitcast_convert_type(kept, jnp.uint8) if kept.dtype.itemsize == 1 else kept  # codes are added as bits
+    bits = total(jnp.where(mine.reshape(*mine.shape, *(1,) * (bits.ndim - 3)), bits, jnp.zeros((), bits.dtype)), cache)
+    kept = lax.bitcast_convert_type(bits, kept.dtype)
+    return jnp.pad(kept, ((0, 0), (0, 0), (0, room), *((0, 0),) * (kept.ndim - 3)))
+
+
+def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
+    """Attention to all slots of the rows, from attention to this device's part of them.
+
+    Args:
+        out: [..., D], 0 where the part has nothing to attend to.
+        lse: float32 [...], the log of the softmax denominator, -inf there.
+        cache: says whether it is a part.
+    """
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return out, lse
+    wide = out.astype(jnp.float32)
+    if out.ndim < 5:  # one token: one message, which takes the time of its start
+        every = lax.all_gather(jnp.concatenate([wide, lse[..., None]], axis=-1), axes.SLOTS)
+        wide, lse = merge_partials(every[..., :-1], every[..., -1])
+        return wide.astype(out.dtype), lse
+    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # a chunk: as few numbers as possible, and one copy of them
+    weight = jnp.exp(lse - shift)
+    added = axes.total(jnp.concatenate([wide * weight[..., None], weight[..., None]], axis=-1), axes.SLOTS)
+    weight = added[..., -1]
+    wide = added[..., :-1] / jnp.where(weight > 0, weight, 1)[..., None]
+    return wide.astype(out.dtype), shift + jnp.log(weight)
+
+
+def attend_past(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
+) -> tuple[Array, Array]:
+    """Causal attention of a prompt chunk to itself, which every device computes, and to the parts of what was before it.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, T, D], rotated.
+        value: [B, H, T, D].
+        cache: this device's part, with the chunk.
+        position: int32 [B, T], EMPTY for padding.
+
+    Returns:
+        [B, H, G, T, D], and the log of the softmax denominators, float32 [B, H, G, T]; anything for padding.
+    """
+    scale = 1 / math.sqrt(query.shape[-1])
+    length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    before = jnp.clip(cache.here - length, 0, cache.num_slots)
+    past, past_lse = merged(*past_attention(query, cache.key, cache.value, count=before, scale=scale), cache)
+    own, own_lse = prefix_attention(query, key, value, start=0, scale=scale)
+    return merge_pair(own, own_lse, past, past_lse)
+
+
+def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerStorage) -> tuple[Array, Array]:
+    """The ``wanted`` entries of each head with the best scores on all devices: those of them that this device has.
+
+    It is `kth_select_mask` where the slots are not divided. Each device sends the scores of its best entries.
+
+    Args:
+        score: float32 [B, H, P], of this device's slots or pages; -inf is never chosen, and in a tie the lower is.
+        wanted: number of entries, as in `kth_select_mask`.
+        capacity: static, K or more.
+        cache: says whether it is a part.
+
+    Returns:
+        int32 [B, H, K], entries of ``score``, and whether each is chosen, bool [B, H, K].
+    """
+    mine, listed = kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return mine, listed
+    best = jnp.where(listed, jnp.take_along_axis(score, mine, axis=2), -jnp.inf)
+    # Each list is ascending, and a device has lower slots than the next: a tie is decided as on one device.
+    every = axes.joined(best, 2, axes.SLOTS)
+    at, kept = kth_select_mask(every, wanted, min(capacity, every.shape[2]))
+    at = at - axes.index(axes.SLOTS) * mine.shape[2]
+    kept = kept & (at >= 0) & (at < mine.shape[2])
+    return jnp.take_along_axis(mine, jnp.where(kept, at, 0), axis=2), kept
+
+
+def best_of_rows(score: Array, wanted: Array, capacity: int, cache: LayerStorage) -> Array:
+    """The ``wanted`` entries of each head with the best scores on all devices, known to each: their numbers in their rows.
+
+    Args:
+        score: float32 [B, H, S], of this device's slots; see `best_slots`.
+        wanted: int32 [B, H].
+        capacity: static, K.
+        cache: says whether it is a part.
+
+    Returns:
+        int32 [B, H, K], ascending, and 0 behind them.
+    """
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return kth_select(score, wanted, capacity)[0]
+    mine, listed = kth_select_mask(score, wanted, min(capacity, score.shape[2]))
+    best = jnp.where(listed, jnp.take_along_axis(score, mine, axis=2), -jnp.inf)
+    both = jnp.stack([lax.bitcast_convert_type(best, jnp.int32), mine + cache.first])  # one message
+    best, slots = axes.joined(both, 3, axes.SLOTS)
+    at, kept = kth_select_mask(lax.bitcast_convert_type(best, jnp.float32), wanted, capacity)
+    return jnp.where(kept, jnp.take_along_axis(slots, at, axis=2), 0)
+
+
+def here(entry: Array, used: Array, cache: LayerStorage, size: int = 1) -> tuple[Array, Array]:
+    """Slots, or pages of ``size`` slots, by their numbers in their rows, as this device has them.
+
+    Args:
+        entry: int32 of any shape.
+        used: bool of this shape.
+        cache: says which slots this device has.
+        size: slots in a page.
+
+    Returns:
+        int32, 0 for what is elsewhere; and whether each is used and here.
+    """
+    if cache.parts == 1:
+        return entry, used
+    entry = entry - cache.first // size
+    used = used & (entry >= 0) & (entry < cache.num_slots // size)
+    return jnp.where(used, entry, 0), used
+
+
+def log_total(lse: Array, cache: LayerStorage) -> Array:
+    """The log of a sum over the slots of all devices, from this part's: float32 of any shape; -inf for no slots."""
+    if cache.parts == 1 or not axes.is_split(axes.SLOTS):
+        return lse
+    return jax.nn.logsumexp(lax.all_gather(lse, axes.SLOTS), axis=0)

@@ -1,0 +1,289 @@
+"""Caches whose rows are in pinned host memory: numbers of the model, or codes of 8 bits (``kv_dtype``).
+
+This file has their storage (`OffloadedLayerCache`, with the interface of `LayerCache`), and says when decoding writes new
+tokens to host memory (`steps_between_syncs`, `sync`). A method says which rows nearly every step reads (`Near`); these rows
+have copies on the device. A method whose steps read all keys, or keys besides attention, leaves the keys on the device: then
+only the values are in host memory.
+
+A row of codes in host memory is the key's and the value's, 2 * D bytes, and the scales of all slots are on the device. What a
+row costs on the bus is one look-up, whatever its bytes (docs/offload.md): scales in an array of their own there
+would double the look-ups. Scales inside the rows would make rows of 2 * D + 4 bytes, which begin in the middle of a line of
+memory and take one line more. On the device they are 4 bytes for each token and KV head, as many as its position takes, and
+1.6 % of the row's bytes at D = 128. And a kernel finds them at the slot, wherever it reads the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache.divided import PartCache, empty_part
+from kvjax.cache.quantised import empty_resident, resident_of
+from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
+from kvjax.typing import EMPTY, not_none, pytree, static
+from pallas_kernels.formats.quantised import Quantised, numbers, stored_like, vectors, whole, with_vectors, zeros
+from pallas_kernels.host import (
+    Rows,
+    copied_slots,
+    copy_row,
+    has_copy,
+    put_chunk,
+    put_rows,
+    take_rows,
+    take_window,
+    to_device,
+    to_host,
+)
+from pallas_kernels.store.store_token import Stored
+
+_SYNC_EVERY = 32  # the most decode steps whose tokens are written to host memory together
+
+
+class Near(NamedTuple):
+    """Slots of an offloaded cache that have copies on the device, because nearly every step reads them."""
+
+    first: int = 0  # first slots
+    newest: int = 64  # newest tokens, at least 1
+
+
+@pytree
+class OffloadedLayerCache(LayerStorage):
+    """Keys and values of one layer in pinned host memory, with copies of some on the device (`pallas_kernels.host.Rows`).
+
+    While the prompt is read there are no copies (R = 0). A decode step writes its token only to the copies; `sync` writes it
+    to host memory later. In 8 bits both have codes, and the scales of all slots are on the device.
+    """
+
+    near_key: Array | Quantised  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
+    near_value: Array | Quantised  # [B, H, R, D], copies; if they are codes, their scales are those of all slots, [B, H, S]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token
+    host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or only values, [B, H, S, D]; or codes
+    sinks: int = static(default=0)  # first slots that have copies; behind them is a ring of the newest tokens' copies
+
+    @property
+    def codes(self) -> tuple[Quantised, Quantised] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return cast("Any", self.stored) if isinstance(self.near_key, Quantised) else None
+
+    @property
+    def stored(self) -> tuple[Array | Quantised, Array | Quantised]:
+        return self.near_key, self.near_value
+
+    @property
+    def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """`near_key` as it reads back, in the dtype of the model."""
+        return self._read(self.near_key)
+
+    @property
+    def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """`near_value` as it reads back, in the dtype of the model."""
+        return self._read(self.near_value)
+
+    def _read(self, near: Array | Quantised) -> Array:
+        if near.shape[2] == self.num_slots:
+            return whole(near)
+        return numbers(near, vectors(near), copied_slots(self.cursor, self.sinks, near.shape[2])[:, None])
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(host=self.host, newest=self.cursor, sinks=self.sinks)
+
+    @property
+    def ring(self) -> int:
+        """The number of newest tokens that have copies."""
+        return self.near_value.shape[2] - self.sinks
+
+    @property
+    def _keys_stay(self) -> bool:
+        """Whether all keys are on the device, and only values in host memory."""
+        return self.host.shape[3] == self.near_key.shape[3]
+
+    def append(
+        self, key: Array, value: Array, position: Array, start: Array | int | None = None
+    ) -> OffloadedLayerCache:
+        if start is None and key.shape[2] == 1:
+            return self._after(stored_token(self, key, value, position))
+        slot, cursor = next_slots(self, position)
+        new_key, new_value = stored_like(key, self.near_key), stored_like(value, self.near_value)
+
+        def put(store: Array, new: Array) -> Array:
+            return put_tokens(store, new, slot, start)
+
+        def put_near(
+            near: Array | Quantised, new: Array | Quantised, put_vectors: Callable[[Array, Array], Array]
+        ) -> Array | Quantised:
+            made = put_vectors(vectors(near), vectors(new))
+            if not isinstance(near, Quantised) or not isinstance(new, Quantised):
+                return made
+            return Quantised(codes=made, scale=put(near.scale, new.scale), of=near.of)
+
+        def put_copies(store: Array, new: Array) -> Array:
+            rows = store.shape[2]
+            if not rows:  # the prompt is not finished
+                return store
+            # If several tokens share a row of the ring, only the last is written; the others get a row that does not exist.
+            stays = (slot < self.num_slots) & ((slot < self.sinks) | (slot >= cursor[:, None] - (rows - self.sinks)))
+            return put_tokens(store, new, jnp.where(stays, copy_row(slot, self.sinks, rows), rows), None)
+
+        new = vectors(new_value) if self._keys_stay else _beside(new_key, new_value)
+        return OffloadedLayerCache(
+            near_key=put_near(self.near_key, new_key, put if self._keys_stay else put_copies),
+            near_value=put_near(self.near_value, new_value, put_copies),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
+            host=(
+                put_rows(self.host, new, self.cursor, cursor - self.cursor)
+                if start is None
+                else put_chunk(self.host, new, start)
+            ),
+            sinks=self.sinks,
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, OffloadedLayerCache]:
+        stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
+        return not_none("query", stored.query)[..., None, :], self._after(stored)
+
+    def _after(self, stored: Stored) -> OffloadedLayerCache:
+        return OffloadedLayerCache(
+            near_key=stored.key,
+            near_value=stored.value,
+            position=stored.position,
+            cursor=stored.cursor,
+            host=self.host,
+            sinks=self.sinks,
+        )
+
+    def resident(self) -> LayerCache:
+        key, value, dim = self.near_key, self.near_value, self.near_key.shape[3]
+        if not self._keys_stay:
+            key = with_vectors(key, self._stage(vectors(key), 0))
+        value = with_vectors(value, self._stage(vectors(value), 0 if self._keys_stay else dim))
+        return resident_of(key, value, self.position, self.cursor)
+
+    def _stage(self, copies: Array, begin: int) -> Array:
+        """Columns ``begin`` to ``begin + D`` of all rows on the device, with the newest tokens from ``copies``."""
+        shape = (*copies.shape[:2], self.num_slots, copies.shape[3])
+        store = to_device(lax.dynamic_slice(self.host, (0, 0, 0, begin), shape, allow_negative_indices=False))
+        if not copies.shape[2]:  # the prompt is not finished, and host memory has all tokens
+            return store
+        slot = self.cursor[:, None] - jnp.arange(1, self.ring + 1, dtype=jnp.int32)[None]
+        newest = take_rows(copies, copy_row(jnp.maximum(slot, 0), self.sinks, copies.shape[2])[:, None])
+        slot = jnp.where(slot >= 0, slot, self.num_slots)  # a slot that does not exist is dropped
+        return store.at[jnp.arange(len(slot))[:, None], :, slot].set(newest.swapaxes(1, 2), mode="drop")
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (numbers(x, self._copies(x, slots), slots[:, None]) for x in self.stored)
+        return key, value
+
+    def _copies(self, near: Array | Quantised, slots: Array) -> Array:
+        """Copies of keys or values, or of their codes, [B, H, K, D] at ``slots`` int32 [B, K]."""
+        return take_rows(vectors(near), copy_row(slots, self.sinks, near.shape[2])[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        size = slots.shape[1]
+        if self._keys_stay or size > min(self.ring, self.num_slots):
+            return self.resident().keys_at(slots)
+        copied = has_copy(slots, self.cursor[:, None], self.sinks, self.near_key.shape[2])[:, None, :, None]
+        away = take_window(self.host, slots[:, 0], size)[..., : self.near_key.shape[3]]
+        return numbers(self.near_key, jnp.where(copied, self._copies(self.near_key, slots), away), slots[:, None])
+
+    def copied(self) -> Array:
+        return jnp.minimum(self.cursor, self.near_value.shape[2])
+
+    def sync(self, tokens: int) -> OffloadedLayerCache:
+        """The same cache with its ``tokens`` newest tokens (at most `ring`) written to host memory."""
+        tokens = min(tokens, self.ring)
+        start = jnp.maximum(self.cursor - tokens, 0)
+        slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        row = copy_row(slot, self.sinks, self.near_value.shape[2])[:, None]
+        value = take_rows(vectors(self.near_value), row)
+        new = value if self._keys_stay else _beside(take_rows(vectors(self.near_key), row), value)
+        host = put_rows(self.host, new, start, jnp.minimum(self.cursor, tokens))
+        return dataclasses.replace(self, host=host)
+
+
+def empty_storage(
+    spec: LayerSpec, slots: int, values_only: bool = False
+) -> LayerCache | OffloadedLayerCache | PartCache:
+    """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
+    shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
+    if spec.parts > 1 and spec.kv_dtype is None:
+        return empty_part(spec, slots)
+    if not spec.offloaded:
+        return empty_resident(spec, slots, spec.parts)
+
+    def near(rows: int) -> Array | Quantised:
+        of_rows = (*shape[:2], rows, spec.head_dim)
+        if spec.kv_dtype is None:
+            return jnp.zeros(of_rows, spec.dtype)
+        return dataclasses.replace(
+            zeros(of_rows, spec.dtype, spec.kv_dtype), scale=jnp.zeros(shape[:3], jnp.bfloat16)
+        )
+
+    return OffloadedLayerCache(
+        near_key=near(slots if values_only else 0),
+        near_value=near(0),
+        position=jnp.full(shape[:3], EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        host=to_host(jnp.zeros((*shape[:3], (1 if values_only else 2) * spec.head_dim), spec.kv_dtype or spec.dtype)),
+    )
+
+
+def offload(cache: LayerCache, near: Near, host: Array | None = None, values_only: bool = False) -> OffloadedLayerCache:
+    """The same cache with its rows in host memory and copies of some on the device.
+
+    Args:
+        cache: resident.
+        near: the slots that get copies.
+        host: the rows if they are in host memory already, see `OffloadedLayerCache`; None moves them there.
+        values_only: whether keys stay on the device.
+    """
+    slot = copied_slots(cache.cursor, near.first, near.first + near.newest)[:, None]
+    key, value = cache.stored
+    if host is None:
+        host = to_host(vectors(value) if values_only else _beside(key, value))
+
+    def copies(x: Array | Quantised) -> Array | Quantised:
+        return with_vectors(x, take_rows(vectors(x), slot))
+
+    return OffloadedLayerCache(
+        near_key=key if values_only else copies(key),
+        near_value=copies(value),
+        position=cache.position,
+        cursor=cache.cursor,
+        host=host,
+        sinks=near.first,
+    )
+
+
+def _beside(key: Array | Quantised, value: Array | Quantised) -> Array:
+    """Key and value of each slot, or their codes, side by side: [B, H, S, 2 * D]."""
+    return jnp.concatenate([vectors(key), vectors(value)], axis=3)
+
+
+def _is_offloaded_cache(x: Any) -> bool:
+    return isinstance(x, OffloadedLayerCache)
+
+
+def sync(layers: tuple, tokens: int) -> tuple:
+    """The layers with the ``tokens`` newest tokens of each row in host memory; see `OffloadedLayerCache.sync`."""
+    return jax.tree.map(
+        lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache
+    )
+
+
+def steps_between_syncs(layers: tuple, steps: int) -> int | None:
+    """Return after how many of ``steps`` decode steps host memory must be written; None if no layer is offloaded.
+
+    Host memory is written in slices, so new tokens wait in the copies on the device and cross the bus together.
+    """
+    leaves = jax.tree.leaves(layers, is_leaf=_is_offloaded_cache)
+    rings = [x.ring for x in leaves if _is_offloaded_cache(x)]
+    return min(_SYNC_EVERY, steps, *rings) if rings else None

@@ -1,0 +1,186 @@
+"""Storage whose older keys have some of their channels only, packed: what `kvjax.methods.ThinK` leaves of a prompt.
+
+The newest tokens have whole keys, and so have all that come later. `ThinCache` has the interface of other storage, except
+that ``key`` and ``value`` are those of the newer slots alone. `kvjax.attention.over_cache.attend_held` reads the packed
+keys as they are. What else a step reads, chosen slots and the newest key, gets a zero for each dropped channel, and no
+other slot is touched (`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots that way
+(`ThinCache.resident`).
+
+Slots are counted over both parts, the older ones first. Between them are empty slots, more of them in rows with shorter
+prompts. So a method that chooses from it says in which blocks it counts (`kvjax.slots.SlotAttention.thin_block`), and the
+newer slots begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache.storage import LayerCache, LayerStorage
+from kvjax.selection import compact
+from kvjax.typing import EMPTY, pytree, traced
+from pallas_kernels import axes
+from pallas_kernels.host import Rows, take_rows
+
+# A packed key has a multiple of so many numbers: whole products of tensor cores, and rows that begin alike. In heads of fewer
+# than 64 channels, which no large model has, it has a multiple of a quarter of the channels.
+_ROW = 16
+
+
+@pytree
+class Older:
+    """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
+
+    key: Array  # [B, H, N, E], the C channels and zeros behind them; see `_ROW`
+    value: Array  # [B, H, N, D]
+    position: Array  # int32 [B, H, N]
+    limit: Array  # int32 [B], the slots of the row's longest head that hold a token
+    channels: Array  # int32 [B, H, C], ascending
+
+
+@pytree
+class ThinCache(LayerStorage):
+    """Keys and values of one layer: packed keys in the first N slots, whole keys in the R slots behind them."""
+
+    newer: LayerCache
+    older: Older = traced()
+
+    @property
+    def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The whole keys, [B, H, R, D] in the dtype of the model."""
+        return self.newer.key
+
+    @property
+    def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values of the tokens whose keys are whole, [B, H, R, D]."""
+        return self.newer.value
+
+    @property
+    def position(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Absolute token position int32 [B, H, N + R]; EMPTY if the slot holds no token."""
+        return jnp.concatenate([self.older.position, self.newer.position], axis=2)
+
+    @property
+    def cursor(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The slot for the row's next token, int32 [B], at least N."""
+        return self.newer.cursor + self.older.key.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        return self.older.key.shape[2] + self.newer.num_slots
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> ThinCache:
+        return dataclasses.replace(self, newer=self.newer.append(key, value, position))
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, ThinCache]:
+        query, newer = self.newer.append_rotated(query, key, value, position, inv_freq)
+        return query, dataclasses.replace(self, newer=newer)
+
+    @property
+    def newest(self) -> tuple[Array, Array, Rows]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        key, value = self.rows_at(jnp.maximum(self.cursor - 1, 0)[:, None])
+        return key, value, Rows(host=self.value, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
+
+    def resident(self) -> LayerCache:
+        older = self.older
+        return LayerCache(
+            key=jnp.concatenate([widened(older.key, older.channels, self.key.shape[3]), self.key], axis=2),
+            value=jnp.concatenate([older.value, self.value], axis=2),
+            position=self.position,
+            cursor=self.cursor,
+        )
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return self.listed(slots[:, None])
+
+    def listed(self, slots: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, K, D] at ``slots`` int32 [B, H or 1, K], dropped channels as 0; nothing else is read."""
+        older, behind = self.older, slots - self.older.key.shape[2]
+        packed = (behind < 0)[..., None]
+        key = widened(take_rows(older.key, slots), older.channels, self.key.shape[3])
+        return (
+            jnp.where(packed, key, take_rows(self.key, behind)),
+            jnp.where(packed, take_rows(older.value, slots), take_rows(self.value, behind)),
+        )
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def in_blocks(self, size: int) -> ThinCache:
+        """The same tokens, with empty slots before the newer ones, so that these begin with a block of ``size`` slots."""
+        more = ((0, 0), (0, 0), (0, -self.older.key.shape[2] % size))
+        older = dataclasses.replace(
+            self.older,
+            key=jnp.pad(self.older.key, (*more, (0, 0))),
+            value=jnp.pad(self.older.value, (*more, (0, 0))),
+            position=jnp.pad(self.older.position, more, constant_values=EMPTY),
+        )
+        return dataclasses.replace(self, older=older)
+
+    def packed_bytes(self, attended: Array) -> tuple[Array, int]:
+        """What packing does to the bytes of a step that attends to ``attended`` float32 [B, H] slots.
+
+        Returns:
+            The bytes that it spares, float32 [B], at least: which slots a step chooses follows its query, so as many as there
+            are count as newer ones, whose keys are whole. Exact where a step attends to all. And those of the channels'
+            numbers, which every step reads.
+        """
+        older = self.older
+        packed = jnp.maximum(attended - jnp.sum(self.newer.valid, axis=2, dtype=jnp.float32), 0).sum(axis=1)
+        spared = (older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize
+        return packed * spared, math.prod(older.channels.shape[1:]) * older.channels.dtype.itemsize
+
+    def copied(self) -> Array:
+        return self.cursor
+
+
+def pick_channels(query: Array, older: Older) -> Array:
+    """What meets the packed keys of a query [B, H, G, D]: its numbers in their channels, [B, H, G, E]."""
+    picked = jnp.take_along_axis(query, older.channels[:, :, None], axis=3)
+    return jnp.pad(picked, ((0, 0), (0, 0), (0, 0), (0, older.key.shape[3] - picked.shape[3])))
+
+
+def widened(key: Array, channels: Array, dim: int) -> Array:
+    """Packed keys [B, H, K, E] of ``channels`` int32 [B, H, C] with all channels, [B, H, K, D], the others 0."""
+    here = jnp.arange(dim, dtype=jnp.int32)[None, None, None]
+    kept = (channels[..., None] == here).any(axis=2)
+    place = jnp.sum(channels[..., None] < here, axis=2, dtype=jnp.int32)  # of a kept channel among the C, which ascend
+    place = jnp.where(kept, place, 0)[:, :, None]
+    return jnp.where(kept[:, :, None], jnp.take_along_axis(key, place, axis=3), 0)
+
+
+def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room: int) -> ThinCache:
+    """The tokens of ``cache``, with some channels of most keys.
+
+    Args:
+        cache: resident, the last ``room`` slots empty.
+        channels: int32 [B, H, C], ascending.
+        whole: bool [B, H, S], tokens whose keys keep all channels.
+        most_whole: the most of them in a head.
+        room: tokens that may follow.
+    """
+    slots = max(cache.num_slots - room, 1)
+    newer = cache.compact(*compact(cache.valid & whole, max(min(most_whole, slots), 1)), room)
+    slot, kept = compact(cache.valid & ~whole, slots)
+    dim = cache.key.shape[3]
+    unit = min(_ROW, max(dim // 4, 1))
+    wide = min(-(-channels.shape[2] // unit) * unit, dim)
+    key = take_rows(jnp.take_along_axis(cache.key, channels[:, :, None], axis=3), slot)
+    key = jnp.pad(key, ((0, 0), (0, 0), (0, 0), (0, wide - key.shape[3])))
+    older = Older(
+        key=jnp.where(kept[..., None], key, 0),
+        value=jnp.where(kept[..., None], take_rows(cache.value, slot), 0),
+        position=jnp.where(kept, jnp.take_along_axis(cache.position, slot, axis=2), EMPTY),
+        limit=axes.most(jnp.sum(kept, axis=2, dtype=jnp.int32).max(axis=1)),
+        channels=channels,
+    )
+    return ThinCache(newer=newer, older=older)

@@ -1,0 +1,163 @@
+"""Caches in 8 bits: `QuantisedCache`, what ``kv_dtype`` may be, and which methods can run on such a cache.
+
+``kv_dtype`` is a property of a cache, whatever its method: keys, rotated, and values are stored as codes
+(`pallas_kernels.formats.quantised`), "int8" or "float8_e4m3fn", with a scale for each token and KV head. They are rounded
+once, when they are stored. All that reads them, prompt chunks included, reads what they are then: so chunks change nothing,
+and a method does exactly what it would do in a model whose keys and values had these numbers. Attention of decode steps
+multiplies the codes themselves. Whatever else a method computes from keys and values is computed from `QuantisedCache.key`
+and ``value``, which are read back in the dtype of the model. An offloaded cache has the same codes, in host memory
+(`kvjax.cache.offload`).
+
+Layers with a sliding window are small and keep the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.cache.divided import kept_of_all, next_here, whole
+from kvjax.cache.storage import (
+    LayerCache,
+    LayerSpec,
+    LayerStorage,
+    empty_cache,
+    next_slots,
+    put_tokens,
+    stored_token,
+)
+from kvjax.fields import shown
+from kvjax.rope import rotate
+from kvjax.selection import kept_positions
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, numbers_at, stored_like, zeros
+from pallas_kernels.store.evict_token import evict_token
+from pallas_kernels.store.store_token import Stored
+
+_SCALE_BYTES = 2  # of a scale, one for each key and each value
+
+
+@pytree
+class QuantisedCache(LayerStorage):
+    """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`.
+
+    With ``parts`` above 1 it is this device's part of the slots of each row, with those of a `kvjax.cache.divided.PartCache`.
+    """
+
+    codes: tuple[Quantised, Quantised] = traced()  # keys and values [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = static(default=1)  # devices over which the slots of a row are divided
+
+    @property
+    def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All keys as they read back, [B, H, S, D] in the dtype of the model."""
+        return dequantise(self.codes[0])
+
+    @property
+    def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All values as they read back, [B, H, S, D] in the dtype of the model."""
+        return dequantise(self.codes[1])
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> QuantisedCache:
+        if self.parts > 1:
+            slot, mine, cursor = next_here(self, position)
+            slot, start = jnp.where(mine, slot, self.num_slots), None  # a chunk may begin on another device
+        elif start is None and key.shape[2] == 1:
+            return _after(stored_token(self, key, value, position))
+        else:
+            slot, cursor = next_slots(self, position)
+        put = functools.partial(put_tokens, slot=slot, start=start)
+        new = tuple(stored_like(x, store) for x, store in zip((key, value), self.codes, strict=True))
+        return QuantisedCache(
+            codes=jax.tree.map(put, self.codes, new),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
+            parts=self.parts,
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, QuantisedCache]:
+        if self.parts > 1:  # the kernel would rotate the query only where the token is stored
+            query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+            return query, self.append(key, value, position)
+        stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
+        return not_none("query", stored.query)[..., None, :], _after(stored)
+
+    def resident(self) -> LayerCache:
+        return cast("Any", self)
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (numbers_at(x, slots[:, None]) for x in self.codes)
+        return key, value
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+    def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
+        """See `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact`; the codes move as they are."""
+        position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
+        codes = jax.tree.map(lambda x: kept_of_all(x, slots, room, self), self.codes)
+        return QuantisedCache(codes=codes, position=position, cursor=cursor)
+
+    def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
+        """See `LayerCache.evict`."""
+        kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
+        return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
+
+
+def _after(stored: Stored) -> QuantisedCache:
+    return cast("Any", resident_of(stored.key, stored.value, stored.position, stored.cursor))
+
+
+def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
+    """A resident cache of these arrays; of codes it is a `QuantisedCache`."""
+    if isinstance(key, Quantised) and isinstance(value, Quantised):
+        return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
+    return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
+
+
+def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
+    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer; ``parts`` as of the cache."""
+    shape = spec.batch, spec.num_kv_heads, slots
+    if spec.kv_dtype is None:
+        return empty_cache(*shape, spec.head_dim, spec.dtype)
+    empty = zeros((*shape, spec.head_dim), spec.dtype, spec.kv_dtype)
+    made = QuantisedCache(
+        codes=(empty, jax.tree.map(jnp.copy, empty)),
+        position=jnp.full(shape, EMPTY, jnp.int32),
+        cursor=jnp.zeros((spec.batch,), jnp.int32),
+        parts=parts,
+    )
+    return cast("Any", made)
+
+
+def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
+    """Bytes of a key and a value of one token and KV head."""
+    each = head_dim * jnp.dtype(dtype).itemsize if kv_dtype is None else head_dim + _SCALE_BYTES
+    return 2 * each
+
+
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Refuse a ``kv_dtype`` that is not known.
+
+    Raises:
+        ValueError: the message says which are.
+    """
+    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in MOST):
+        known = " or ".join(map(repr, MOST))
+        raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
+
+

@@ -1,0 +1,397 @@
+"""The keys and values of one layer, and the cache of a whole model.
+
+A slot holds a token if its ``position >= 0``, in each head separately. Evicted slots, padding and slots that were never
+written look the same. Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a
+ragged batch uses exactly the slots that it would use alone. Its pages, pooling windows and ties are then the same too, and
+it generates the same tokens.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.describe import count_rows, describe_numbers, is_known, megabytes, show_value
+from kvjax.mesh.sharding import Plan
+from kvjax.selection import kept_positions, kept_rows
+from kvjax.typing import EMPTY, Model, not_none, pytree, static
+from pallas_kernels import axes
+from pallas_kernels.formats.quantised import Quantised, stored_like, whole
+from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
+from pallas_kernels.store.evict_token import evict_token
+from pallas_kernels.store.store_token import Stored, store_token
+
+if TYPE_CHECKING:
+    from kvjax.cache.packed_keys import Older
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Static sizes from which a layer's storage is built; those of equal layers are equal."""
+
+    batch: int
+    num_kv_heads: int
+    group_size: int  # query heads per KV head
+    head_dim: int
+    dtype: str
+    prompt_slots: int  # padded prompt length in tokens
+    max_new_tokens: int  # tokens that may follow the prompt
+    offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.decoding.layers.is_offloaded`
+    parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.cache.divided`
+    kv_dtype: str | None = None  # of stored keys and values: "int8" or "float8_e4m3fn"; None means `dtype`
+
+
+class LayerStorage(abc.ABC):
+    """A layer's storage as methods see it.
+
+    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, in 8 bits too), `PartCache` (this
+    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident in 8 bits).
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
+
+    key: Array  # [B, H, S, D], in the dtype of the model; if offloaded, the copies on the device [B, H, R, D]
+    value: Array  # [B, H, S, D] or [B, H, R, D], like `key`
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
+    parts: int = 1  # devices over which the slots of a row are divided
+    older: Older | None = None  # the first slots, if their keys have some channels only; `key` and `value` are of the others
+    # Keys and values, if they are stored as codes; `key` and `value` are then read back from them, where they are used.
+    codes: tuple[Quantised, Quantised] | None = None
+
+    @property
+    def stored(self) -> tuple[Array | Quantised, Array | Quantised]:
+        """Keys and values for operations that read codes too."""
+        return (self.key, self.value) if self.codes is None else self.codes
+
+    def read_back(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """New keys and values [B, H, T, D] as they will read back from this cache."""
+        stored = self.stored
+        return whole(stored_like(key, stored[0])), whole(stored_like(value, stored[1]))
+
+    @property
+    def newest_key(self) -> tuple[Array, Rows | None]:
+        """`newest` for operations that read no value."""
+        key, _, rows = self.newest
+        return key, rows
+
+    @property
+    def newest(self) -> tuple[Array, Array, Rows | None]:
+        """``key``, ``value`` and ``rows`` for operations that read nothing but the slot before ``here``.
+
+        Of a cache of codes they are copies of this one slot, because an operand is written to memory first.
+        """
+        if self.codes is None:
+            return self.key, self.value, self.rows
+        key, value = self.rows_at(jnp.maximum(self.here - 1, 0)[:, None])
+        # A ring of one copy; `host` is not read.
+        return key, value, Rows(host=self.codes[0].codes, newest=self.cursor, sinks=0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a key and a value, all that a step reads to attend to a slot of one head."""
+        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
+
+    @property
+    def slot_bus_bytes(self) -> int:
+        """Bytes of `slot_bytes` that cross the bus if the slot has no copy on the device; 0 if the cache is resident."""
+        return 0 if self.rows is None else self.rows.host.shape[3] * self.rows.host.dtype.itemsize
+
+    @property
+    def num_slots(self) -> int:
+        """Allocated slots S, on this device."""
+        return self.position.shape[2]
+
+    @property
+    def row_slots(self) -> int:
+        """Allocated slots of a row, on all devices."""
+        return self.num_slots * (axes.size(axes.SLOTS) if self.parts > 1 else 1)
+
+    @property
+    def first(self) -> Array | int:
+        """The number in its row of the first slot on this device, an int32 scalar; 0 if the slots are not divided."""
+        return axes.index(axes.SLOTS) * self.num_slots if self.parts > 1 else 0
+
+    @property
+    def here(self) -> Array:
+        """`cursor` counted from the first slot on this device, int32 [B]: below 0 or above S where other devices have it."""
+        return self.cursor - self.first if self.parts > 1 else self.cursor
+
+    @property
+    def valid(self) -> Array:
+        """Whether each slot holds a token: bool [B, H, S]."""
+        return self.position >= 0
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> Rows | None:
+        """What operations need to know of an offloaded cache besides `key` and `value`; None if the cache is resident."""
+
+    @abc.abstractmethod
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerStorage:
+        """Store ``T`` tokens per row.
+
+        Args:
+            key: [B, H, T, D].
+            value: [B, H, T, D].
+            position: int32 [B, T]; EMPTY marks padding, which comes after the real tokens and does not move the cursor.
+            start: the first slot, if it is the same for every row (in prompt chunks): one contiguous write in place, which
+                writes padding too. None writes each row at its own cursor and does not write padding.
+        """
+
+    @abc.abstractmethod
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, LayerStorage]:
+        """Rotate the key and the query of a decode step's token, and store the token. On a GPU this is one kernel.
+
+        Args:
+            query: [B, H, G, 1, D], before RoPE.
+            key: [B, H, 1, D], before RoPE.
+            value: [B, H, 1, D].
+            position: int32 [B, 1]; EMPTY stores nothing.
+            inv_freq: float32 [D/2].
+
+        Returns:
+            The rotated query [B, H, G, 1, D], and the cache.
+        """
+
+    @abc.abstractmethod
+    def resident(self) -> LayerCache:
+        """The same cache with all rows on the device: itself, or a copy of the whole layer that lives while it is used."""
+
+    @abc.abstractmethod
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, K, D] at ``slots`` int32 [B, K]. If the cache is offloaded, these slots must have copies."""
+
+    def keys_at(self, slots: Array) -> Array:
+        """The keys of `rows_at`; jitted, the values are not read."""
+        return self.rows_at(slots)[0]
+
+    @abc.abstractmethod
+    def keys_between(self, slots: Array) -> Array:
+        """Keys [B, H, K, D] at the consecutive ``slots`` int32 [B, K], from the device or from host memory."""
+
+    @abc.abstractmethod
+    def copied(self) -> Array:
+        """The number of stored tokens whose rows are on the device, int32 [B]."""
+
+
+@pytree
+class LayerCache(LayerStorage):
+    """Keys and values of one layer, all on the device."""
+
+    key: Array  # [B, H, S, D], in the dtype of the model
+    value: Array  # [B, H, S, D]
+    position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
+    cursor: Array  # int32 [B], the slot for the row's next token
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerCache:
+        if start is None and key.shape[2] == 1:
+            return store_step(self, key, value, position)[1]
+        slot, cursor = next_slots(self, position)
+
+        def put(store: Array, new: Array) -> Array:
+            return put_tokens(store, new, slot, start)
+
+        return LayerCache(
+            key=put(self.key, key),
+            value=put(self.value, value),
+            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
+            cursor=cursor,
+        )
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, LayerCache]:
+        rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
+        return not_none("query", rotated)[..., None, :], cache
+
+    def resident(self) -> LayerCache:
+        return self
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
+
+    def keys_between(self, slots: Array) -> Array:
+        return take_between(self.key, slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
+        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and add ``room`` free slots behind them.
+
+        In every head the kept entries must come first. The cursor moves behind the longest head of the row.
+        """
+        position, cursor = kept_positions(self.position, slots, keep, room)
+        return LayerCache(
+            key=kept_rows(self.key, slots, room), value=kept_rows(self.value, slots, room), position=position, cursor=cursor
+        )
+
+    def evict(
+        self,
+        score: Array | None,
+        *,
+        budget: Array | int,
+        gain: Array | None = None,
+        first: int = 0,
+        recent: Array | int = 0,
+    ) -> tuple[LayerCache, Array | None]:
+        """Evict one token per head in rows with more than ``budget`` tokens; the scores are as in `evict_token`.
+
+        Returns:
+            The cache, and the scores of the tokens that are left, or None if no head has scores of its own.
+        """
+        stored = self.key, self.value, self.position, self.cursor
+        kept = evict_token(*stored, score, budget=budget, gain=gain, first=first, recent=recent)
+        key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
+        return LayerCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
+
+
+def store_step[Storage: LayerStorage](
+    cache: Storage, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
+) -> tuple[Array | None, Storage]:
+    """Store one token per row (`stored_token`) in a cache with fields ``key`` and ``value``."""
+    stored = stored_token(cache, key, value, position, query, inv_freq)
+    changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
+    return stored.query, dataclasses.replace(cache, **changed)
+
+
+def stored_token(
+    cache: LayerStorage,
+    key: Array,
+    value: Array,
+    position: Array,
+    query: Array | None = None,
+    inv_freq: Array | None = None,
+) -> Stored:
+    """The arrays of ``cache`` with one more token per row: key and value [B, H, 1, D], position int32 [B, 1].
+
+    With a query [B, H, G, D], it and the key are rotated, see `store_token`. In an offloaded cache only the copies on the
+    device change. Host memory gets the token at the next sync.
+    """
+    cache_key, cache_value = cache.stored
+    return store_token(
+        key[:, :, 0],
+        value[:, :, 0],
+        position[:, 0],
+        cache_key=cache_key,
+        cache_value=cache_value,
+        cache_position=cache.position,
+        cursor=cache.cursor,
+        query=query,
+        inv_freq=inv_freq,
+        rows=cache.rows,
+    )
+
+
+def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:
+    """Slots for tokens at ``position`` int32 [B, T], S for padding: int32 [B, T]; and the cursor after them, int32 [B]."""
+    order = jnp.arange(position.shape[1], dtype=jnp.int32)[None]
+    slot = jnp.where(position >= 0, cache.cursor[:, None] + order, cache.num_slots)
+    return slot, cache.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+
+
+def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None) -> Array:
+    """Write ``new`` [B, H, T, ...] into ``store`` [B, H, S, ...]: from slot ``start`` on, or at ``slot`` int32 [B, T].
+
+    Without ``start``, a token whose slot is S or more is dropped.
+    """
+    if start is not None:
+        return lax.dynamic_update_slice_in_dim(store, new, start, 2)
+    row = jnp.arange(len(slot))[:, None]
+    return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
+
+
+def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
+    """A resident cache without tokens."""
+    return LayerCache(
+        key=jnp.zeros((batch, heads, slots, head_dim), dtype),
+        value=jnp.zeros((batch, heads, slots, head_dim), dtype),
+        position=jnp.full((batch, heads, slots), EMPTY, jnp.int32),
+        cursor=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+@pytree
+class Cache:
+    """Everything that `generate` needs to go on: a pytree, which functions take and return."""
+
+    layers: tuple[Any, ...]  # the method's state of each layer; every leaf has axis B first
+    shared: Any  # the method's state that all layers read, written once per token
+    method: Any  # the method that made the layers
+    length: Array  # int32 [B], tokens seen so far, which is the position of the next token
+    logits: Array  # float32 [B, V], of the next token
+    model: Model = static()  # the model description that made it
+    weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
+    plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
+    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for that of the model
+
+    @property
+    def batch(self) -> int:
+        """Rows B."""
+        return self.length.shape[0]
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+def describe_cache(cache: Cache) -> str:
+    """Rows, tokens, method, layers and bytes of a cache, as its ``repr`` shows them."""
+    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
+        return f"Cache(length={cache.length!r}, ...)"
+    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
+    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
+    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
+    model = cache.model
+    return (
+        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {show_value(cache.method, brief=True)}, "
+        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
+        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
+        + (f", over {cache.plan})" if cache.plan else ")")
+    )
+
+
+def check_alive(cache: Cache) -> None:
+    """Refuse an object that is no cache, and a cache that was consumed."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
+    if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
+        raise ValueError(
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
+            "returned, or kvjax.fork the cache before the call"
+        )
+
+
+def repeat_rows(cache: Cache, copies: int) -> Cache:
+    """`fork` without its checks."""
+
+    def repeat(x: Array) -> Array:
+        if copies == 1:
+            return jnp.copy(x)
+        repeated = jnp.repeat(to_device(x), copies, axis=0)
+        return to_host(repeated) if on_host(x) else repeated
+
+    def rows(tree: Any) -> Any:
+        return jax.tree.map(repeat, tree)
+
+    return dataclasses.replace(
+        cache,
+        layers=rows(cache.layers),
+        shared=rows(cache.shared),
+        method=jax.tree.map(jnp.copy, cache.method),
+        length=rows(cache.length),
+        logits=rows(cache.logits),
+    )

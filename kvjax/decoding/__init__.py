@@ -1,0 +1,1 @@
+"""The traced core: prefill, extend and decode of a model over the storage of a method, on one device."""

@@ -1,0 +1,191 @@
+"""Checks of users' arguments. They need known numbers, so they are skipped inside a trace."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.cache.storage import Cache, check_alive
+from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
+from kvjax.describe import describe, is_known
+from kvjax.fields import shown
+from kvjax.mesh.sharding import check_plan, readable
+from kvjax.method import Method, with_inner
+from kvjax.registry import extrapolating
+from kvjax.typing import Model
+
+
+def check_vocabulary(tokens: Array, model: Model) -> None:
+    """Refuse token ids outside the model's vocabulary, which come from the tokenizer of another model."""
+    if is_known(tokens) and tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(
+                f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
+                "is this the tokenizer of another model?"
+            )
+
+
+def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
+    """Refuse empty prompts, and more tokens than the model has positions; a method that re-numbers them has no limit."""
+    if not is_known(length):
+        return
+    if int(length.min()) < 1:
+        row = int(jnp.argmin(length))
+        raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
+    needed = int(length.max()) + max_new_tokens
+    if needed > model.max_position_embeddings and not method.extrapolates:
+        raise ValueError(
+            f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
+            f"({', '.join(extrapolating())})"
+        )
+    again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
+    if again and int(length.max()) + again > most and not method.extrapolates:
+        raise ValueError(
+            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = "
+            f"{int(length.max()) + again} tokens exceeds the model's max_position_embeddings={most}; shorten the prompt, or "
+            "these pieces of it"
+        )
+
+
+def check_sizes(method: Method, model: Model) -> None:
+    """Refuse a model that the method cannot run.
+
+    Its knobs may have been made for another model, such as scores of heads (`Method.check_sizes`); and not every model can
+    guess queries (`LayerMethod.needs_guess`).
+    """
+    for part in with_inner(method):
+        part.check_sizes(model)
+    can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
+    if guessing_layers(layer_methods(method, model)) and not can_guess:
+        raise ValueError(
+            f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
+            f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.typing.Model"
+        )
+
+
+def check_room(cache: Cache, tokens: int | Array) -> None:
+    """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
+    if not is_known(cache.length) or not is_known(tokens):
+        return
+    methods = layer_methods(cache.method, cache.model)
+    free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
+    length, free = readable(cache.plan, (cache.length, free))
+    wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
+    after = np.asarray(length) + wanted
+    if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
+        raise ValueError(
+            f"{int(length.max())} tokens and {int(wanted.max())} more exceed the model's "
+            f"max_position_embeddings={cache.model.max_position_embeddings}"
+        )
+    for layer, room in enumerate(free):
+        if room is not None and (short := wanted - np.asarray(room)).max() > 0:
+            row = int(short.argmax())
+            raise ValueError(
+                f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
+                "prefill with a larger max_new_tokens"
+            )
+
+
+def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound: str = "") -> Array:
+    """Integers as int32 [B], one per row.
+
+    Args:
+        name: what messages call it.
+        value: integers of shape [B]; a list, or an array.
+        rows: B.
+        most: the integers lie between 0 and this number, if it is given.
+        bound: what messages call ``most``.
+
+    Raises:
+        ValueError: another shape or dtype, or integers outside of their range.
+    """
+    given = read_array(value)
+    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers of shape [{rows}], one per row, got {shown(value)}")
+    check_int32(name, given)
+    if most is not None and is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
+        raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
+    return jnp.asarray(given, jnp.int32)
+
+
+def bool_rows(name: str, value: Any, rows: int) -> Array:
+    """Truth values as bool [B], one per row; refuse another shape or dtype."""
+    given = read_array(value)
+    if given.shape != (rows,) or given.dtype != bool:
+        raise ValueError(f"{name} must be bool of shape [{rows}], one per row, got {shown(value)}")
+    return jnp.asarray(given)
+
+
+def read_array(value: Any) -> Array | np.ndarray:
+    """``value`` as an array with its own dtype, which is `object` if it holds no numbers of one kind."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value
+    try:
+        known = all(map(is_known, jax.tree.leaves(value)))
+    except (RecursionError, SystemError):  # lists in lists, thousands deep
+        return np.asarray(None)
+    if not known:
+        return jnp.asarray(value)
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return np.asarray(None)
+
+
+def check_int32(name: str, array: Array | np.ndarray) -> None:
+    """Refuse integers that int32 cannot hold, because they would become other integers."""
+    if not is_known(array) or not array.size or np.can_cast(array.dtype, np.int32):
+        return
+    worst = max((int(x) for x in (np.asarray(array).min(), np.asarray(array).max())), key=abs)
+    if not -(2**31) <= worst < 2**31:
+        raise ValueError(f"{name} must be int32, got {worst}")
+
+
+def check_model(config: Any) -> None:
+    """Refuse what does not describe a model."""
+    needed = [name for name in vars(Model) if not name.startswith("_")]
+    if isinstance(config, type) or not {*needed} <= {*dir(config)}:
+        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
+
+
+def check_arrays(params: Any) -> None:
+    """Refuse parameters that are no tree of arrays."""
+    try:
+        leaves = jax.tree.leaves(params)
+    except (RecursionError, SystemError):  # lists in lists, thousands deep
+        leaves = [params]
+    wrong = [leaf for leaf in leaves if "shape" not in dir(leaf) or not _has_numbers(leaf.dtype)]
+    if wrong:
+        raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
+
+
+def _has_numbers(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def check_params(params: Any, cache: Cache) -> None:
+    """Refuse a cache that was consumed, and parameters of another model than the model that made the cache."""
+    check_alive(cache)
+    check_arrays(params)
+    if cache.weights and (got := fingerprint(params)) != cache.weights:
+        raise ValueError(
+            f"this cache was made with other parameters (names and shapes {cache.weights}, got {got}); "
+            f"it belongs to {cache.model!r}"
+        )
+    check_plan(params, cache.plan)
+
+
+def check_cache(cache: Cache, method: Method) -> None:
+    """Refuse a method of another structure than the method that made the cache."""
+    made, given = (jax.tree.structure(m) for m in (cache.method, method))
+    if made != given:
+        raise ValueError(
+            f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
+            "prefill with the method you generate with (only traced hyper-parameters may differ)"
+        )

@@ -1,0 +1,185 @@
+"""Decode and extend, traced: the model reads tokens behind a prompt, and each layer's method stores and attends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import Cache
+from kvjax.cache.offload import steps_between_syncs, sync
+from kvjax.decoding.layers import guessing_layers, layer_methods, observe
+from kvjax.decoding.passes import layer_inputs
+from kvjax.decoding.sampling import Sampler
+from kvjax.method import settle_due
+from kvjax.typing import EMPTY, pytree
+from pallas_kernels import axes
+from pallas_kernels.dispatch import run_shared
+
+
+def smallest(limits: list[int | None], default: int) -> int:
+    """The smallest of ``default`` and the given limits; None means no limit."""
+    return min([default, *(limit for limit in limits if limit is not None)])
+
+
+def run_step(
+    params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True, length: Array | None = None
+) -> Cache:
+    """Store ``tokens`` int32 [B, T] and attend with them.
+
+    Args:
+        params: model parameters.
+        cache: has room for the tokens.
+        tokens: int32 [B, T].
+        active: bool [B, T], False on padding, which comes last in a row.
+        sync_host: False if the caller writes the token to host memory (`kvjax.cache.offload.sync`).
+        length: int32 [B], tokens of each row after the call that these belong to, if more follow in it; see `kvjax.rope`.
+    """
+    methods = layer_methods(cache.method, cache.model)
+    at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    position = jnp.where(active, at, EMPTY)
+    count = jnp.sum(active, axis=1, dtype=jnp.int32)
+    length = cache.length + count if length is None else length
+
+    def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
+        inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
+        return run_shared(type(methods[layer]).attend, methods[layer], state, inputs)
+
+    asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
+    options = {"guess": asked} if asked else {}  # a model need not know of guesses
+    logits, states = cache.model.apply(
+        params, tokens, attend, cache.layers, last=jnp.maximum(count - 1, 0), **options
+    )
+    states = settle_due(methods, states)
+    if sync_host and tokens.shape[1] == 1:
+        states = sync(states, 1)
+    return observe(
+        dataclasses.replace(
+            cache,
+            layers=states,
+            length=cache.length + count,
+            logits=jnp.where((count > 0)[:, None], logits, cache.logits),
+        ),
+        decoding=tokens.shape[1] == 1,
+    )
+
+
+def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
+    """Append right-padded tokens int32 [B, T], of which ``length`` int32 [B] are real, in pieces that the method can take."""
+    methods = layer_methods(cache.method, cache.model)
+    total = tokens.shape[1]
+    # A single token would look like a decode step, in which a method selects. But a question reads all kept tokens, however
+    # long it is, so a single token gets a padding token beside it.
+    chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], max(total, 2))
+    chunks = -(-total // chunk)
+    tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
+    active = jnp.arange(chunks * chunk)[None] < length[:, None]
+    after = cache.length + length
+    if chunks == 1:
+        return run_step(params, cache, tokens, active)
+
+    def body(index: Array, cache: Cache) -> Cache:
+        piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
+        return run_step(params, cache, piece, real, length=after)
+
+    # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
+    return lax.fori_loop(0, -(-axes.most(jnp.max(length), axes.DATA) // chunk), body, cache)
+
+
+@pytree
+class Decoded:
+    """The state of a decoding loop, and its result."""
+
+    cache: Cache
+    tokens: Array  # int32 [B, N], 0 after a row's end
+    num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
+    done: Array  # bool [B], the row met an EOS or its limit
+    bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
+    key: Array | None
+    step: Array  # int32, steps run so far
+
+
+def all_done(now: Decoded) -> Array:
+    """Return whether all rows, on all devices, have ended: a bool scalar."""
+    return axes.every(now.done.all())
+
+
+def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
+    """Return the state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
+    return Decoded(
+        cache=cache,
+        tokens=jnp.zeros((cache.batch, steps), jnp.int32),
+        num_tokens=jnp.zeros((cache.batch,), jnp.int32),
+        done=done,
+        bad_step=jnp.full((cache.batch,), -1, jnp.int32),
+        key=key,
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def decode_once(params: Any, sampler: Sampler, eos: Array, limits: Array | None, now: Decoded) -> Decoded:
+    """Draw the next token of every row that is not done, and store it. The caller syncs host memory.
+
+    Args:
+        params: model parameters.
+        sampler: draws the token.
+        eos: int32 [E], tokens that end a row.
+        limits: int32 [B], most tokens of each row, or None.
+        now: the state before the step.
+    """
+    draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
+    active = ~now.done
+    token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
+    broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    num_tokens = now.num_tokens + active.astype(jnp.int32)
+    done = now.done | (token[:, None] == eos[None]).any(axis=1)
+    return Decoded(
+        cache=run_step(params, now.cache, token[:, None], active[:, None], sync_host=False),
+        tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, 1),
+        num_tokens=num_tokens,
+        done=done if limits is None else done | (num_tokens >= limits),
+        bad_step=jnp.where(broken, now.step, now.bad_step),
+        key=key,
+        step=now.step + 1,
+    )
+
+
+def run_decode(
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    done: Array,
+    limits: Array | None = None,
+    *,
+    steps: int,
+    stop_early: bool,
+) -> Decoded:
+    """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
+
+    A token of ``eos`` int32 [E] ends its row, which then does not change. So does the last of a row's ``limits`` int32 [B];
+    None means that all rows have ``steps``. ``stop_early`` leaves the loop when all rows have ended.
+    """
+    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
+    once = functools.partial(decode_once, params, sampler, eos, limits)
+
+    def before(stop: Array | int) -> Callable[[Decoded], Array]:
+        """Make the condition of a loop that ends at step ``stop``, or earlier if all rows are done and may stop."""
+        return lambda now: (now.step < stop) & ~all_done(now) if stop_early else now.step < stop
+
+    every = steps_between_syncs(cache.layers, steps)
+    if every is None:
+        return lax.while_loop(before(steps), once, start)
+
+    def block(now: Decoded) -> Decoded:
+        """Run steps up to the next multiple of ``every``, and write their tokens to host memory."""
+        end = lax.while_loop(before(jnp.minimum(now.step + every, steps)), once, now)
+        return dataclasses.replace(end, cache=dataclasses.replace(end.cache, layers=sync(end.cache.layers, every)))
+
+    return lax.while_loop(before(steps), block, start)

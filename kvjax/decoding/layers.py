@@ -1,0 +1,165 @@
+"""The layers of a model under a method: which method each one runs, the sizes of its storage, and what cannot run there."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import Cache, LayerSpec
+from kvjax.decoding.sliding_window import SlidingWindow, layer_windows
+from kvjax.mesh.sharding import Plan
+from kvjax.method import LayerMethod, Method, with_inner
+from kvjax.registry import classes
+from kvjax.typing import Model
+from pallas_kernels import axes
+from pallas_kernels.machine import current_machine
+
+
+def fingerprint(params: Any) -> str:
+    """A short text that depends on the names and shapes of parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    text = ";".join(f"{jax.tree_util.keystr(path)}{list(leaf.shape)}" for path, leaf in leaves)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
+    """The method of every layer. A layer in which the model has a window stores this window, whatever the method."""
+    return tuple(
+        method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
+        for layer, window in enumerate(layer_windows(model))
+    )
+
+
+def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
+    """The layers whose methods want a guess of their query. Layer 0 has no layer before it."""
+    return tuple(layer for layer, method in enumerate(methods) if layer > 0 and method.needs_guess)
+
+
+def layer_specs(
+    methods: Sequence[LayerMethod],
+    model: Model,
+    batch: int,
+    prompt_slots: int,
+    max_new_tokens: int,
+    parts: int = 1,
+    kv_dtype: str | None = None,
+) -> tuple[LayerSpec, ...]:
+    """The static sizes of every layer's storage, of which each of ``parts`` devices has some slots of each row.
+
+    ``methods`` come from `layer_methods`.
+    """
+    check_quantisable(methods, kv_dtype)
+    if parts > 1:
+        for method in methods:
+            check_divisible(method)
+    return tuple(
+        LayerSpec(
+            batch=batch,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+            group_size=model.num_q_heads // model.num_kv_heads,
+            prompt_slots=prompt_slots,
+            max_new_tokens=max_new_tokens,
+            offloaded=is_offloaded(method, layer, model.num_layers),
+            parts=parts,
+            kv_dtype=kv_dtype,
+        )
+        for layer, method in enumerate(methods)
+    )
+
+
+def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
+    """Whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
+    return layer >= num_layers - round(float(method.offload) * num_layers)
+
+
+def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> None:
+    """Refuse a cache in ``kv_dtype`` where a layer's method cannot run on it.
+
+    Raises:
+        ValueError: the message names the method.
+    """
+    if kv_dtype is None:
+        return
+    for method in methods:
+        name = type(method).__name__
+        if not method.quantisable:
+            *_, inner = (part for part in with_inner(method) if not cast("LayerMethod", part).quantisable)  # not its wrapper
+            known = cast("list[Any]", list(classes().values()))  # `quantisable` of a `SlotMethod` is a property
+            refusing = [cls for cls in known if not cls.quantisable or (cls.composable and cls.packs)]
+            raise ValueError(
+                f"{type(inner).__name__} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take "
+                f"kv_dtype=None, or a method other than {', '.join(sorted(cls.__name__ for cls in refusing))}: all others "
+                "take it"
+            )
+        if method.offload and current_machine().platform == "tpu":
+            raise ValueError(
+                f"{name}: offload must be False with kv_dtype={kv_dtype!r} on a TPU, whose compiler aborts there, got "
+                f"{method.offload!r}"
+            )
+
+
+def check_divisible(method: LayerMethod) -> None:
+    """Refuse a layer's method whose rows cannot be divided over devices.
+
+    Raises:
+        ValueError: the message says which can.
+    """
+    name = type(method).__name__
+    if method.slot_block is None:
+        raise ValueError(
+            f"{name} cannot run over the mesh's axis {axes.SLOTS!r}, which divides the slots of each row over devices; Full, "
+            "Quest, ParisKV, TokenSelect and Chess can, and SnapKV and others that keep a bounded part of the prompt (see "
+            f"docs/many_devices.md), and every method can over the axes {axes.DATA!r} and {axes.MODEL!r}"
+        )
+    if method.offload:
+        raise ValueError(
+            f"{name}: offload must be False where the mesh's axis {axes.SLOTS!r} divides the slots of each row over devices, "
+            f"got {method.offload!r}"
+        )
+
+
+def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
+    """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
+    seen = tuple(spec for spec, window in zip(specs, layer_windows(model), strict=True) if window is None)
+    return method.init_shared(seen) if seen else None
+
+
+def observe(cache: Cache, decoding: bool) -> Cache:
+    """`Method.observe`, which sees the layers without a window only: the others are not the method's."""
+    chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
+    if not chosen:
+        return cache
+    seen = cache.method.observe(
+        dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding
+    )
+    layers = list(cache.layers)
+    for layer, state in zip(chosen, seen.layers, strict=True):
+        layers[layer] = state
+    return dataclasses.replace(seen, layers=tuple(layers))
+
+
+def blank_cache(
+    method: Method, model: Model, weights: str = "", plan: Plan | None = None, kv_dtype: str | None = None
+) -> Cache:
+    """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
+    methods = layer_methods(method, model)
+    specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts, kv_dtype)
+    cache = Cache(
+        layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
+        shared=init_shared(method, model, specs),
+        method=method,
+        length=jnp.zeros((1,), jnp.int32),
+        logits=jnp.zeros((1, model.vocab_size), jnp.float32),
+        model=model,
+        weights=weights,
+        plan=plan,
+        kv_dtype=kv_dtype,
+    )
+    return observe(cache, decoding=False)

@@ -1,0 +1,91 @@
+"""What a pass of the model gives a layer, and the second pass over a prompt, for methods that read it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.decoding.sliding_window import layer_windows
+from kvjax.method import Inputs, LayerMethod, Method, Reading
+from kvjax.rope import inverse_frequencies, prepare
+from kvjax.typing import EMPTY, Model
+from pallas_kernels.dispatch import run_shared
+
+
+def layer_inputs(
+    model: Model,
+    method: LayerMethod,
+    q: Array,
+    k: Array,
+    v: Array,
+    position: Array,
+    tokens: Array,
+    shared: Any,
+    start: Array | int | None,
+    length: Array,
+    guess: Array | None = None,
+) -> Inputs:
+    """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
+    theta, scaling = model.rope_theta, model.rope_scaling
+    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
+    known = None if method.extrapolates else length
+    if guess is not None:
+        guess, _ = prepare(guess, k, position, known, theta=theta, scaling=scaling)
+    q, k = prepare(q, k, position, known, theta=theta, scaling=scaling)
+    return Inputs(
+        query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
+        guess=guess,
+    )  # fmt: skip
+
+
+def reread(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    method: Method,
+    layers: Sequence[LayerMethod],
+    states: tuple,
+    shared: Any,
+    model: Model,
+) -> tuple:
+    """The states of all layers after `Method.reread`, which sees those of the layers without a window, if there are any.
+
+    Args:
+        params: model parameters.
+        tokens: int32 [B, S], the prompt, padded on the right.
+        length: int32 [B], its tokens in each row.
+        method: has `Method.reread_tokens`.
+        layers: its methods of all layers.
+        states: their states, which have the whole prompt and are not finished.
+        shared: its shared state.
+        model: the model's description.
+    """
+    seen = [layer for layer, window in enumerate(layer_windows(model)) if window is None]
+
+    def run(given: tuple, piece: Array, count: Array, attend: Callable) -> tuple:
+        piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
+        at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
+        position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
+
+        def one(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            # Frequencies stay those with which the prompt's keys were made.
+            inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, shared, None, length)
+            if layer in seen:
+                return attend(state, inputs)
+            return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
+
+        return _among(seen, model.apply(params, piece, one, _put(given), last=jnp.zeros_like(length))[1])
+
+    def _put(given: tuple) -> tuple:
+        """The states of all layers, those that the method sees from ``given``."""
+        every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
+        return tuple(every[layer] for layer in range(len(states)))
+
+    return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run))) if seen else states
+
+
+def _among(seen: Sequence[int], states: tuple) -> tuple:
+    return tuple(states[layer] for layer in seen)

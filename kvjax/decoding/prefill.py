@@ -1,0 +1,291 @@
+"""The traced core for prompts: the passes in which the prompts of a batch are read, and what comes of them.
+
+A pass has some rows, and some tokens of each. It takes at most ``chunk_size`` tokens (but see the last point), so the memory
+of activations does not grow with the batch, and a row's passes end with its last token: padding is not computed beyond a
+row's last pass. All sizes are static and only the numbers of passes are traced, so one program serves all lengths. What a row
+stores depends on no other row, so the order of the passes changes no result. `reading_order` says which order a batch has:
+
+* If all rows fit one pass, they are read together.
+* Else groups of rows are read one after the other. Each group is finished (compressed, indexed) before the next is read, so
+  the storage of a whole prompt exists for one group only. Of a prompt of several chunks this is so where every layer evicts.
+* Where a layer keeps its prompt, storage for one more group would be too much. There each pass takes its row out of the
+  storage of all rows, one layer after the other, and puts it back. Such a copy moves ``4 * H * S * D`` numbers, keys and
+  values to and fro. In a shape of 8B with 32K slots these are 0.16 ms of an H100 for each layer and pass, beside 1.5 ms or
+  more of computation for 1024 tokens.
+* Where a layer is offloaded, or a pass has room for a method's own blocks of several rows and a layer keeps its prompt, all
+  rows are read together: ``chunk_size`` tokens, or one block, of each row, up to the end of the longest.
+
+A method's own block is read whole, even if it has more than ``chunk_size`` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache import Cache, LayerSpec
+from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
+from kvjax.decoding.passes import layer_inputs, reread
+from kvjax.method import LayerMethod, Method
+from kvjax.typing import EMPTY, Model
+from pallas_kernels import axes
+from pallas_kernels.dispatch import run_shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """How the prompts of a batch are divided into passes."""
+
+    chunk: int  # tokens of each row in a pass
+    chunks: int  # passes of a row with as many tokens as the padded prompt
+    rows: int  # rows in a pass, which are a group
+    groups: int
+    apart: bool  # whether each group has storage of its own, and is finished before the next; if not, all rows have theirs
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a padded prompt, in whole chunks."""
+        return self.chunk * self.chunks
+
+
+def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
+    """Tokens in a chunk, and the number of chunks, of a prompt of ``padded`` tokens."""
+    # A method's own block is part of its definition. The caller may choose only if there is none.
+    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
+    chunk = min(*own, padded) if own else min(chunk_size, padded)
+    return chunk, -(-padded // chunk)
+
+
+def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int, chunk_size: int) -> Order:
+    """The order for ``batch`` prompts of ``padded`` tokens; ``each`` has the methods of all layers, of every method."""
+    methods = [m for layers in each for m in layers]
+    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
+    groups = -(-batch // max(chunk_size // chunk, 1))
+    rows = -(-batch // groups)
+    groups = -(-batch // rows)
+    apart = chunks == 1 or all(m.evicts for m in methods)
+    # Host memory is written in slices along the slots. And where a method with a block of its own keeps its prompt, a pass
+    # has several rows, but their few tokens would not repay the copies of their storage.
+    offloaded = any(is_offloaded(m, at, len(layers)) for layers in each for at, m in enumerate(layers))
+    if groups == 1 or offloaded or (rows > 1 and not apart):
+        return Order(chunk=chunk, chunks=chunks, rows=batch, groups=1, apart=True)
+    return Order(chunk=chunk, chunks=chunks, rows=rows, groups=groups, apart=apart)
+
+
+def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
+    """`run_prefill_each` for one method."""
+    (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
+    return cache
+
+
+def run_prefill_each(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    methods: Sequence[Method],
+    *,
+    model: Model,
+    max_new_tokens: int,
+    chunk_size: int,
+    parts: int = 1,
+    kv_dtype: str | None = None,
+) -> tuple[Cache, ...]:
+    """Read prompts: right-padded tokens int32 [B, T], length int32 [B].
+
+    ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
+    each that reads again (`Method.reread`). Several methods all have `Method.dense_prompt`: their attention would be the
+    same, and XLA leaves out the outputs that nobody reads.
+    """
+    batch, padded = tokens.shape
+    each = tuple(layer_methods(method, model) for method in methods)
+    order = reading_order(each, batch, padded, chunk_size)
+    run = _Run(params, tuple(methods), each, model, order, padded, (max_new_tokens, parts, kv_dtype))
+    tokens = jnp.pad(tokens, ((0, 0), (0, order.slots - padded)))
+    every = run.sized(batch)
+    if order.groups == 1:
+        states, logits = run.whole(tokens, length, every)
+    else:
+        states, logits = run.in_groups(tokens, length, every)
+    weights = fingerprint(params)
+    return tuple(
+        observe(
+            Cache(
+                layers=tuple(layer[at] for layer in states),
+                shared=every.shared[at],
+                method=method,
+                length=length,
+                logits=logits,
+                model=model,
+                weights=weights,
+                kv_dtype=kv_dtype,
+            ),
+            decoding=False,
+        )
+        for at, method in enumerate(methods)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """What depends on the number of rows."""
+
+    rows: int
+    specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer]
+    shared: tuple  # the state that all layers share, of each method
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One reading of a batch. States are tuples ``[layer][method]``, whose leaves have the rows first."""
+
+    params: Any
+    methods: tuple[Method, ...]
+    each: tuple[tuple[LayerMethod, ...], ...]  # [method][layer]
+    model: Model
+    order: Order
+    padded: int
+    sizes: tuple  # `max_new_tokens`, `parts`, `kv_dtype`
+
+    @property
+    def within(self) -> list[bool]:
+        """For each method, whether a layer is finished as soon as it has attended.
+
+        So is a prompt of one chunk, if it is read once: only one layer's full keys exist at a time.
+        """
+        return [self.order.chunks == 1 and not method.reread_tokens(self.padded) for method in self.methods]
+
+    def sized(self, rows: int) -> _Sized:
+        specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
+        shared = tuple(init_shared(method, self.model, own) for method, own in zip(self.methods, specs, strict=True))
+        return _Sized(rows=rows, specs=specs, shared=shared)
+
+    def begun(self, sized: _Sized) -> tuple:
+        """Empty states."""
+        return tuple(
+            tuple(layers[at].init(own[at]) for layers, own in zip(self.each, sized.specs, strict=True))
+            for at in range(self.model.num_layers)
+        )
+
+    def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
+        """Finished states of rows that are read together, and their logits float32 [B, V]."""
+        states, logits = self.read(tokens, length, self.begun(sized), sized)
+        return self.finished(tokens, length, states, sized), logits
+
+    def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
+        """Finished states of all rows, and their logits, read group by group: rows of similar length are in one group."""
+        order = self.order
+        by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
+        logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
+        group = self.sized(order.rows)
+        if order.apart:
+            blank = jax.eval_shape(lambda: self._compressed(self.begun(every), every, [False] * len(self.methods)))
+            states = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+        else:
+            states = self.begun(every)
+
+        def body(index: Array, carry: tuple) -> tuple:
+            states, logits = carry
+            # The last group begins earlier if the batch has no whole groups: its first rows are read a second time.
+            rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
+            own = tokens[rows], length[rows]
+            if order.apart:
+                return put_rows(carry, self.whole(*own, group), rows)
+            states, new = self.read(*own, states, dataclasses.replace(group, shared=row_of(every.shared, rows[0])), rows)
+            return states, put_rows(logits, new, rows)
+
+        states, logits = lax.fori_loop(0, order.groups, body, (states, logits))
+        return states if order.apart else self.finished(tokens, length, states, every), logits
+
+    def read(
+        self, tokens: Array, length: Array, states: tuple, sized: _Sized, rows: Array | None = None
+    ) -> tuple[tuple, Array]:
+        """The states after all tokens int32 [R, T] of some rows, of which ``length`` int32 [R] are real, and their logits.
+
+        ``states`` are those of these rows; or of all rows, and ``rows`` int32 [1] says which is read.
+        """
+        chunk, within = self.order.chunk, self.within
+
+        def read(states: tuple, logits: Array, start: Array | int, piece: Array) -> tuple[tuple, Array]:
+            at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+            position = jnp.where(at < length[:, None], at, EMPTY)
+            last = length - 1 - start
+
+            def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+                outs, made = [], []
+                for layers, state, own, spec, early in zip(
+                    self.each, states, sized.shared, sized.specs, within, strict=True
+                ):
+                    inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
+                    mine = state if rows is None else row_of(state, rows[0])
+                    out, new = run_shared(type(layers[layer]).attend, layers[layer], mine, inputs)
+                    outs.append(out)
+                    new = run_shared(type(layers[layer]).finish, layers[layer], new, spec[layer]) if early else new
+                    made.append(new if rows is None else put_rows(state, new, rows))
+                if any(within):
+                    # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
+                    # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
+                    return lax.optimization_barrier((outs[0], tuple(made)))
+                return outs[0], tuple(made)
+
+            new, states = self.model.apply(self.params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+            return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
+
+        logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
+        if self.order.chunks == 1:
+            return read(states, logits, 0, tokens)
+
+        def body(index: Array, carry: tuple) -> tuple:
+            piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
+            states, logits = carry
+            return read(states, logits, index * chunk, piece)
+
+        chunks: Array | int = self.order.chunks
+        if self.order.groups > 1:  # devices that have other rows run as many passes
+            chunks = -(-axes.most(jnp.max(length), axes.DATA) // chunk)
+        return lax.fori_loop(0, chunks, body, (states, logits))
+
+    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
+        """The states after the last token, read again where a method does so and finished where they are not yet."""
+        every = list(zip(*states, strict=True))  # every[method][layer]
+        for at, method in enumerate(self.methods):
+            if method.reread_tokens(self.padded):
+                given = method, self.each[at], every[at], sized.shared[at], self.model
+                every[at] = reread(self.params, tokens, length, *given)
+        states = tuple(zip(*every, strict=True))
+        return states if all(self.within) else self._compressed(states, sized, self.within)
+
+    def _compressed(self, states: tuple, sized: _Sized, done: list[bool]) -> tuple:
+        """The states finished, but for the methods that are ``done``."""
+        finished: list[tuple] = []
+        for layer, state in enumerate(states):
+            if finished:  # one layer after the other: all offloaded layers together may not fit the device
+                state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
+            finished.append(
+                tuple(
+                    one if early else run_shared(type(layers[layer]).finish, layers[layer], one, own[layer])
+                    for layers, one, own, early in zip(self.each, state, sized.specs, done, strict=True)
+                )
+            )
+        return tuple(finished)
+
+
+def row_of[Tree](tree: Tree, row: Array) -> Tree:
+    """Row ``row``, an int32 scalar, of every leaf [B, ...]: [1, ...]."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), tree)
+
+
+def put_rows[Tree](tree: Tree, new: Tree, rows: Array) -> Tree:
+    """Every leaf [B, ...] with ``new`` [R, ...] in its ``rows`` int32 [R]; in place, one row after the other."""
+
+    def put(at: Array | int, tree: Tree) -> Tree:
+        def one(x: Array, y: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(y, at, 1), rows[at], 0)
+
+        return jax.tree.map(one, tree, new)
+
+    return put(0, tree) if len(rows) == 1 else lax.fori_loop(0, len(rows), put, tree)

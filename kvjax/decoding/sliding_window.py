@@ -1,0 +1,212 @@
+"""Layers with a sliding window: the model itself lets them see only their newest tokens, so only these are stored.
+
+A model says in its member ``windows`` (`kvjax.typing.Model`) which layers have a window. In a layer with a window of W
+tokens, the query at position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`,
+whatever the method: the method applies to the other layers only. The storage is a ring of W slots in which the token at
+position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.
+
+Keys are rotated at their true positions, also under methods that re-number positions in their layers: distances inside a
+window are below W, however long the text is.
+
+**Source**: Jiang et al., "Mistral 7B" (arXiv:2310.06825, section 2: sliding window attention, rolling buffer cache); the mask
+is that of Hugging Face's transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.cache.storage import LayerCache, LayerSpec, empty_cache
+from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.rope import rotate
+from kvjax.slots import cost_of_all
+from kvjax.typing import Model, pytree, static
+from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.numerics import product_precision
+
+_LOGITS = 1 << 20  # the most logits, queries x keys, that the prompt's attention holds at once per query head
+
+
+@runtime_checkable
+class _Windowed(Protocol):
+    """A model that says which of its layers have a window; see `kvjax.typing.Model`."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+def layer_windows(model: Model) -> tuple[int | None, ...]:
+    """The window in tokens of each layer, None for a layer that attends in full.
+
+    Raises:
+        ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
+    """
+    windows = model.windows if isinstance(model, _Windowed) else ()  # a model need not know of windows
+    if not windows:
+        return (None,) * model.num_layers
+    wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]
+    if len(windows) != model.num_layers or wrong:
+        raise ValueError(
+            f"the model's windows must be a whole number of tokens or None for each of {model.num_layers} layers, "
+            f"got {windows!r:.80}"
+        )
+    return tuple(windows)
+
+
+@pytree
+class SlidingWindow(LayerMethod):
+    """The storage and the attention of a layer with a sliding window; see the module docstring.
+
+    The cursor lies in [0, W], and the next token goes to slot ``cursor mod W``. A cache with fewer tokens in all than the
+    window has a slot for each of them.
+    """
+
+    window: int = static(least=1)  # W, tokens that a query sees, itself included
+
+    keeps = "the model's window"
+    evicts = True
+    slot_block = 0  # a window is small
+    quantisable = True  # it is small, and keeps the dtype of the model
+
+    def init(self, spec: LayerSpec) -> LayerCache:
+        slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)
+        return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
+
+    def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+        if inputs.start is None and inputs.query.shape[3] == 1:
+            return self._step(state, inputs)
+        query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
+        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+        if isinstance(inputs.start, int):  # the whole prompt: nothing is stored yet, so a fused kernel can do it
+            out = causal_attention(query, key, inputs.value, window=self.window)
+        else:
+            old_key, old_value, present = self._earlier(state, inputs.position[:, 0])
+            out = window_attention(
+                query,
+                jnp.concatenate([old_key, key], axis=2),
+                jnp.concatenate([old_value, inputs.value], axis=2),
+                jnp.concatenate([present, inputs.position >= 0], axis=1),
+                self.window,
+            )
+        return out, self._stored(state, key, inputs.value, inputs.position)
+
+    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
+        return state
+
+    def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
+        return self._appended(state, inputs)[1].position
+
+    def cost(self, state: LayerCache, shared: Any) -> Cost:
+        return cost_of_all(state)
+
+    def room(self, state: LayerCache) -> Array | None:
+        return free_slots(state, self.window)
+
+    def max_tokens(self, in_prompt: bool) -> None:
+        return None
+
+    def _step(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+        query, cache = self._appended(state, inputs)
+        out, _ = dense_decode(
+            query[..., 0, :],
+            cache.key,
+            cache.value,
+            position=cache.position,
+            limit=jnp.minimum(inputs.position[:, 0] + 1, self.window),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        return out[..., None, :], cache
+
+    def _appended(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+        """The rotated query of a decode step, and the cache with its token in the place of the oldest."""
+        ring = dataclasses.replace(state, cursor=state.cursor % self.window)
+        return ring.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
+
+    def _earlier(self, state: LayerCache, first: Array) -> tuple[Array, Array, Array]:
+        """The tokens at the W - 1 positions before ``first`` int32 [B], in their order.
+
+        Returns:
+            Their keys and values [B, H, P, D], and whether they are stored, bool [B, P]. P is W - 1, or smaller if there are
+            fewer slots. The key and value of a token that is not stored may be anything.
+        """
+        count = min(self.window - 1, state.num_slots)
+        wanted = first[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
+        slot = jnp.minimum(wanted % self.window, state.num_slots - 1)
+        # Every head stores the same positions.
+        present = (wanted >= 0) & (jnp.take_along_axis(state.position[:, 0], slot, axis=1) == wanted)
+        index = slot[:, None, :, None]
+        key, value = (jnp.take_along_axis(x, index, axis=2) for x in (state.key, state.value))
+        return key, value, present
+
+    def _stored(self, state: LayerCache, key: Array, value: Array, position: Array) -> LayerCache:
+        """The cache after rotated tokens at ``position`` int32 [B, T]: every slot has the newest of its tokens."""
+        first, real = position[:, :1], jnp.sum(position >= 0, axis=1, dtype=jnp.int32)[:, None]
+        last = first + real - 1
+        slot = jnp.arange(state.num_slots, dtype=jnp.int32)[None]
+        newest = last - (last - slot) % self.window  # the newest position of this slot
+        taken = (newest >= first) & (real > 0)
+        index = jnp.where(taken, newest - first, 0)[:, None, :, None]
+
+        def put(old: Array, new: Array) -> Array:
+            return jnp.where(taken[:, None, :, None], jnp.take_along_axis(new, index, axis=2), old)
+
+        return LayerCache(
+            key=put(state.key, key),
+            value=put(state.value, value),
+            position=jnp.where(taken[:, None], newest[:, None], state.position),
+            cursor=jnp.where(real > 0, last % self.window + 1, state.cursor[:, None])[:, 0],
+        )
+
+
+def window_attention(query: Array, key: Array, value: Array, present: Array, window: int) -> Array:
+    """Attention of a chunk of tokens over the window before each of them.
+
+    Queries go in blocks, and a block meets only the keys that some of its windows reach. So time and memory grow with the
+    tokens times the window, and not with the square of the tokens.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, P + T, D], rotated: of P earlier tokens and of the chunk itself, at consecutive positions.
+        value: [B, H, P + T, D].
+        present: bool [B, P + T], False for a token that does not exist; its key and value may be anything.
+        window: W, the tokens that a query sees, itself included.
+
+    Returns:
+        [B, H, G, T, D] in the dtype of the query; 0 for a query that sees nothing.
+    """
+    tokens, total = query.shape[3], key.shape[2]
+    size = min(tokens, max(16, _LOGITS // window))
+    blocks = -(-tokens // size)
+    width = min(window - 1 + size, total)
+    precision, scale = product_precision(query.dtype), 1 / math.sqrt(query.shape[-1])
+    value = jnp.where(present[:, None, :, None], value, 0)  # a weight of 0 does not silence a NaN
+
+    def attend(block: Array | int) -> Array:
+        """The output of a block of queries, [B, H, G, size, D]."""
+        begin = block * size
+        start = jnp.clip(total - tokens + begin - (window - 1), 0, total - width)
+        q = lax.dynamic_slice_in_dim(padded, begin, size, 3)
+        k, v = (lax.dynamic_slice_in_dim(x, start, width, 2) for x in (key, value))
+        asked = (total - tokens + begin + jnp.arange(size, dtype=jnp.int32))[:, None]
+        kept = (start + jnp.arange(width, dtype=jnp.int32))[None]
+        seen = (kept <= asked) & (kept > asked - window)
+        seen = seen[None] & lax.dynamic_slice_in_dim(present, start, width, 1)[:, None]
+        seen = seen[:, None, None]
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+        weight = jax.nn.softmax(jnp.where(seen, logits * scale, jnp.finfo(jnp.float32).min), axis=-1)
+        weight = jnp.where(seen, weight, 0).astype(value.dtype)
+        out = jnp.einsum("bhgts,bhsd->bhgtd", weight, v, precision=precision, preferred_element_type=jnp.float32)
+        return out.astype(query.dtype)
+
+    padded = jnp.pad(query, [(0, 0)] * 3 + [(0, blocks * size - tokens), (0, 0)])
+    if blocks == 1:
+        return attend(0)
+    out = jnp.moveaxis(lax.map(attend, jnp.arange(blocks, dtype=jnp.int32)), 0, 3)
+    return out.reshape(padded.shape)[..., :tokens, :]

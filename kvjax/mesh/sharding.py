@@ -1,0 +1,202 @@
+"""How parameters are spread over devices, read from where they are: the mesh, and what each of its devices has.
+
+A mesh has up to three axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other
+KV heads, with the columns of the weights that belong to them. Along ``slots`` every device has other slots of each row, and
+equal weights. `kvjax.api.shard_map` runs the programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.describe import is_known
+from kvjax.mesh import processes
+from kvjax.typing import Model
+from pallas_kernels.axes import DATA, MODEL, NAMES, SLOTS, check_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The mesh of a run, and how its parameters are split.
+
+    Attributes:
+        mesh: has the axes ``data``, ``model`` and ``slots``, or some of them.
+        params: the split of each parameter, in the order of ``jax.tree.leaves``.
+    """
+
+    mesh: Mesh
+    params: tuple[PartitionSpec, ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that share the KV heads of a row."""
+        return self.mesh.shape.get(MODEL, 1)
+
+    @property
+    def groups(self) -> int:
+        """The number of parts into which the rows of a batch are divided."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def parts(self) -> int:
+        """The number of devices over which the slots of a row are divided."""
+        return self.mesh.shape.get(SLOTS, 1)
+
+    @property
+    def row(self) -> PartitionSpec:
+        """The split of an array with axis B first."""
+        return PartitionSpec(DATA) if self.groups > 1 else PartitionSpec()
+
+    def part(self, model: Model) -> Model:
+        """The description of what one device runs of ``model``.
+
+        Raises:
+            ValueError: the model does not say how it is divided, or it cannot be divided into so many parts.
+        """
+        if self.shards == 1:
+            return model
+        if "local" not in dir(model):
+            raise ValueError(
+                f"{type(model).__name__} has no method local(devices), which returns the description of one device's part; "
+                f"without it the model cannot run over the {self.shards} devices of the mesh's axis {MODEL!r}"
+            )
+        return cast("Any", model).local(self.shards)
+
+    def check_rows(self, batch: int) -> None:
+        """Refuse a number of rows that cannot be divided equally."""
+        if batch % self.groups:
+            raise ValueError(
+                f"the rows of a batch must be a multiple of the {self.groups} devices of the mesh's axis {DATA!r}, "
+                f"got {batch} rows"
+            )
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+
+
+def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
+    """Refuse a mesh that no parameters of a plan can be on; None is one device.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has other axes than ``data``, ``model`` and ``slots``.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}")
+    check_names(mesh.axis_names)
+
+
+def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
+    """Arrays with axis B first, each device's rows on the device; as they are if there is no plan. None stays None.
+
+    Raises:
+        ValueError: the rows cannot be divided equally; or of several processes one has no device, or another has other rows.
+    """
+    if plan is None:
+        return arrays
+    for x in arrays:
+        if x is not None:
+            plan.check_rows(x.shape[0])
+    sharding = NamedSharding(plan.mesh, plan.row)
+    if not plan.mesh.is_multi_process or not all(map(is_known, arrays)):
+        return jax.device_put(arrays, sharding)
+    processes.check_present(plan.mesh)
+    processes.check_same(plan.mesh, arrays)
+    return tuple(x if x is None else processes.put(x, sharding) for x in arrays)
+
+
+def readable[X](plan: Plan | None, tree: X) -> X:
+    """`kvjax.mesh.processes.readable` of arrays on the devices of a plan."""
+    return tree if plan is None else processes.readable(plan.mesh, tree)
+
+
+def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as each device of a mesh runs it, all with the same arguments: for the shapes of what it returns there."""
+    return jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+def plan_of(params: Any) -> Plan | None:
+    """The plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
+
+    Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
+    them, if its axes are Auto. It cannot divide kernels, so on GPUs and TPUs they are refused: every step would gather the
+    whole cache on each device, or would not compile.
+
+    Args:
+        params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
+
+    Raises:
+        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes, and
+            Explicit ones.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params)
+    shardings = [
+        x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named
+    ]
+    spread = [sharding for sharding in shardings if sharding is not None and sharding.num_devices > 1]
+    if not spread:
+        return None
+    first = spread[0]
+    if not isinstance(first, NamedSharding) or not NAMES.issuperset(first.mesh.axis_names):
+        if (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
+            raise ValueError(
+                f"parameters on several {platform.upper()}s must be on a mesh with the axes {DATA!r}, {MODEL!r} and "
+                f"{SLOTS!r} (see models.sharding.shard_params), got {first}; XLA's partitioner cannot divide kernels"
+            )
+        if isinstance(first, NamedSharding) and AxisType.Explicit in first.mesh.axis_types:
+            raise ValueError(
+                f"parameters on a mesh with Explicit axes must be on one with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} "
+                f"(see models.sharding.shard_params), or have Auto axes, got the axes {first.mesh.axis_names}"
+            )
+        return None
+    mesh, specs = cast("Mesh", first.mesh), []
+    for (path, _), sharding in zip(named, shardings, strict=True):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            raise ValueError(
+                f"all parameters must be on the mesh {_shape(mesh)}, got {jax.tree_util.keystr(path)} on {sharding}"
+            )
+        specs.append(sharding.spec)
+    used = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    if {DATA, SLOTS} & used or (MODEL not in used and mesh.shape.get(MODEL, 1) > 1):
+        got = ", ".join(map(repr, sorted(used - {None}))) or "no axis"
+        raise ValueError(
+            f"parameters must be split along {MODEL!r} and only there, as models.sharding.shard_params does it, "
+            f"got parameters that are split along {got} of the mesh {_shape(mesh)}"
+        )
+    return Plan(mesh=mesh, params=tuple(specs))
+
+
+def check_plan(params: Any, plan: Plan | None) -> None:
+    """Refuse parameters that are not where the parameters were that made a cache with this plan; tracers are not checked.
+
+    Raises:
+        ValueError: they are on another mesh, or on one device.
+    """
+    if not all(map(is_known, jax.tree.leaves(params))):
+        return
+    if (got := plan_of(params)) != plan:
+        made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
+        if plan is not None and got is not None and made == given:
+            if plan.mesh == got.mesh:
+                apart = [pair for pair in itertools.zip_longest(plan.params, got.params) if pair[0] != pair[1]]
+                raise ValueError(
+                    f"the parameters on {given} are split in another way than those that made this cache: {len(apart)} of "
+                    f"them, the first one by {apart[0][1]}, expected {apart[0][0]}"
+                )
+            differ = "axis types" if plan.mesh.axis_types != got.mesh.axis_types else "devices, or another order of them"
+            made, given = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((made, plan), (given, got)))
+            raise ValueError(f"this cache is on {made}, and the parameters are on {given}, which has other {differ}")
+        raise ValueError(f"this cache is on {made}, and the parameters are on {given}: both must be on the same devices")
+
+
+def _shape(mesh: Mesh) -> str:
+    return " x ".join(f"{name}={size}" for name, size in mesh.shape.items())

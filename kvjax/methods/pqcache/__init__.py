@@ -1,0 +1,3 @@
+"""PQCache: the method, and its codes by k-means."""
+
+from kvjax.methods.pqcache.method import PQCache as PQCache

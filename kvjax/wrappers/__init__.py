@@ -1,0 +1,1 @@
+"""Methods made of methods: stages, layers of their own, periodic eviction, top-p, sparse prompts, budgets of layers."""

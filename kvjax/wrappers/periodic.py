@@ -1,0 +1,232 @@
+"""Eviction that goes on while decoding: `Periodic` applies an eviction again to what is kept, every so many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention.moments import Moments, add_queries
+from kvjax.cache import LayerCache, LayerStorage
+from kvjax.method import LayerMethod, Prompt, Step, num_bytes
+from kvjax.rope import rotate
+from kvjax.slots import SlotMethod, SlotState, count_all
+from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.wrappers.compose import answers, inner_of_layer, slot_method
+
+
+@pytree
+class Recent:
+    """What `Periodic` keeps beside the cache: the record that a prompt has, of the newest tokens."""
+
+    since: Array  # int32 [B], tokens that came after the row's last eviction, or after its prompt
+    # [B, H, G, N, D], the newest rotated queries; the one at position p is entry p mod N; None if the eviction reads none.
+    query: Array | None
+    # Of the queries before RoPE up to the row's last eviction, or its prompt's end; None unless the eviction has
+    # `moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
+    moments: Moments | None
+
+
+@answers("evict")
+@pytree
+class Periodic(SlotMethod):
+    """Evict again every ``interval`` tokens after the prompt: ``Periodic(evict=SnapKV(budget=2048), interval=128)``.
+
+    Stored: what ``evict`` leaves of the prompt, and later tokens as they come, at most ``2 * interval - 1`` beyond the
+    budget. Memory is bounded however many tokens follow: after every ``interval`` tokens of a row, ``evict`` scores all that
+    this row holds, prompt and later tokens alike, and keeps the ``budget`` best in the same arrays. Its window is then that
+    of the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
+    wants the mean or the covariance of queries, those of later tokens count too. They are kept until the next eviction adds
+    all of them at once: [B, H, G, N, D] for N = ``2 * interval - 1``, or W if that is more.
+
+    Each row counts its own tokens. After all layers of a step, one question for the whole model asks whether any row is due;
+    then the eviction computes all rows of all layers and changes those that are due, in place. `kvjax.extend` reads at most
+    ``interval`` tokens at once, and each such block counts as its tokens.
+
+    ``evict`` is a method that keeps the best tokens of a prompt by a score of what is stored and of the newest queries:
+    `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
+    an `Eviction` of your own. Others are refused when it is made (ValueError): those that keep every token, those that evict
+    while decoding themselves (`H2O`), and those whose score needs what is no longer there (`ObservedAttention`). Where a
+    score is pooled, a token's neighbours are those in the slots beside it.
+
+    **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
+    SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
+    ``budget``.
+
+    **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
+    end. kvpress scores by the queries of the last 256 tokens that came after the last eviction, and here by as many as
+    ``evict`` reads of a prompt, also of tokens before that eviction. It rotates all of them at the newest token's position,
+    and here each is rotated at its own; so the two agree under scores of keys alone (`Knorm`), where a budget of ``evict``
+    that covers the prompt leaves it whole as there. There all rows of a batch count together, and a question of
+    ``target_size`` tokens or more is followed by an eviction at once; here a question is read in blocks of ``interval``
+    tokens.
+    """
+
+    evict: SlotMethod
+    budget: int | Array | None = traced(default=None, least=1, within="capacity")  # kept while decoding; None = as `evict`
+    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    interval: int = static(default=128, least=1)  # tokens of a row between two evictions
+
+    keeps = "the budget of `evict`, and up to `interval` newer tokens"
+    evicts = True
+    moves_slots = True
+    selects = False
+    slot_block = None  # each device would need the slots of all to score them again
+
+    def check(self) -> None:
+        name, evict = type(self.evict).__name__, slot_method("Periodic: evict", self.evict)
+        if evict.moves_slots:
+            raise ValueError(f"Periodic: evict must evict once, at the prompt's end, but {name} evicts while decoding itself")
+        if not evict.evicts:
+            raise ValueError(f"Periodic: evict must discard tokens, but {name} keeps every token")
+        if evict.slots_again() is None:
+            raise ValueError(
+                f"Periodic: {name} cannot be applied again to what it has kept; evict must score by keys, values and the "
+                "newest queries alone"
+            )
+        if self.capacity is not None and self.budget is None:
+            raise ValueError(f"Periodic: capacity is that of budget, which must be given too, got capacity={self.capacity}")
+        _slots(self._later)  # which refuses a budget that `evict` cannot have
+
+    @property
+    def _later(self) -> SlotMethod:
+        """``evict`` as it is applied while decoding."""
+        if self.budget is None:
+            return self.evict
+        return dataclasses.replace(self.evict, budget=self.budget, capacity=self.capacity)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        evict, later = (inner_of_layer(method, layer, num_layers) for method in (self.evict, self._later))
+        if evict.slots_again() is None:  # a layer that the method leaves as it is
+            return evict
+        if self.budget is None:
+            return Periodic(evict=evict, interval=self.interval)
+        kept = vars(later)
+        return Periodic(evict=evict, budget=kept["budget"], capacity=kept["capacity"], interval=self.interval)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Recent]:
+        kept = min(_slots(self.evict), cache.num_slots)
+        compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        batch, heads, group, _, dim = prompt.query.shape
+        # With moments there is room for all queries between two evictions.
+        entries = self.obs_window if self.moments_from is None else max(self.obs_window, self._most_since)
+        recent = Recent(
+            since=jnp.zeros((batch,), jnp.int32),
+            query=jnp.zeros((batch, heads, group, entries, dim), prompt.query.dtype) if entries else None,
+            moments=prompt.moments,
+        )
+        return compressed, _remember(recent, prompt.query, prompt.query_position)
+
+    def select(self, cache: LayerStorage, aux: Recent, step: Step) -> None:
+        return None
+
+    def update(self, cache: LayerCache, aux: Recent, step: Step, mass: Array | None) -> tuple[LayerCache, Recent]:
+        recent = _remember(aux, step.query, step.position)
+        since = recent.since + jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+        return cache, dataclasses.replace(recent, since=since)
+
+    def due(self, state: SlotState) -> Array:
+        return state.aux.since >= self.interval
+
+    def settle(self, state: SlotState, made: None) -> SlotState:
+        due, cache = self.due(state), state.cache.resident()
+        newest = cache.position.max(axis=(1, 2))  # this token is still there: no eviction came after it
+        recent = _counted(state.aux, newest, due)
+        since = jnp.where(due, 0, recent.since)
+        return SlotState(cache=self._evicted(cache, recent, newest, due), aux=dataclasses.replace(recent, since=since))
+
+    def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
+        """All stored slots. Of metadata the queries and the moments, which one step in ``interval`` reads.
+
+        The keys that an eviction reads again, in one step of ``interval``, are not counted.
+        """
+        stored, _ = count_all(cache)
+        moments = None if aux.moments is None else (aux.moments.mean, aux.moments.length, aux.moments.scatter)
+        read = num_bytes((aux.query, moments)) / self.interval
+        return stored, jnp.full(stored.shape, read / stored.size, jnp.float32)
+
+    def bounded_slots(self) -> int:
+        return max(_slots(self.evict), _slots(self._later)) + self._most_since
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return None if in_prompt else self.interval
+
+    @property
+    def _most_since(self) -> int:
+        """The most tokens of a row between two evictions."""
+        # A block of a question comes before the eviction that its first token may complete.
+        return 2 * self.interval - 1
+
+    def _evicted(self, cache: LayerCache, recent: Recent, newest: Array, due: Array) -> LayerCache:
+        """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots.
+
+        Args:
+            cache: with all tokens.
+            recent: whose moments have all queries.
+            newest: int32 [B], position of the newest token.
+            due: bool [B].
+        """
+        position = newest[:, None] + jnp.arange(1 - self.obs_window, 1, dtype=jnp.int32)[None]
+        query = jnp.zeros((*cache.position.shape[:2], 1, 0, cache.key.shape[3]), cache.key.dtype)  # of no token
+        if recent.query is not None:
+            query = _entries(recent.query, position)
+        prompt = Prompt(
+            query=query,
+            query_position=jnp.where(position >= 0, position, EMPTY),
+            mass=jnp.zeros((*cache.position.shape[:2], 0), jnp.float32),
+            tokens=jnp.zeros((len(due), 0), jnp.int32),
+            moments=recent.moments,
+        )
+        kept = min(_slots(self._later), cache.num_slots)
+        compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+
+        def of_rows(new: Array, old: Array) -> Array:
+            return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(of_rows, compressed, cache)
+
+
+def _slots(method: SlotMethod) -> int:
+    return not_none("slots_again", method.slots_again())
+
+
+def _remember(recent: Recent, query: Array, position: Array) -> Recent:
+    """``recent`` with the rotated queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
+    if recent.query is None:  # an array without numbers could not be saved
+        return recent
+    entries = recent.query.shape[3]
+    # Of more than N tokens the last N: no two write the same entry. A prompt without a window has no query.
+    fresh = (position >= 0) & (position > position.max(axis=1, keepdims=True, initial=EMPTY) - entries)
+    entry = jnp.where(fresh, lax.rem(position, entries), entries)  # an entry N is dropped
+    row = jnp.arange(len(position))[:, None]
+    kept = recent.query.at[row, :, :, entry].set(jnp.moveaxis(query, 3, 1), mode="drop", wrap_negative_indices=False)
+    return dataclasses.replace(recent, query=kept)
+
+
+def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
+    """``recent``, whose moments have the queries since the last eviction too, in the rows where ``due`` bool [B].
+
+    Args:
+        recent: with the query of the newest token.
+        newest: int32 [B], position of the newest token.
+        due: bool [B]; other rows keep their moments to the bit, as rows of padding do.
+    """
+    if recent.moments is None:
+        return recent
+    ring, inv_freq = not_none("query", recent.query), recent.moments.inv_freq[0]
+    age = jnp.arange(ring.shape[3], dtype=jnp.int32)[None]
+    position = jnp.where(age < jnp.where(due, recent.since, 0)[:, None], newest[:, None] - age, EMPTY)
+    # Taken out of the ring, though their order is nothing to the sums. Of the ring itself XLA would sum the entries along
+    # another axis of memory than a step writes them, and so turn all of the ring round in every step.
+    query = _entries(ring, position)
+    query = rotate(query.astype(jnp.float32), -position[:, None, None], inv_freq)  # as before RoPE
+    return dataclasses.replace(recent, moments=add_queries(recent.moments, query, position, inv_freq))
+
+
+def _entries(query: Array, position: Array) -> Array:
+    """The queries [B, H, G, T, D] at ``position`` int32 [B, T], of the ring ``query``; any query where that is EMPTY."""
+    entry = lax.rem(jnp.maximum(position, 0), query.shape[3])
+    return jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(query, entry)

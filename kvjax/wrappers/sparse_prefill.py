@@ -1,0 +1,139 @@
+"""Prompts that are read sparsely: `Prefill` gives any method that keeps slots sparse attention over the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.attention.patterns import Pattern, check_pattern, check_table_sizes, heads_of, is_table
+from kvjax.attention.sparse import SparsePrompt
+from kvjax.method import LayerMethod
+from kvjax.slots import SlotMethod
+from kvjax.typing import Model, pytree, static
+from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
+
+
+@answers("method")
+@pytree
+class Prefill(Around):
+    """Read the prompt sparsely, by a pattern of each query head, and decode as ``method`` does.
+
+    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.patterns("best_pattern.json", config))``.
+
+    The prompt is read in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens up to
+    each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself, and to
+
+    * "vertical_slash": the ``columns`` keys, and the ``diagonals`` distances between query and key, with the largest sums of
+      attention from the chunk's last ``window`` queries, whose softmax is over all keys. The first ``num_sink`` keys and the
+      ``num_recent`` shortest distances are among them for certain. A block that a chosen diagonal passes through is read
+      whole.
+    * "a_shape": the first ``columns`` keys, and the blocks of the ``diagonals`` newest tokens.
+    * "block_sparse": for each block of queries the best blocks of keys by the product of the means, ``blocks`` with its own.
+    * "xattention": for each block of queries the first block, its own, and then the fewest best blocks of keys with which it
+      has ``share`` of the attention. Blocks are scored by sums along pieces of antidiagonals: ``stride`` queries in a row
+      are one vector, ``stride`` keys, the last one first, are another, and the softmax is over these vectors.
+    * "flexprefill": the columns of "vertical_slash", and apart from them its diagonals, as many as have ``share`` of the
+      attention from the window, at least ``min_budget`` of each. Or blocks, where they describe the head better: if the
+      attention that the window's mean query pays to the mean keys of blocks is nearer than ``tau`` to the window's attention
+      (the root of the Jensen-Shannon divergence), then each block of queries reads the first block, its own, and the best by
+      the softmax of the product of means. Of these there are as many as have ``share`` of the sum over all blocks of queries
+      of the chunk, and for each at least ``min_budget`` tokens.
+
+    The last two follow the text: the kernel's time does so, and its lists have room for everything. They take 4 * N * P
+    bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128 tokens these are 8 MiB
+    for 32 query heads that read 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The scores are as large.
+    "xattention" holds up to 64 MiB of sums and as much of logits beside them, "flexprefill" lists of 128K columns, 16 MiB.
+
+    One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
+    ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
+    every pattern is read densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode steps
+    attend as under ``method``; nothing is stored for the pattern.
+
+    ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
+    Others are refused when it is made (ValueError): those with storage, positions or a prompt of their own (`ShadowKV`,
+    `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and those that need the attention of the whole prompt (`H2O`,
+    `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
+
+    **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
+    (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, what is certain, and the default pattern. Xu et al.,
+    "XAttention: Block Sparse Attention with Antidiagonal Scoring" (arXiv:2503.16428); mit-han-lab/x-attention e379887 for the
+    scale of the scores and for what is certain. Lai et al., "FlexPrefill: A Context-Aware Sparse Attention Mechanism for
+    Efficient Long-Sequence Inference" (arXiv:2502.20766); ByteDance-Seed/FlexPrefill a24b27b for the numbers. Both read in
+    blocks of 128 tokens, so ``block=128``, and FlexPrefill's window is a block, ``window=128``.
+
+    **Departures**: diagonals are widened to blocks that begin at multiples of ``block``; the released kernel begins them at
+    the diagonal, and reads one block where this reads two for a diagonal that has no neighbours. With "block_sparse" the own
+    block is always among the best. The released code reads a prompt at once, so that the last queries of the prompt choose
+    for all; here those of each chunk choose for their chunk. Where a chunk is shorter than the window all of its queries
+    vote.
+
+    Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
+    Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them. Of
+    FlexPrefill, columns and diagonals are single ones here; the code counts single ones, but chooses blocks of them. What is
+    certain is ``num_sink`` and ``num_recent`` with "flexprefill" too, and counts towards the share; the code keeps the first
+    block of columns and the own block. Blocks that the code reads in addition to those of the share, by the window's columns
+    and diagonals, are here the best ones of each block of queries. All blocks of queries share one sum within a chunk, not
+    within the prompt.
+    """
+
+    # A `Pattern`, or one for each query head of each layer.
+    pattern: Any = static(default=Pattern())
+    window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
+    num_sink: int = static(default=30, least=0)  # first tokens that are columns for certain
+    num_recent: int = static(default=100, least=1)  # shortest distances that are diagonals for certain
+    block: int = static(default=64, least=1)  # tokens of a block; kernels take powers of two from 16 to 128
+    stride: int = static(default=8, least=1)  # tokens of an antidiagonal's piece under "xattention", which divides block
+    chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
+
+    dense_prompt = False
+    slot_block = None  # columns and diagonals are chosen among the keys of all devices
+
+    compress = passes("method", SlotMethod.compress)
+    gap = passes("method", SlotMethod.gap)
+    select = passes("method", SlotMethod.select)
+    update = passes("method", SlotMethod.update)
+    count = passes("method", SlotMethod.count)
+    counters = passes("method", SlotMethod.counters)
+    reread_tokens = passes("method", SlotMethod.reread_tokens)
+    reread = passes("method", SlotMethod.reread)
+    due = passes("method", SlotMethod.due)
+    excerpt = passes("method", SlotMethod.excerpt)
+    rework = passes("method", SlotMethod.rework)
+    settle = passes("method", SlotMethod.settle)
+    bounded_slots = passes("method", SlotMethod.bounded_slots)
+
+    def check(self) -> None:
+        method = slot_method("Prefill: method", self.method, weighs=True)
+        if method.observes_prompt:
+            raise ValueError(
+                f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"
+            )
+        check_pattern("Prefill", self.pattern)
+        if self.chunk % self.block:
+            raise ValueError(f"Prefill: chunk must be a multiple of block={self.block} tokens, got {self.chunk}")
+        if self.block % self.stride and any(head.kind == "xattention" for head in heads_of(self.pattern)):
+            raise ValueError(f"Prefill: block must be a multiple of stride={self.stride} tokens, got {self.block}")
+
+    def check_sizes(self, model: Model) -> None:
+        if is_table(self.pattern):
+            check_table_sizes("Prefill", self.pattern, model)
+
+    @property
+    def sparse_prompt(self) -> SparsePrompt:
+        heads = self.pattern if isinstance(self.pattern, tuple) else (self.pattern,)
+        return SparsePrompt(heads, self.window, self.num_sink, self.num_recent, self.block, self.stride)
+
+    @property
+    def heads_differ(self) -> bool:
+        return isinstance(self.pattern, tuple) or self.method.heads_differ
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "stride", "chunk")}
+        if is_table(self.pattern) and len(self.pattern) != num_layers:
+            raise ValueError(
+                f"Prefill: pattern must have patterns for each of the model's {num_layers} layers, got {len(self.pattern)}"
+            )
+        pattern = self.pattern[layer] if is_table(self.pattern) else self.pattern
+        return Prefill(method=inner_of_layer(self.method, layer, num_layers), pattern=pattern, **knobs)
+
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        return self.chunk if in_prompt else self.method.max_tokens(in_prompt)

@@ -1,0 +1,228 @@
+"""Top-p over what another method selects: `Twilight` keeps the fewest tokens that have most of the attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.attention.over_cache import Selection
+from kvjax.cache.storage import LayerCache, LayerStorage, put_tokens
+from kvjax.method import LayerMethod, Prompt, Step
+from kvjax.scan import by_blocks
+from kvjax.slots import SlotMethod, new_slots, newest_query
+from kvjax.typing import pytree, static, traced
+from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
+from pallas_kernels.numerics import finite_or_zero, product_precision
+
+_LARGEST = 15  # the largest code of 4 bits
+
+
+@pytree
+class FourBitKeys:
+    """Keys in 4 bits: channel c of key i is ``low[i] + step[i] * code[i, c]``. All are 0 for empty slots."""
+
+    # uint8 [B, H, S, D/2]: byte c has the code of channel c in its lower bits, that of channel c + D/2 in its upper.
+    codes: Array
+    low: Array  # [B, H, S], the smallest channel, in the dtype of the keys
+    step: Array  # [B, H, S], a 15th of the range of the channels, in the dtype of the keys
+
+
+@pytree
+class Pruned:
+    """What `Twilight` keeps beside the cache."""
+
+    keys: FourBitKeys
+    query: Array  # [B, H, G, D], the row's newest rotated query, by which accounting counts
+    inner: Any  # the metadata of the inner method
+
+
+@answers("method")
+@pytree
+class Twilight(Around):
+    """Attend to the tokens with most of the attention among those that ``method`` selects.
+
+    Example: ``Twilight(method=Quest(budget=8192), mass=0.85)``.
+
+    ``method`` says which slots may matter, with a generous budget. Of these each KV head attends to the fewest that
+    have the share ``mass`` of the attention, so their number follows the head and the step. The shares are estimated by
+    a copy of all keys in 4 bits, uint8 [B, H, S, D/2], with two numbers [B, H, S] in the dtype of the keys. For token
+    i, whose key is k_i, and query head (h, g)::
+
+        step_i = (max k_i - min k_i) / 15        code_i = round((k_i - min k_i) / step_i)
+        e[h, g, i] = q[h, g] . (min k_i + step_i * code_i) / sqrt(D)
+        share[h, g, i] = softmax_i(e[h, g]), i among the selected tokens
+
+    A query head needs the smallest set of tokens whose shares add up to ``mass``, and tokens whose shares equal the
+    smallest in the set. A KV head attends to what any of its query heads needs, and to the step's own token if that is
+    selected. Where the query heads of ``method`` choose for themselves (`RetrievalAttention`), the selected tokens are what
+    any head of the group chose. The estimates only choose: attention uses the exact keys. ``mass=1`` keeps all that is
+    selected. Where the budget of ``method`` has room for all tokens that are stored, all of them are candidates. Layers
+    that ``method`` leaves dense, as `Quest` does the first two, stay dense.
+
+    ``method`` is one that selects slots in each step: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`, `SOCKET`,
+    `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Others are refused when it is made
+    (ValueError): those that attend to all they keep (`Full`, `SnapKV`, `H2O`), and those that do not choose slots of a
+    `LayerCache`, or that weigh what they choose (`TokenSelect`, `Chess`, `MagicPIG`).
+
+    The accounting is that of a step with the query of the newest token, which is an estimate where the next token can
+    change what ``method`` selects (`SentenceKV`). It counts the kept tokens as attended. Metadata are those of
+    ``method``, and the 4-bit keys of the tokens that ``method`` selects.
+
+    **Source**: Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (arXiv:2502.02770);
+    tsinghua-ideal/Twilight 843ebcc for the quantisation, the estimate, the threshold and the default of ``mass``.
+
+    **Departures**: each KV head has one list (the union over the group, as a kernel needs it); the accuracy code
+    repeats the keys, and prunes for every query head. The code leaves the first two layers dense under every selector,
+    and here those layers are dense that ``method`` leaves dense: two under `Quest`, none under most others
+    (`kvjax.PerLayer` can add them). The step's own token is attended even where its share is
+    small. The threshold is exact, from sorted shares; the code searches for it. The code quantises in each
+    step; here a key is quantised when it arrives, and its step has the dtype of the keys. The Quest of the code rounds
+    the number of pages up and does not force the newest page; here `Quest` is what its own page says.
+    """
+
+    mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
+    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
+
+    slot_block = None  # the share is of the attention to the slots of all devices
+
+    reread_tokens = passes("method", SlotMethod.reread_tokens)
+    reread = passes("method", SlotMethod.reread)
+
+    def check(self) -> None:
+        method = slot_method("Twilight: method", self.method)
+        if not method.selects:
+            raise ValueError(
+                f"Twilight: method must select slots in each step, but "
+                f"{type(method).__name__} attends to all that it keeps"
+            )
+        if method.moves_slots:
+            raise ValueError(
+                f"Twilight: {type(method).__name__} moves slots while decoding, which would leave the 4-bit keys "
+                "stale; method must leave them where they are"
+            )
+
+    @property
+    def obs_window(self) -> int:
+        return max(1, self.method.obs_window)  # the last query tells the accounting what the first step needs
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        inner = inner_of_layer(self.method, layer, num_layers)
+        if not inner.selects:  # a layer that the method leaves dense
+            return inner
+        return Twilight(method=inner, mass=self.mass, implementation=self.implementation)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Pruned]:
+        cache, inner = self.method.compress(cache, prompt, room)
+        made, valid = by_blocks(four_bit_keys, cache.resident().key), cache.valid  # `method` may have packed them
+        keys = FourBitKeys(
+            codes=jnp.where(valid[..., None], made.codes, 0),
+            low=jnp.where(valid, made.low, 0),
+            step=jnp.where(valid, made.step, 0),
+        )
+        return cache, Pruned(keys=keys, query=prompt.query[..., -1, :], inner=inner)
+
+    def select(self, cache: LayerStorage, aux: Pruned, step: Step) -> Selection:
+        slots, _, kept = self._chosen(cache, aux, step)
+        return Selection(slots=slots, mask=kept)
+
+    def update(
+        self, cache: LayerStorage, aux: Pruned, step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, Pruned]:
+        slot = new_slots(cache, step.position)
+        new = four_bit_keys(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)))
+        keys = jax.tree.map(lambda old, x: put_tokens(old, x, slot, None), aux.keys, new)
+        query = newest_query(step, aux.query)
+        cache, inner = self.method.update(cache, aux.inner, step, mass)
+        return cache, Pruned(keys=keys, query=query, inner=inner)
+
+    def count(self, cache: LayerStorage, aux: Pruned, shared: Any) -> tuple[Array, Array]:
+        """What a step with the newest query would keep, and bytes for all that it would choose from."""
+        # The next token is not known: 0 stands for it where the inner method asks.
+        newest = cache.position.max(axis=(1, 2))[:, None]
+        step = Step(query=aux.query[..., None, :], position=newest, tokens=jnp.zeros_like(newest), shared=shared)
+        _, candidates, kept = self._chosen(cache, aux, step)
+        _, metadata = self.method.count(cache, aux.inner, shared)
+        per_token = sum(x.dtype.itemsize * math.prod(x.shape[3:]) for x in jax.tree.leaves(aux.keys))
+        estimated = jnp.sum(candidates, axis=2, dtype=jnp.float32) * per_token
+        return jnp.sum(kept, axis=2, dtype=jnp.int32), metadata + estimated
+
+    def counters(self, aux: Pruned, shared: Any) -> dict[str, Array]:
+        return self.method.counters(aux.inner, shared)
+
+    def _chosen(self, cache: LayerStorage, aux: Pruned, step: Step) -> tuple[Array, Array, Array]:
+        """Slots int32 [B, H, K]; and bool [B, H, K]: which the inner method selects, and which of these are kept."""
+        chosen = self.method.select(cache, aux.inner, step)
+        if chosen is None:
+            slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
+            slots, mask, keys = jnp.broadcast_to(slots, cache.position.shape), cache.valid, aux.keys
+        else:
+            slots, mask = chosen.tokens(cache)
+            keys = _keys_at(aux.keys, slots)
+        query = step.query[..., 0, :]
+        # The step's own token joins the 4-bit keys only in `update`.
+        newest = jnp.maximum(cache.cursor - 1, 0)[:, None]
+        own = estimates(query, four_bit_keys(cache.keys_at(newest)))
+        newest = slots == newest[..., None]
+        logits = jnp.where(newest[:, :, None], own, estimates(query, keys))
+        needed = top_mass(jnp.where(mask[:, :, None], logits, -jnp.inf), self.mass).any(axis=2)
+        return slots, mask, mask & (needed | newest)
+
+
+def four_bit_keys(key: Array) -> FourBitKeys:
+    """Keys [B, H, N, D] in 4 bits, each with its own range; D is even."""
+    low, high = (x.astype(jnp.float32) for x in (key.min(axis=3), key.max(axis=3)))
+    step = ((high - low) / _LARGEST).astype(key.dtype)
+    size = step.astype(jnp.float32)[..., None]  # 0 if all channels are equal
+    code = jnp.round((key.astype(jnp.float32) - low[..., None]) / jnp.where(size > 0, size, 1))
+    first, second = jnp.split(jnp.clip(code, 0, _LARGEST).astype(jnp.uint8), 2, axis=3)
+    return FourBitKeys(codes=first | second << 4, low=low.astype(key.dtype), step=step)
+
+
+def estimates(query: Array, keys: FourBitKeys) -> Array:
+    """The logits q.k / sqrt(D) by keys in 4 bits.
+
+    Args:
+        query: [B, H, G, D], rotated.
+        keys: K of them.
+
+    Returns:
+        float32 [B, H, G, K].
+    """
+    query, exact = query.astype(jnp.float32), product_precision(jnp.float32)
+    codes = (keys.codes & _LARGEST).astype(jnp.float32), (keys.codes >> 4).astype(jnp.float32)
+    halves = zip(jnp.split(query, 2, axis=3), codes, strict=True)
+    products = [jnp.einsum("bhgd,bhkd->bhgk", half, code, precision=exact) for half, code in halves]
+    low, step = (x.astype(jnp.float32)[:, :, None] for x in (keys.low, keys.step))
+    return (low * query.sum(axis=3, keepdims=True) + step * (products[0] + products[1])) / math.sqrt(query.shape[3])
+
+
+def top_mass(logits: Array, mass: float | Array) -> Array:
+    """Whether each entry belongs to the smallest set whose softmax adds up to ``mass``, or equals an entry of the set.
+
+    Args:
+        logits: float32 [..., K]; -inf for what is no candidate.
+        mass: above 0 and at most 1; 1 takes all entries.
+
+    Returns:
+        bool [..., K], anything for an entry of -inf.
+    """
+    weight = jnp.exp(logits - finite_or_zero(logits.max(axis=-1, keepdims=True)))
+    ascending = jnp.sort(weight, axis=-1)
+    below = jnp.cumsum(ascending, axis=-1)
+    # From the smallest up: the small weights are added before a large sum would swallow them.
+    left_out = (below <= (1 - mass) * below[..., -1:]) & (jnp.asarray(mass) < 1)
+    least = jnp.where(left_out, ascending[..., -1:], ascending).min(axis=-1, keepdims=True)
+    return weight >= least
+
+
+def _keys_at(keys: FourBitKeys, slots: Array) -> FourBitKeys:
+    """The 4-bit keys at ``slots`` int32 [B, H, K]."""
+    return FourBitKeys(
+        codes=jnp.take_along_axis(keys.codes, slots[..., None], axis=2, mode="clip"),
+        low=jnp.take_along_axis(keys.low, slots, axis=2, mode="clip"),
+        step=jnp.take_along_axis(keys.step, slots, axis=2, mode="clip"),
+    )

@@ -1,0 +1,1 @@
+"""Operations that attend: softmax over keys, and the sum of values."""

@@ -1,0 +1,51 @@
+"""Blocked exact attention over a cache with holes, in plain JAX: FlashAttention-2's loop over blocks of keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attend.dense_attention.blocks import block_count, block_logits
+from pallas_kernels.numerics import finite_or_zero, product_precision
+
+
+def dense_attention(query, key, value, *, query_position, key_position, scale, limit, block):
+    """See ``pallas_kernels.attend.dense_attention.dense_attention``."""
+    rows, heads, group, length, dim = query.shape
+    flat = query.reshape(rows, heads, group * length, dim)
+    precision = product_precision(query.dtype)
+
+    def add_block(index, carry):
+        """The running softmax with one more block of keys: earlier sums are rescaled to the new maximum."""
+        total, maximum, out = carry
+        start, logits, visible = block_logits(
+            index, flat, key, query_position, key_position, scale=scale, block=block, group=group
+        )
+        logits = jnp.where(visible, logits, -jnp.inf)
+        risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
+        shift = finite_or_zero(risen)
+        decay = jnp.exp(maximum - shift)
+        weight = jnp.exp(logits - shift[..., None])
+        held = jax.lax.dynamic_slice_in_dim(key_position, start, block, axis=2) >= 0
+        part = jax.lax.dynamic_slice_in_dim(value, start, block, axis=2)
+        part = jnp.where(held[..., None], part, 0)  # a weight of 0 does not silence a NaN
+        added = jnp.einsum(
+            "bhms,bhsd->bhmd",
+            weight.astype(value.dtype),
+            part,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return total * decay + jnp.sum(weight, axis=-1), risen, out * decay[..., None] + added
+
+    shape = (rows, heads, group * length)
+    carry = (
+        jnp.zeros(shape, jnp.float32),
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros((*shape, value.shape[-1]), jnp.float32),
+    )
+    count = block_count(query_position, key_position, limit, block)
+    total, maximum, out = jax.lax.fori_loop(0, count, add_block, carry)
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    lse = finite_or_zero(maximum) + jnp.log(total)
+    return out.astype(query.dtype).reshape(*query.shape[:4], -1), lse.reshape(rows, heads, group, length)

@@ -1,0 +1,153 @@
+"""Decode attention over all tokens of a cache: one query per head, contiguous slots, a length known at run time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attend.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
+from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import merge_pair
+
+__all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
+
+
+def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``rotation``, ``parts`` and
+    ``mass``.
+
+    It reads gaps too, and plain JAX rotates the keys and makes the mass.
+    """
+
+    @functools.wraps(run)
+    def joined(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
+        if rotation is not None:
+            key = rotated_keys(key, options["position"], rotation)
+        found = run(query, key, value, **options)
+        out, lse = found if beside is None else merge_pair(*found, *beside)
+        if mass:
+            return out, lse, reference.slot_mass(query, key, lse, **options)
+        return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
+
+    return joined
+
+
+def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
+    """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
+
+    def checked(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
+        if key.shape != value.shape:
+            widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
+            raise NotImplementedError(f"got {widths}, expected one width")
+        check(query, key, value, **options)
+
+    return checked
+
+
+DENSE_DECODE = Operation(
+    "dense_decode",
+    {
+        "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
+        # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
+        "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _of_one_width(jax_triton.check)),
+        "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _of_one_width(pallas_tpu.check)),
+        "xla": Implementation(_joined(reference.dense_decode)),
+    },
+)
+
+
+def dense_decode(
+    query: jax.Array,
+    key: jax.Array | Quantised,
+    value: jax.Array | Quantised,
+    *,
+    position: jax.Array,
+    limit: jax.Array,
+    scale: float,
+    beside: tuple[jax.Array, jax.Array] | None = None,
+    gap: jax.Array | None = None,
+    rotation: Rotation | None = None,
+    parts: bool = False,
+    mass: bool = False,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Attention of one query per head over the slots below a limit that hold a token; softmax in float32.
+
+    Other slots may hold anything, NaN included. Not differentiable.
+
+    Args:
+        query: [B, H, G, E].
+        key: [B, H, S, E], same dtype; or codes of this dtype, which "pallas_triton" multiplies as they are.
+        value: [B, H, S, D], like ``key``; D need not be E.
+        position: int32 [B, H, S], negative for an empty slot.
+        limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
+        scale: factor of the logits, a Python number.
+        beside: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
+            where that is nothing; it is joined to that of the slots. None: there is nothing else.
+        gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
+            S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
+        rotation: rotates the keys as they are read, see `Rotation`; the query is not rotated. None: keys are used as stored.
+        parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
+        mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
+            ``parts``.
+        implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
+            the package of that name, E as D); "pallas_tpu" (TPU; D as E, a multiple of 128, S of 8); "xla"; or None for the
+            first of "pallas_triton", "pallas_tpu" and "xla" that runs.
+        platform: see ``Operation.run``. ``DENSE_DECODE.resolve`` tells which implementation a call uses.
+
+    Returns:
+        out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
+        -inf where no slot below the limit holds a token, and nothing is beside. With ``parts`` they are float32
+        [B, H, N, G, D] and [B, H, N, G]. With ``mass`` also the probabilities, summed over the group: float32 [B, H, S], 0
+        for slots that are not below the limit or hold no token.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the implementation is unknown.
+        NotImplementedError: the named implementation cannot run here.
+    """
+    expected = (*query.shape[:2], key.shape[2] if key.ndim == 4 else -1, query.shape[-1])
+    agree = query.ndim == value.ndim == 4 and key.shape == expected and key.shape[:3] == value.shape[:3]
+    if not agree or position.shape != key.shape[:3] or limit.shape != key.shape[:1]:
+        raise ValueError(
+            f"dense_decode: got query {query.shape}, key {key.shape}, value {value.shape}, position {position.shape}, "
+            f"limit {limit.shape}, expected [B, H, G, E], [B, H, S, E], [B, H, S, D], [B, H, S], [B]"
+        )
+    whole = (*query.shape[:3], value.shape[3])
+    if beside is not None and [x.shape for x in beside] != [whole, whole[:3]]:
+        raise ValueError(
+            f"dense_decode: got beside {[x.shape for x in beside]}, expected [B, H, G, D] and [B, H, G], {whole}"
+        )
+    if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
+        raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
+    if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
+        raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
+    angles = None if rotation is None else (rotation.inv_freq.shape, rotation.origin.shape)
+    if angles not in (None, ((key.shape[3] // 2,), (key.shape[0], 2))):
+        raise ValueError(f"dense_decode: got inv_freq and origin {angles}, expected [E/2] and [B, 2]")
+    if parts and mass:
+        raise ValueError("dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass")
+    if not query.dtype == key.dtype == value.dtype:
+        dtypes = [str(x.dtype) for x in (query, key, value)]
+        raise ValueError(f"dense_decode: got dtypes {dtypes}, expected the same dtype")
+    return DENSE_DECODE.run(
+        query,
+        key,
+        value,
+        position=position,
+        limit=limit,
+        scale=scale,
+        beside=beside,
+        gap=gap,
+        rotation=rotation,
+        parts=parts,
+        mass=mass,
+        implementation=implementation,
+        platform=platform,
+    )

@@ -1,0 +1,36 @@
+"""Decode attention over a cache in plain JAX: dense attention of one query, at a position after all others."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.attend.dense_attention import dense_attention
+from pallas_kernels.formats.quantised import whole
+from pallas_kernels.numerics import finite_or_zero, product_precision
+
+BLOCK = 1 << 20  # slots whose logits are in memory at once
+
+
+def slot_mass(query, key, lse, *, position, limit, scale, **_):
+    """The probability of each slot under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S]."""
+    exact = product_precision(query.dtype)
+    products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
+    held = (position >= 0) & (jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None])
+    weight = jnp.exp(products * scale - finite_or_zero(lse)[..., None])
+    return jnp.where(held[:, :, None], weight, 0).sum(axis=2)
+
+
+def dense_decode(query, key, value, *, position, limit, scale):
+    """See ``pallas_kernels.attend.dense_decode.dense_decode``."""
+    slot = jnp.arange(key.shape[2], dtype=jnp.int32)
+    out, lse = dense_attention(
+        query[..., None, :],
+        whole(key),
+        whole(value),
+        query_position=jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32),
+        key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
+        scale=scale,
+        block=BLOCK,
+        implementation="xla",
+    )
+    return out[..., 0, :], lse[..., 0]

@@ -1,0 +1,243 @@
+"""Decode attention over index lists as one Pallas Triton kernel and a merge: no gathered copy of the cache.
+
+Grid (B, H, splits). Each program takes every so many-th block of one list and writes a float32 partial with its log-sum-exp
+(FlashDecoding's split-K), and `merge_splits` joins the partials. So a list that is filled at its front alone keeps all
+programs busy, and a program ends with its last block that has an entry which is not masked. The kernel does all work on
+lists: it makes slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
+whole array, so they may be in host memory; a row that has a copy on the device is read there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.assembly import kept
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_codes
+from pallas_kernels._triton.rotate import rotated
+from pallas_kernels._triton.shared_memory import fitting_block
+from pallas_kernels._triton.split import Config, partial_shapes
+from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
+from pallas_kernels.formats.quantised import Quantised, vectors
+from pallas_kernels.host import copy_row, has_copy, sinks_of
+from pallas_kernels.numerics import merge_beside, product_precision
+
+PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, whose shared memory holds no more at once
+MOST_SPLITS = 64  # every partial adds to the work of the merge
+MOST_SEEN = 1 << 13  # entries whose mask a program reads at once before its first step
+
+
+def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
+    """Config for B*H ``lists`` of ``listed`` slots: all programs run at once, none is idle; more warps to rotate keys."""
+    blocks = pl.cdiv(max(listed, 1), Config.block)
+    steps = pl.cdiv(blocks, min(max(PROGRAMS // lists, 1), MOST_SPLITS, blocks))
+    return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if rotating else Config.num_warps)
+
+
+def fitted(config: Config, query: jax.Array) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, dim = query.shape[-2:]
+    filled, size = pl.next_power_of_2(group), query.dtype.itemsize
+
+    def needed(block):
+        # Rows are known one step before they are read, which takes a stage of the pipeline; else as in dense_decode.
+        tiles = 2 * (config.num_stages - 2) + 1
+        return size * (tiles * block * dim + filled * dim + filled * block)
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
+
+
+def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, interpret):
+    # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
+    # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
+    refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, group, dim = ref["query"].shape[1:]
+    # The group is filled up to a power of two by repeating its last head.
+    repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
+    # Rotation pairs channel i with channel i + D/2, so keys are then read as two halves, whose products are added.
+    rotating = "place" in ref
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)] if rotating else [pl.ds(0, dim)]
+    queries = [ref["query"][b, h, repeated, part] for part in halves]
+    inv_freq = ref["inv_freq"][:] if rotating else None
+    precision = product_precision(queries[0].dtype)
+
+    def read(name, row, asked, part):
+        """Channels ``part`` of the keys or values of slots ``row`` [block]: numbers, or codes as numbers."""
+        near = vectors(ref[name])
+        if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
+            return load_rows(near, (b, h), row, asked, part.start, part.size).astype(queries[0].dtype)
+        # A row is loaded from the device or from the host.
+        at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
+        # On the host a row is the key and the value side by side, or the value alone.
+        behind = ref["host"].shape[3] - dim if name == "value" else 0
+        here = load_rows(near, (b, h), at, asked & copied, part.start, part.size)
+        away = load_rows(ref["host"], (b, h), row, asked & ~copied, part.start + behind, part.size)
+        return jnp.where(copied[:, None], here, away).astype(queries[0].dtype)
+
+    def add(step, sums):
+        # Keys and values of the block are loaded together, before anything waits for them.
+        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
+        row, item, asked, listed = listed_rows(ref, b, h, entry, page_size)
+        keys = [read("key", row, asked, part) for part in halves]
+        values = read("value", row, asked, pl.ds(0, dim))
+        if rotating:
+            place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
+            keys = rotated(*keys, place[:, None] * inv_freq[None, :])
+        logits = (
+            sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
+        )
+        if isinstance(ref["key"], Quantised):
+            logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
+        if "bias" in ref:
+            logits = logits + _bias(ref["bias"], b, h, repeated, item)
+        # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0; what was
+        # not asked for is 0. Slots with positions are loaded before it is known which hold a token.
+        logits = jnp.where(listed[None, :], logits, -jnp.inf)
+        if "position" in ref:
+            values = kept(values, listed, interpret)
+        online_softmax.store_logits(logits_ref, (b, h), repeated, entry, logits, entry < ref["slots"].shape[2])
+        value_scale = None
+        if isinstance(ref["value"], Quantised):
+            value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
+        return online_softmax.add_block(sums, logits, values, precision, value_scale)
+
+    # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
+    blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
+    steps = jax.lax.div(blocks - split + (splits - 1), splits)
+    size = pl.next_power_of_2(pl.cdiv(blocks, splits) * block)
+    if not logits_ref and block < size <= MOST_SEEN:  # logits are written for every block
+        steps = jnp.minimum(steps, _live_steps(ref, b, h, split, size, block, splits, page_size))
+    sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
+    out, lse = online_softmax.result(sums)
+    # Repeated query heads write the same numbers to the same address.
+    out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
+    lse_ref[b * heads + h, split, repeated] = lse
+
+
+def _live_steps(ref, b, h, split, size, block, splits, page_size):
+    """The steps of a program up to the last one with an entry that is not masked, of at most ``size`` entries."""
+    at = jnp.arange(size, dtype=jnp.int32)
+    step = jax.lax.div(at, block)
+    entry = (step * splits + split) * block + jax.lax.rem(at, block)
+    items = ref["slots"].shape[2]
+    item = jnp.minimum(jax.lax.div(entry, page_size), items - 1)
+    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
+    return jnp.max(jnp.where(listed, step + 1, 0))
+
+
+def load_rows(x, at, row, asked, first, size):
+    """Channels ``first`` to ``first + size - 1`` of ``row`` [N] of ``x[at]``: [N, size]; 0 if the row is not asked for."""
+    channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (row.shape[0], size))
+    row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
+    none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
+    return plt.load(x.at[*at, row, channel], mask=asked, other=none)
+
+
+def _of_list(ref, b, h, item):
+    """Entries ``item`` of the head's own list, or of the list that all heads share."""
+    return ref[b, h if ref.shape[1] > 1 else 0, item]
+
+
+def _bias(ref, b, h, heads, item):
+    """The bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if it is that of all."""
+    if len(ref.shape) == 3:
+        return _of_list(ref, b, h, item)[None, :]
+    shape = heads.shape[0], item.shape[0]
+    return ref[b, h, jnp.broadcast_to(heads[:, None], shape), jnp.broadcast_to(item[None, :], shape)]
+
+
+def listed_rows(ref, b, h, entry, page_size):
+    """For each entry its row in the cache, its item of the list, whether to read the row, and whether it enters."""
+    slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
+    item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
+    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
+    # Clip: an index out of range would read out of bounds.
+    row = jnp.clip(_of_list(ref["slots"], b, h, item), 0, (slots - 1) // page_size)
+    if page_size > 1:
+        row = row * page_size + jax.lax.rem(entry, page_size)
+        listed &= row < slots
+    row, asked = jnp.where(listed, row, 0), listed
+    if "position" in ref:  # loaded beside the keys and the values, which do not wait for it
+        listed &= ref["position"][b, h, row] >= 0
+    return row, item, asked, listed
+
+
+def gather_attention(
+    query,
+    key,
+    value,
+    slots,
+    mask,
+    *,
+    scale,
+    config: Config | None = None,
+    interpret=False,
+    page_size=1,
+    rows=None,
+    beside=None,
+    logits=False,
+    **optional,
+):
+    """See ``pallas_kernels.attend.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
+    batch, heads, group, dim = query.shape
+    lists, listed = batch * heads, slots.shape[2] * page_size
+    if not listed or not value.shape[2]:
+        nothing = jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        nothing = nothing if beside is None else merge_beside(*nothing, *beside)
+        return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
+    if config is None:
+        config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
+    operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
+    operands |= {name: x for name, x in optional.items() if x is not None}
+    if rows is not None:
+        operands |= {"host": rows.host, "newest": rows.newest}
+    leaves, structure = jax.tree.flatten(tuple(operands.values()))
+    # One split without parts beside it writes the result itself, and there is no merge.
+    whole = config.splits == 1 and beside is None
+    out, lse, *products = triton_call(
+        functools.partial(
+            _kernel,
+            names=tuple(operands),
+            structure=structure,
+            scale=scale,
+            block=config.block,
+            splits=config.splits,
+            page_size=page_size,
+            sinks=sinks_of(rows),
+            interpret=interpret,
+        ),
+        grid=(batch, heads, config.splits),
+        out_shape=(
+            *partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
+            *([jax.ShapeDtypeStruct((*query.shape[:3], listed), jnp.float32)] if logits else []),
+        ),
+        name="gather_attention",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )(*leaves)
+    if not whole:
+        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
+
+
+def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
+    """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernel does not take."""
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
+    dim, least = query.shape[-1], 16 if place is None else 32
+    if dim < least or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
+    check_codes(key, value, rows=rows)
+    fitted(Config(), query)

@@ -1,0 +1,73 @@
+"""Decode attention over index lists in plain JAX: gather the listed rows, then attend in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
+from pallas_kernels.host import copy_row, has_copy, take_rows
+from pallas_kernels.numerics import finite_or_zero, merge_beside, rotate_halves
+
+
+def gather_attention(
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, beside=None,
+    logits=False,
+):  # fmt: skip
+    """See ``pallas_kernels.attend.gather_attention.gather_attention``."""
+    lists = (*query.shape[:2], slots.shape[2])
+    slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
+    if page_size > 1 or position is not None:
+        slots, mask = listed_tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
+    index = jnp.where(mask, slots, 0)
+    # Masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN.
+    keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
+    if place is not None:
+        keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    full = jax.lax.Precision.HIGHEST
+    products = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
+    if bias is not None:
+        products = products + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
+    products = jnp.where(mask[:, :, None], products, -jnp.inf)
+    shift = finite_or_zero(jnp.max(products, axis=-1, initial=-jnp.inf))
+    weight = jnp.exp(products - shift[..., None])
+    total = jnp.sum(weight, axis=-1)
+    out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
+    out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+    out, lse = (out, lse) if beside is None else merge_beside(out, lse, *beside)
+    return (out.astype(query.dtype), lse, *([products] if logits else []))
+
+
+def _listed_rows(key, value, slots, rows):
+    """Keys and values of ``slots``, [B, H, K, D] each."""
+    if rows is None:
+        return numbers_at(key, slots), numbers_at(value, slots)
+    dim, near = value.shape[3], value.shape[2]
+    row = copy_row(slots, rows.sinks, near)
+    copied = has_copy(slots, rows.newest[:, None, None], rows.sinks, near)
+    away = take_rows(rows.host, jnp.where(copied, 0, slots))
+
+    def joined(copies, begin):
+        near = take_rows(vectors(copies), row)
+        return numbers(copies, jnp.where(copied[..., None], near, away[..., begin : begin + dim]), slots)
+
+    both = rows.host.shape[3] > dim
+    return joined(key, 0) if both else numbers_at(key, slots), joined(value, dim if both else 0)
+
+
+def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
+    """Rotate pairs (i, i + D/2) of ``rows`` [B, H, K, D] by ``place`` int32 [B, H, K] times ``inv_freq`` float32 [D/2]."""
+    angle = place[..., None].astype(jnp.float32) * inv_freq[None, None, None]
+    return rotate_halves(rows, angle).astype(rows.dtype)
+
+
+def listed_tokens(pages, mask, page_size, num_slots, position):
+    """The slots of listed pages and their mask, [B, H, K * page_size]; empty slots and slots past the end are masked."""
+    pages = jnp.where(mask, pages, 0)
+    slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]
+    slots = slots.reshape(*pages.shape[:2], -1)
+    mask = jnp.repeat(mask, page_size, axis=2) & (slots < num_slots)
+    if position is not None:
+        mask &= jnp.take_along_axis(position, slots, axis=2, mode="clip") >= 0
+    return slots, mask

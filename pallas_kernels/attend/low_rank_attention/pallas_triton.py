@@ -1,0 +1,133 @@
+"""Attention over keys of low rank as one Pallas Triton kernel and a merge: no key is written to memory.
+
+Grid (B, H, splits). Each program takes every so many-th block of one list. For such a block of listed tokens it reads their
+rows of the left factor and their values, makes the keys of its head from the rows and the right factor, rotates them, and
+adds the block to its running softmax. It writes a float32 partial with its log-sum-exp (FlashDecoding's split-K), and
+`merge_splits` joins the partials, and those that are beside them. A rank that is no power of two is read and multiplied in
+parts that are. Values are only read by rows of the whole array, so they may be in host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.rotate import rotated
+from pallas_kernels._triton.shared_memory import fitting_block
+from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
+from pallas_kernels.attend.gather_attention.pallas_triton import default_config, listed_rows, load_rows
+from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
+from pallas_kernels.numerics import product_precision
+
+
+def fitted(config: Config, query: jax.Array, rank: int) -> Config:
+    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    group, dim = query.shape[-2:]
+    filled, size = pl.next_power_of_2(group), query.dtype.itemsize
+
+    def needed(block):
+        # The right factor; rows, values, and the keys that are made, of a block; the queries; the weights of a block.
+        return size * (rank * dim + block * (rank + 2 * dim) + filled * dim + filled * block)
+
+    return dataclasses.replace(config, block=fitting_block(config.block, needed))
+
+
+def _kernel(*refs, structure, scale, block, splits, page_size):
+    # A tree of refs of `structure`: query [B, H, G, D]; left [B, S, R]; right [B, H, R, D]; value [B, H, S, D]; pages and
+    # mask [B, H, K]; inv_freq [D/2]. Then out [B*H, N, G, D] and lse [B*H, N, G].
+    *refs, out_ref, lse_ref = refs
+    query_ref, left_ref, right_ref, value_ref, pages_ref, mask_ref, freq_ref = jax.tree.unflatten(structure, refs)
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, group, dim = query_ref.shape[1:]
+    # The group is filled up to a power of two by repeating its last head.
+    repeated = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
+    # Rotation pairs channel i with channel i + D/2, so there are two halves of a key, whose products are added.
+    halves = [pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)]
+    parts = powers(right_ref.shape[2])
+    queries = [query_ref[b, h, repeated, half] for half in halves]
+    right = [[right_ref[b, h, pl.ds(*part), half] for part in parts] for half in halves]
+    inv_freq = freq_ref[:]
+    dtype = queries[0].dtype
+    dot = functools.partial(plt.dot, precision=product_precision(dtype))
+
+    def add(step, sums):
+        # Rows and values of the block are loaded together, before anything waits for them.
+        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
+        lists = {"slots": pages_ref, "mask": mask_ref, "key": value_ref}
+        row, _, asked, listed = listed_rows(lists, b, h, entry, page_size)
+        left = [load_rows(left_ref, (b,), row, asked, *part) for part in parts]
+        values = load_rows(value_ref, (b, h), row, asked, 0, dim)
+        keys = [functools.reduce(jnp.add, map(dot, left, factors)) for factors in right]
+        keys = rotated(*keys, row.astype(jnp.float32)[:, None] * inv_freq[None, :])
+        logits = sum(dot(q, k.astype(dtype), trans_b=True) for q, k in zip(queries, keys, strict=True)) * scale
+        # A row that is not asked for was not read, and is 0.
+        logits = jnp.where(listed[None, :], logits, -jnp.inf)
+        return online_softmax.add_block(sums, logits, values, product_precision(dtype))
+
+    sums = online_softmax.nothing(repeated.shape[0], dim)
+    # The bound is only known at run time, so that a single step stays a loop: then its rows and values arrive together.
+    blocks = pl.cdiv(pages_ref.shape[2] * page_size, block)
+    steps = jax.lax.div(blocks - split + (splits - 1), splits)
+    out, lse = online_softmax.result(jax.lax.fori_loop(0, steps, add, sums))
+    # Repeated query heads write the same numbers to the same address.
+    out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
+    lse_ref[b * heads + h, split, repeated] = lse
+
+
+def low_rank_attention(
+    query,
+    left,
+    right,
+    value,
+    pages,
+    mask,
+    *,
+    page_size,
+    inv_freq,
+    scale,
+    beside=None,
+    config: Config | None = None,
+    interpret=False,
+):
+    """See ``pallas_kernels.attend.low_rank_attention.low_rank_attention``; ``interpret=True`` runs anywhere, slowly."""
+    batch, heads, group, dim = query.shape
+    lists, listed = batch * heads, pages.shape[2] * page_size
+    if config is None:
+        config = fitted(default_config(lists, listed, rotating=True), query, right.shape[2])
+    operands, structure = jax.tree.flatten((query, left, right, value, pages, mask, inv_freq))
+    # One split without parts beside it writes the result itself, and there is no merge.
+    whole = config.splits == 1 and beside is None
+    out, lse = triton_call(
+        functools.partial(
+            _kernel, structure=structure, scale=scale, block=config.block, splits=config.splits, page_size=page_size
+        ),
+        grid=(batch, heads, config.splits),
+        out_shape=partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
+        name="low_rank_attention",
+        num_warps=config.num_warps,
+        num_stages=1,
+        interpret=interpret,
+    )(*operands)
+    if not whole:
+        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+def check(query, left, right, value, pages, mask, **_):
+    """Raise ``NotImplementedError`` for dtypes, head dims, groups and ranks the kernel does not take."""
+    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
+        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    dim, rank = query.shape[-1], left.shape[2]
+    if dim < 32 or dim > 256 or dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
+    if rank % LEAST or not rank:
+        raise NotImplementedError(f"got rank {rank}, expected a multiple of {LEAST}")
+    fitted(Config(), query, rank)

@@ -1,0 +1,44 @@
+"""Attention over keys of low rank in plain JAX: the listed rows are gathered, and their keys are made."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.attend.gather_attention.reference import listed_tokens, rotate_rows
+from pallas_kernels.host import take_rows
+from pallas_kernels.numerics import merge_beside, product_precision
+
+
+def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv_freq, scale, beside):
+    """See ``pallas_kernels.attend.low_rank_attention.low_rank_attention``."""
+    slots, listed = listed_tokens(pages, mask, page_size, value.shape[2], None)
+    slots = jnp.where(listed, slots, 0)
+    out, lse = dense_decode(
+        query,
+        rebuild(left, right, slots, inv_freq),
+        take_rows(value, slots),
+        position=jnp.where(listed, slots, -1),
+        limit=jnp.full(slots.shape[:1], slots.shape[2], jnp.int32),
+        scale=scale,
+    )
+    return (out, lse) if beside is None else merge_beside(out, lse, *beside)
+
+
+def rebuild(left: jax.Array, right: jax.Array, slots: jax.Array, inv_freq: jax.Array) -> jax.Array:
+    """Keys of low rank, rotated by their slots.
+
+    Args:
+        left: [B, S, R].
+        right: [B, H, R, D].
+        slots: int32 [B, H, K], below S.
+        inv_freq: float32 [D/2], radians per slot.
+
+    Returns:
+        [B, H, K, D] in the dtype of the factors.
+    """
+    rows = take_rows(left[:, None], slots)
+    exact = product_precision(left.dtype)
+    key = jnp.einsum("bhkr,bhrd->bhkd", rows, right, precision=exact, preferred_element_type=jnp.float32)
+    return rotate_rows(key, slots, inv_freq).astype(left.dtype)

@@ -1,0 +1,43 @@
+"""Attention over packed blocks in plain JAX: every listed token is unpacked."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpack
+from pallas_kernels.numerics import finite_or_zero
+
+
+def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
+    """See ``pallas_kernels.attend.packed_attention.packed_attention``."""
+    (rows, heads, listed), dim = blocks.shape, query.shape[-1]
+    slot = blocks[..., None] * granule + jnp.arange(granule, dtype=jnp.int32)[None, None, None]
+    slot = slot.reshape(rows, heads, -1)
+    seen = jnp.repeat(jnp.arange(listed)[None, None] < count[..., None], granule, axis=2)
+    slot = jnp.where(seen, slot, 0)
+
+    def take(values: Array, bitmap: Array) -> Array:
+        values, bitmap = (jnp.take_along_axis(x, slot[..., None], axis=2) for x in (values, bitmap))
+        return jnp.where(seen[..., None], unpack(values, bitmap, dim), 0).astype(jnp.float32)
+
+    segment = segments_of(jnp.where(seen, slot // granule, 0), owner, last, span)
+    segments = jnp.arange(parts.shape[2], dtype=jnp.int32)[None, None, None, :, None]
+    member = segment[:, :, None, None] == segments  # [B, H, 1, M, K]
+    logits = jnp.einsum("bhmge,bhke->bhgmk", join_terms(parts), take(*key), precision=lax.Precision.HIGHEST)
+    logits = jnp.where(member, logits, 0).sum(axis=3)
+    recent_key, recent_value, stored = recent
+    held = stored[..., None] >= 0
+    recent_key, recent_value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (recent_key, recent_value))
+    newest = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), recent_key, precision=lax.Precision.HIGHEST)
+    logits = jnp.concatenate([logits, newest], axis=-1) * scale
+    visible = jnp.concatenate([seen, stored >= 0], axis=-1)[:, :, None]
+    logits = jnp.where(visible, logits, -jnp.inf)
+    weight = jnp.exp(logits - finite_or_zero(jnp.max(logits, axis=-1, keepdims=True)))
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    weight = weight / jnp.where(total > 0, total, 1)
+    packed = jnp.where(member, weight[..., None, : listed * granule], 0)
+    out = jnp.einsum("bhgmk,bhke->bhgme", packed, take(*value), precision=lax.Precision.HIGHEST)
+    out = jnp.einsum("bhgme,bhmed->bhgd", out, basis, precision=lax.Precision.HIGHEST)
+    newest = jnp.einsum("bhgs,bhsd->bhgd", weight[..., listed * granule :], recent_value, precision=lax.Precision.HIGHEST)
+    return (out + newest).astype(query.dtype)

@@ -1,0 +1,1 @@
+"""Operations that choose: from scores or codes to lists of slots, pages or clusters."""

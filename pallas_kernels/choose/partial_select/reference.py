@@ -1,0 +1,19 @@
+"""The tokens that InfiniGen attends to in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.choose.kth_select import kth_select_mask
+from pallas_kernels.score.partial_score.reference import partial_score
+
+
+def wanted(near, stored, budget, query_heads):
+    """How many tokens are listed, the newest among them; see ``pallas_kernels.choose.partial_select.partial_select``."""
+    return jnp.where(stored <= budget, stored, jnp.minimum(near // query_heads, budget)) + 1
+
+
+def partial_select(query, key, position, cursor, alpha, budget, *, scale, capacity, total, query_heads):
+    """See ``pallas_kernels.choose.partial_select.partial_select``."""
+    score, near, stored = partial_score(query, key, position, cursor, alpha, scale=scale)
+    return kth_select_mask(score, wanted(total(near)[:, None], stored, budget, query_heads), capacity)

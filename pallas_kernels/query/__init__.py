@@ -1,0 +1,1 @@
+"""Operations that prepare queries: rotation, projection, splitting of fused projections."""

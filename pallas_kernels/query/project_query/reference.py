@@ -1,0 +1,14 @@
+"""Queries in the basis of every segment, in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.formats.packed_vectors import split_terms
+
+
+def project_query(query: Array, basis: Array, *, dtype: jnp.dtype) -> Array:
+    """See ``pallas_kernels.query.project_query.project_query``."""
+    projected = jnp.einsum("bhgd,bhmed->bhmge", query.astype(jnp.float32), basis, precision=lax.Precision.HIGHEST)
+    return split_terms(projected, dtype)

@@ -1,0 +1,15 @@
+"""Listed rows, gathered and rotated in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.formats.quantised import numbers_at
+from pallas_kernels.numerics import rotate_halves
+
+
+def rotated_rows(key, value, token, inv_freq):
+    """See ``pallas_kernels.query.rotated_rows.rotated_rows``."""
+    key, value = (numbers_at(x, token[:, None]) for x in (key, value))
+    angle = jnp.arange(token.shape[1], dtype=jnp.float32)[:, None] * inv_freq[None]
+    return rotate_halves(key, angle[None, None]).astype(key.dtype), value

@@ -1,0 +1,1 @@
+"""Operations that score tokens, pages, clusters or codes."""

@@ -1,0 +1,18 @@
+"""Minus the cosines with the mean direction, in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+LEAST = 1e-8  # norms below count as this
+
+
+def dissimilarity(key, position):
+    """See ``pallas_kernels.score.dissimilarity.dissimilarity``."""
+    held = position >= 0
+    key = jnp.where(held[..., None], key, 0).astype(jnp.float32)
+    unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), LEAST)
+    count = jnp.sum(held, axis=2, dtype=jnp.int32)[..., None].astype(jnp.float32)
+    mean = unit.sum(axis=2) / jnp.maximum(count, 1.0)
+    mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), LEAST)
+    return -jnp.einsum("bhsd,bhd->bhs", unit, mean)

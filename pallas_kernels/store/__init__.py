@@ -1,0 +1,1 @@
+"""Operations that store a token or change metadata in place."""

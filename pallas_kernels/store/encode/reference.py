@@ -1,0 +1,15 @@
+"""4-bit codes of keys in plain JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.formats.key_codes import codes, rotation, rows
+
+
+def encode(key, valid, signs, *, scale):
+    """See ``pallas_kernels.store.encode.encode``."""
+    mask = valid[..., None]
+    key = jnp.where(mask, key, 0).astype(jnp.float32)
+    ids, magnitudes, weight = codes(key if signs is None else rotation(key, signs), scale)
+    return tuple(jnp.where(mask, x, jnp.zeros_like(x)) for x in (ids, rows(magnitudes, weight)))

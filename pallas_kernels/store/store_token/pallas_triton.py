@@ -1,0 +1,126 @@
+"""Storing a token as one Pallas Triton kernel, where XLA takes six launches: rotations and guarded writes.
+
+One program per row of the batch: no other program reads the row's cursor, so it is written in place too. Query, key and value
+are passed as one array. They are slices of one projection, and so XLA passes the projection without copying them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.quantised import check_codes
+from pallas_kernels._triton.rotate import cosine_sine
+from pallas_kernels.formats.quantised import Quantised, codes_of, scale_of
+from pallas_kernels.host import copy_row, sinks_of
+
+MOST_ELEMENTS = 1 << 14  # elements of one row's query, held in registers
+
+
+def _kernel(*refs, structure, group, rotating, sinks):
+    # packed [B, H, P, D] with P = group + 2 (query heads, key, value); place, cursor [B]; inv_freq [D/2] if rotating. Then
+    # the arrays of the cache, as operands and as results, which are the same memory; the moved cursor; the query. The arrays
+    # are key, value and position in a tree of `structure`, since keys and values may be codes with scales.
+    packed_ref, place_ref, cursor_ref, *refs = refs
+    inv_freq_ref = refs.pop(0) if rotating else None
+    count = structure.num_leaves
+    key_ref, value_ref, position_ref = jax.tree.unflatten(structure, refs[count : 2 * count])
+    moved_ref = refs[2 * count]
+    query_ref = refs[-1] if rotating else None
+    b = pl.program_id(0)
+    place, at = place_ref[b], cursor_ref[b]
+    half = packed_ref.shape[3] // 2
+    halves = (pl.ds(0, half), pl.ds(half, half))
+
+    def rotate(first, second):  # halves of rows [N, D/2] at the token's place
+        if not rotating:
+            return first, second
+        cos, sin = cosine_sine(place.astype(jnp.float32) * inv_freq_ref[:][None, :])
+        a, c = first.astype(jnp.float32), second.astype(jnp.float32)
+        return (a * cos - c * sin).astype(first.dtype), (c * cos + a * sin).astype(second.dtype)
+
+    if rotating:
+        # All query heads as one block.
+        row = _counted(packed_ref.shape[1] * group)
+        head, member = row // group, row % group
+        for part, x in zip(halves, rotate(*(packed_ref[b, head, member, part] for part in halves)), strict=True):
+            query_ref[b, head, member, part] = x
+
+    @pl.when(place >= 0)  # a full row moves its cursor too
+    def _():
+        moved_ref[b] = at + 1
+
+    @pl.when((place >= 0) & (at < position_ref.shape[2]))
+    def _():
+        head = _counted(key_ref.shape[1])
+        # Keys and values may have different numbers of copies, so each has a row of its own.
+        key_row, value_row = (
+            at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref)
+        )
+        key, value = ([packed_ref[b, head, group + i, part] for part in halves] for i in (0, 1))
+        for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
+            if isinstance(ref, Quantised):
+                new, scale = _quantised(new, ref.kind)
+                ref.scale[b, head, at] = scale  # all slots have theirs on the device
+                ref = ref.codes
+            for part, x in zip(halves, new, strict=True):
+                ref[b, head, row, part] = x
+        position_ref[b, head, at] = jnp.full(head.shape, place, jnp.int32)
+
+
+def _quantised(halves, kind):
+    """The codes of the rows of which the halves [N, D/2] are given, in halves too, and their scales [N]."""
+    halves = [x.astype(jnp.float32) for x in halves]
+    scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
+    return [codes_of(x, scale[:, None], kind) for x in halves], scale.astype(jnp.bfloat16)
+
+
+def _counted(count):
+    """0..count-1 as a block, whose size is a power of two: the last number is repeated, and its row written again."""
+    return jnp.minimum(jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32), count - 1)
+
+
+def store_token(
+    key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None, interpret=False
+):
+    """See ``pallas_kernels.store.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
+    batch = key.shape[0]
+    rotating = query is not None
+    # In the shapes of the projection's slices, [B, 1, H, P, D]: XLA then sees that neighbours are joined again, and copies
+    # nothing.
+    parts = [key[:, None, :, None], value[:, None, :, None]]
+    packed = jnp.concatenate([query[:, None], *parts] if rotating else parts, axis=3)[:, 0]
+    small = [packed, place, cursor, *([inv_freq] if rotating else [])]
+    caches, structure = jax.tree.flatten((cache_key, cache_value, cache_position))
+    operands = [*small, *caches]
+    written = [*caches, cursor]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written]
+    if rotating:
+        shapes.append(jax.ShapeDtypeStruct(query.shape, query.dtype))
+    group = query.shape[2] if rotating else 0
+    out = triton_call(
+        functools.partial(_kernel, structure=structure, group=group, rotating=rotating, sinks=sinks_of(rows)),
+        grid=(batch,),
+        out_shape=tuple(shapes),
+        input_output_aliases={len(small) + i: i for i in range(len(caches))} | {2: len(caches)},
+        name="store_token",
+        num_warps=8,
+        num_stages=1,
+        interpret=interpret,
+    )(*operands)
+    key, value, position = jax.tree.unflatten(structure, out[: len(caches)])
+    return key, value, position, out[len(caches)], out[-1] if rotating else None
+
+
+def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
+    """Raise ``NotImplementedError`` for head dims and queries that the kernel does not take."""
+    heads, dim = key.shape[1:]
+    if dim & (dim - 1):
+        raise NotImplementedError(f"got head_dim {dim}, expected a power of two")
+    check_codes(cache_key, cache_value)
+    if query is not None and heads * query.shape[2] * dim > MOST_ELEMENTS:
+        raise NotImplementedError(f"got query {query.shape}, expected at most {MOST_ELEMENTS} elements per row")

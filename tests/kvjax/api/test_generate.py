@@ -1,0 +1,315 @@
+"""`generate`, `stream`, `extend`, `decode_step`: ends of rows, drawing, streaming, forks, turns, use inside jit and vmap."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.decoding.sampling import Sampler
+from kvjax.methods import Full, Quest, SnapKV
+from tests import harness
+from tests.harness import TINY, TRACES, example, padded, prompts, stored, tiny_params
+from tests.kvjax.cases import ONE
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+N = 10
+read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
+
+
+@functools.cache
+def free_run():
+    """Greedy tokens without any EOS: int32 [3, N]."""
+    return np.asarray(kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=()).tokens)
+
+
+def run(**options):
+    return kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, **options)
+
+
+def ended(ends, free=None):
+    """The tokens and their number per row where any of ``ends`` ends a row of ``free``; None is the greedy run."""
+    tokens, counts = (free_run() if free is None else free).copy(), []
+    for row in tokens:
+        count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
+        row[count:] = 0
+        counts.append(count)
+    return tokens, counts
+
+
+# ---- the end of a row ---------------------------------------------------------------------------------------------
+
+
+def test_greedy_equals_reading_everything_again():
+    """Each token is the argmax of a fresh prefill over all tokens before it."""
+    rows = [list(prompt) for prompt in prompts()]
+    for tokens in free_run().T[:4].tolist():
+        assert read("full", rows).logits.argmax(axis=-1).tolist() == tokens
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
+
+
+def test_rows_end_at_any_of_several_eos():
+    free = free_run()
+    ends = [int(free[0, 3]), int(free[1, 6]), int(free[2, 8])]
+    want, counts = ended(ends)
+    got = run(eos_token_ids=ends)
+    np.testing.assert_array_equal(got.tokens, want)
+    assert got.num_tokens.tolist() == counts and min(counts) < N
+    np.testing.assert_array_equal(got.cache.length, np.array([len(p) for p in prompts()]) + counts)
+
+
+def test_ended_rows_stand_still():
+    """The cache of a row that met its EOS holds exactly its own tokens, the EOS included."""
+    stop = int(free_run()[0, 1])
+    got = run(eos_token_ids=[stop])
+    layer = stored(got.cache.layers[0])
+    for row, prompt in enumerate(prompts()):
+        size = len(prompt) + int(got.num_tokens[row])
+        assert int(layer.valid[row].sum(axis=-1).max()) == size == int(got.cache.length[row])
+
+
+def test_eos_of_the_model_is_the_default():
+    assert TINY.eos_token_ids == (60,)
+    want, counts = ended([60])
+    got = run()
+    np.testing.assert_array_equal(got.tokens, want)
+    assert got.num_tokens.tolist() == counts
+
+
+def test_all_rows_ended_at_once_leaves_the_loop():
+    """Asking for many tokens costs nothing once every row has ended; tokens beyond are zero."""
+    ends = free_run()[:, 0].tolist()
+    got = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=ends)
+    assert got.num_tokens.tolist() == [1, 1, 1] and not got.tokens[:, 1:].any()
+
+
+# ---- drawing ------------------------------------------------------------------------------------------------------
+
+
+def probabilities(logits, temperature, top_k=None, top_p=None):
+    """NumPy's reading of the filters: temperature, then top-k, then top-p over what is left."""
+    p = np.exp((logits / temperature).astype(np.float64))
+    order = np.argsort(-p, kind="stable")
+    if top_k is not None:
+        p[order[top_k:]] = 0
+    p /= p.sum()
+    if top_p is not None:
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= top_p]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.3, "top_p": 0.6},
+        {"temperature": 0.8, "top_k": 4, "top_p": 0.75},
+        {"temperature": 1.0, "top_p": 1e-6},
+        {"temperature": 1.0, "top_k": 1},
+    ],
+)
+def test_draws_follow_the_filtered_distribution(options):
+    logits = np.array([1.2, -0.3, 0.4, 2.0, 0.9, -1.5, 0.0], np.float32)
+    want = probabilities(logits, **options)
+    draws = 20_000
+    tokens = Sampler(**options).draw(jnp.broadcast_to(jnp.asarray(logits), (draws, 7)), jax.random.key(0))
+    got = np.bincount(np.asarray(tokens), minlength=7) / draws
+    assert set(np.flatnonzero(got)) <= set(np.flatnonzero(want))
+    np.testing.assert_allclose(got, want, atol=4 * 0.5 / np.sqrt(draws))
+
+
+def test_zero_temperature_is_greedy_at_run_time():
+    np.testing.assert_array_equal(run(eos_token_ids=(), temperature=0.0, key=jax.random.key(0)).tokens, free_run())
+
+
+def test_sampling_is_a_function_of_the_key_and_traced():
+    """Another temperature, k or p does not compile again; the same key gives the same tokens."""
+
+    def draw(seed, **options):
+        return np.asarray(run(eos_token_ids=(), key=jax.random.key(seed), **options).tokens)
+
+    first = draw(1, temperature=1.0, top_k=20, top_p=0.9)
+    traces = len(TRACES)
+    np.testing.assert_array_equal(draw(1, temperature=1.0, top_k=20, top_p=0.9), first)
+    assert not np.array_equal(draw(2, temperature=1.0, top_k=20, top_p=0.9), first)
+    np.testing.assert_array_equal(draw(2, temperature=1.5, top_k=1, top_p=0.5), free_run())
+    assert len(TRACES) == traces
+
+
+# ---- streaming ----------------------------------------------------------------------------------------------------
+
+
+class Accents:
+    """Two tokens make one character, as bytes of UTF-8 do; a single token without its pair is U+FFFD."""
+
+    def decode(self, ids):
+        return bytes(byte for at, _ in enumerate(ids) for byte in "é".encode()[at % 2 : at % 2 + 1]).decode(
+            errors="replace"
+        )
+
+
+@pytest.mark.parametrize("block, ends", [pytest.param(5, False, marks=pytest.mark.thorough), (4, True)])
+def test_stream_equals_generate(block, ends):
+    options = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "key": jax.random.key(3)}
+    free = np.asarray(run(eos_token_ids=(), **options).tokens)
+    ends = [int(free[0, 4])] if ends else []
+    want, counts = ended(ends, free)
+    rows = [[], [], []]
+    for piece in kvjax.stream(
+        tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options
+    ):
+        for row, new in zip(rows, piece, strict=True):
+            assert len(new) <= block
+            row += new
+    for at, row in enumerate(rows):
+        assert row == want[at, : counts[at]].tolist()
+
+
+def test_stream_of_text_never_shows_half_a_character():
+    pieces = list(
+        kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=(), tokenizer=Accents())
+    )
+    assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], (
+        "held back, then caught up; the last one has no rest"
+    )
+
+
+def test_stream_leaves_eos_out_of_text():
+    class Names:
+        def decode(self, ids):
+            return "".join(f"<{token}>" for token in ids)
+
+    free = free_run()
+    stop = int(free[0, 3])
+    pieces = list(
+        kvjax.stream(
+            tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=Names()
+        )
+    )
+    want, counts = ended([stop], free[:, :-1])
+    for row in range(3):
+        shown = [token for token in want[row, : counts[row]].tolist() if token != stop]
+        assert "".join(piece[row] for piece in pieces) == Names().decode(shown)
+
+
+# ---- turns, forks, single steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_many_questions_about_one_context():
+    """Prefill once, fork, ask: each copy answers as it does where all copies are asked its question."""
+    questions = [[5, 9, 2], [8, 1, 30], [4]]
+    cache = read(example("snapkv"), [prompts()[0]])
+    tokens, lengths = padded(questions, 3)
+
+    def answers(rows):
+        asked = kvjax.extend(tiny_params(), kvjax.fork(cache, 3), tokens[rows], lengths=lengths[rows])
+        return np.asarray(kvjax.generate(tiny_params(), asked, max_new_tokens=5, eos_token_ids=()).tokens)
+
+    together = answers([0, 1, 2])
+    assert len({tuple(row) for row in together.tolist()}) == 3
+    for row in range(3):
+        np.testing.assert_array_equal(answers([row] * 3), together[[row] * 3])
+
+
+def test_generating_goes_on_after_another_turn():
+    """generate, extend, generate equals reading the whole conversation at once."""
+    first = kvjax.generate(tiny_params(), read("full"), max_new_tokens=5, eos_token_ids=())
+    turns = [list(p) + np.asarray(first.tokens)[i].tolist() + [7, 8] for i, p in enumerate(prompts())]
+    cache = kvjax.extend(tiny_params(), first.cache, [[7, 8]] * 3)
+    second = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
+    whole = kvjax.generate(tiny_params(), read("full", turns), max_new_tokens=5, eos_token_ids=())
+    np.testing.assert_array_equal(second.tokens, whole.tokens)
+
+
+def test_decode_step_moves_active_rows_only():
+    cache = read(example("quest"))
+    before = jax.tree.map(np.asarray, (cache.layers, cache.logits, cache.length))
+    after = kvjax.decode_step(tiny_params(), cache, np.array([1, 2, 3]), active=np.array([True, False, True]))
+    assert (after.length - before[2]).tolist() == [1, 0, 1]
+    np.testing.assert_array_equal(after.logits[1], before[1][1])
+    assert not np.array_equal(after.logits[0], before[1][0])
+    for one, two in zip(jax.tree.leaves(before[0]), jax.tree.leaves(after.layers), strict=True):
+        np.testing.assert_array_equal(one[1], two[1])
+
+
+def test_extending_by_nothing_changes_nothing():
+    cache = read("full")
+    same = kvjax.extend(tiny_params(), cache, [[], [], []])
+    assert same.length.tolist() == [40, 23, 9]
+
+
+def test_tokens_may_be_lists_or_arrays():
+    tokens, lengths = padded(prompts())
+    lists = kvjax.prefill(tiny_params(), [list(p) for p in prompts()], config=ONE, max_new_tokens=24, pad_multiple=16)
+    array = kvjax.prefill(
+        tiny_params(), jnp.asarray(tokens), lengths=lengths, config=ONE, max_new_tokens=24, pad_multiple=16
+    )
+    np.testing.assert_array_equal(lists.logits, array.logits)
+    wide, length = kvjax.pad_tokens([[1, 2, 3], [4]], multiple=4)
+    assert wide.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]] and length.tolist() == [3, 1]
+
+
+def test_padding_does_not_matter():
+    """Tokens behind a prompt's end are never read."""
+    tokens, lengths = padded(prompts())
+    dirty = np.where(np.arange(48)[None] < lengths[:, None], tokens, 33)
+    for name in ("full", "h2o", "snapkv"):
+        clean, other = (
+            kvjax.prefill(
+                tiny_params(), x, lengths=lengths, config=ONE, method=example(name), pad_multiple=1, max_new_tokens=24
+            )
+            for x in (tokens, dirty)
+        )
+        np.testing.assert_array_equal(clean.logits, other.logits)
+
+
+# ---- inside the user's transformations ----------------------------------------------------------------------------
+
+
+def test_vmap_over_a_hyper_parameter():
+    def run(budget):
+        method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
+        return kvjax.generate(tiny_params(), read(method), max_new_tokens=5, eos_token_ids=()).tokens
+
+    budgets = jnp.array([4, 8, 12])
+    together = jax.jit(jax.vmap(run))(budgets)
+    for budget, tokens in zip((4, 8, 12), together, strict=True):
+        np.testing.assert_array_equal(run(budget), tokens)
+
+
+def test_a_method_with_array_leaves_survives_generate():
+    """`generate` consumes the cache, not the method object it was given."""
+    method = SnapKV(budget=jnp.int32(12), capacity=12, obs_window=5)
+    for _ in range(2):
+        cache = read(method)
+        kvjax.generate(tiny_params(), cache, method=method, max_new_tokens=5, eos_token_ids=())
+    assert int(method.budget) == 12
+
+
+def test_a_method_may_be_named():
+    cache = read("Full")
+    assert cache.method == Full()
+    assert kvjax.generate(tiny_params(), cache, method="full", max_new_tokens=N).tokens.shape == (3, N)
+
+
+@pytest.mark.parametrize(
+    "name", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "streamingllm", "snapkv", "keydiff"))]
+)
+def test_a_huge_budget_costs_no_more_than_the_tokens(name):
+    full = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=())
+    huge = kvjax.generate(tiny_params(), read(kvjax.make(name, budget=10**9)), max_new_tokens=N, eos_token_ids=())
+    np.testing.assert_array_equal(huge.tokens, full.tokens)
+    assert huge.stats.resident_bytes <= 1.3 * full.stats.resident_bytes  # metadata
+    assert bool(huge.stats.is_no_op.all())
+    with pytest.raises(ValueError, match="room for 22 more tokens in row 0"):
+        kvjax.generate(tiny_params(), huge.cache, max_new_tokens=23)

@@ -1,0 +1,88 @@
+"""`prefill_each`: several methods read a prompt together."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+from kvjax.accounting import memory
+from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DENSE = [name for name in NAMES if registry.find(name).dense_prompt]
+
+
+def read_each(methods, **options):
+    tokens, lengths = padded(prompts())
+    options = {"config": TINY, "lengths": lengths, "max_new_tokens": 24, "pad_multiple": 1, **options}
+    return kvjax.prefill_each(tiny_params(), tokens, methods=methods, **options)
+
+
+@pytest.mark.parametrize(
+    "names, options",
+    [
+        (("quest", "snapkv", "tova"), {}),
+        pytest.param(DENSE, {}, marks=pytest.mark.thorough),
+        pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
+    ],
+)
+def test_each_cache_is_that_of_its_method_alone(names, options):
+    methods = [example(name) for name in names]
+    for method, together in zip(methods, read_each(methods, **options), strict=True):
+        alone = read(method, **options)
+        assert jax.tree.structure(alone) == jax.tree.structure(together)
+        for here, there in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            if here.dtype.kind in "biu":
+                np.testing.assert_array_equal(here, there)
+            else:
+                np.testing.assert_allclose(here, there, atol=1e-4)
+
+
+def test_methods_that_do_not_read_densely_read_alone():
+    assert {"infllm", "keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"} == set(registry.builtin()) - {
+        name for name, cls in registry.builtin().items() if cls.dense_prompt
+    }
+    wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
+    for other in (example("keydiff"), wrapped):
+        with pytest.raises(ValueError, match="must attend to it densely, got .*: prefill each alone"):
+            read_each(["full", other])
+    for wrong in ("full", 3):
+        with pytest.raises(ValueError, match="methods must be a list of methods or names, got"):
+            read_each(wrong)
+    with pytest.raises(ValueError, match="methods must have at least one method, got none"):
+        read_each([])
+
+
+def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
+    """Each would fit alone. One sentence says what each needs, and nothing is traced."""
+    methods, rows = [example("quest"), example("snapkv")], padded(prompts())[0]
+    sizes = {"batch": len(rows), "prompt_slots": rows.shape[1], "max_new_tokens": 24, "chunk_size": 16}
+    alone = [kvjax.memory_needed(method, TINY, **sizes) for method in methods]
+    both = kvjax.memory_needed(methods, TINY, **sizes)
+    assert max(x.device for x in alone) < both.device <= sum(x.device for x in alone)
+    assert kvjax.memory_needed(methods[:1], TINY, **sizes) == alone[0]
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged - 1)
+    TRACES.clear()
+    said = r"2 methods that read a prompt together need [\d.]+ MiB of .* \(Quest [\d.]+ MiB; SnapKV [\d.]+ MiB\), "
+    said += r"got [\d.]+ MiB of free device memory; read it for fewer methods at once, shorten the prompt"
+    with pytest.raises(MemoryError, match=said):
+        read_each(methods, chunk_size=16)
+    assert not TRACES
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged)
+    assert len(read_each(methods, chunk_size=16)) == 2
+
+
+@pytest.mark.parametrize("name", ["quest", "mosaickv"])
+def test_prompts_under_vmap_refuse_host_memory(name):
+    """JAX's own words would be about an operation that nobody wrote."""
+    method, tokens = example(name, offload=True), np.ones((3, 2, 8), np.int32)
+
+    def read(tokens):
+        return kvjax.prefill(tiny_params(), tokens, config=TINY, method=method, max_new_tokens=4).logits
+
+    with pytest.raises(ValueError, match="caches in host memory do not run under jax.vmap, got a mapped axis of 3"):
+        jax.eval_shape(jax.vmap(read), tokens)

@@ -1,0 +1,383 @@
+"""Offloaded caches: the same tokens as resident ones, whatever the method, the batch, the chunks and the calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.accounting import memory
+from kvjax.accounting.memory import memory_needed, placed_bytes
+from kvjax.decoding.layers import is_offloaded
+from kvjax.typing import pytree
+from pallas_kernels.formats.quantised import MOST
+from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
+from tests.kvjax.cases import N, ask, base, ended, go_on, model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
+KNOBS = {"mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0}}
+OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloadable}
+VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # written out: their keys are to stay on the device
+QUANTISABLE = [name for name in OFFLOADED if example(name).quantisable]
+CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
+# A choice for speed.
+ALWAYS = ("quest",)  # ParisKV and SentenceKV offload as Quest does; the others have tests of their own below
+
+
+@pytest.fixture(autouse=True)
+def sync_often(monkeypatch):
+    """So that few steps show what many do."""
+    monkeypatch.setattr(kvjax.cache.offload, "_SYNC_EVERY", 8)
+
+
+def memory_kinds(cache):
+    kinds = [x.sharding.memory_kind for state in cache.layers for x in jax.tree.leaves(state)]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def layer_kinds(state):
+    return {x.sharding.memory_kind.replace("unpinned_host", "device") for x in jax.tree.leaves(state)}
+
+
+def make(name, **knobs):
+    return example(name, **OFFLOADED[name], **knobs)
+
+
+def chunked(method, rows=None, chunk_size=16, config=TINY, **options):
+    """A cache after a prompt of several chunks, with a room of its own: see `ROOM`."""
+    return read(method, rows, max_new_tokens=ROOM, chunk_size=chunk_size, config=config, **options)
+
+
+def turns(cache):
+    """Tokens [B, 2 * N] of two calls behind a question, and the second call; consumes the given cache."""
+    first = go_on(ask(cache))
+    head = np.asarray(first.tokens)
+    second = go_on(first.cache)
+    return np.concatenate([head, second.tokens], axis=1), second
+
+
+@functools.cache
+def resident_turns(name, config=TINY):
+    """`turns` of a resident cache, whose prompt is read at once: programs that `tests.kvjax.cases` shares."""
+    return turns(read(make(name), config=config))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [pytest.param(x, 16, marks=pytest.mark.xdist_group(x)) for x in ALWAYS]
+    + [
+        pytest.param(x, chunk, marks=[pytest.mark.xdist_group(x), pytest.mark.thorough])
+        for x in OFFLOADED
+        for chunk in (16, 512)
+        if (x, chunk) not in [(name, 16) for name in ALWAYS]
+    ],
+)
+def test_offloaded_equals_resident(name, chunk):
+    """Ragged rows, several chunks, a question, more steps than one sync writes, and then as many again.
+
+    One layer, or as many as the method needs; two under --thorough.
+    """
+    config = model(name) if chunk == 16 else TINY
+    got, end = turns(chunked(make(name, offload=True), chunk_size=chunk, config=config))
+    want, kept = resident_turns(name, config)
+    np.testing.assert_array_equal(got, want)
+    assert memory_kinds(end.cache).get("pinned_host", 0) >= len(end.cache.layers)
+    assert "pinned_host" not in memory_kinds(kept.cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.xdist_group(name), CODES.get((name, kind), pytest.mark.thorough)])
+        for name in QUANTISABLE
+        for kind in MOST
+    ],
+)
+def test_offloaded_in_8_bits_equals_resident_in_8_bits(name, kind, tmp_path):
+    """Bit for bit, through what the first test has, and from a saved cache too; and what the accounting says."""
+    caches = [chunked(make(name, offload=share), config=model(name), kv_dtype=kind) for share in (True, False)]
+    kvjax.save_cache(tmp_path / "cache", caches[0])
+    loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=make(name, offload=True))
+    hosted = [x for x in jax.tree.leaves(loaded.layers) if x.sharding.memory_kind == "pinned_host"]
+    assert len(hosted) == len(loaded.layers) and {str(x.dtype) for x in hosted} == {kind}
+    want, kept = turns(caches[1])
+    for cache in (caches[0], loaded):
+        got, end = turns(cache)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(end.cache.logits, kept.cache.logits)
+    for count in ("attended", "kv_bytes", "bytes_read", "full_bytes_read"):
+        np.testing.assert_array_equal(getattr(end.stats, count), getattr(kept.stats, count))
+    width = 1 if name in VALUES_ONLY else 2
+    assert end.stats.host_bytes == sum(x.size for x in hosted) and hosted[0].shape[3] == width * TINY.head_dim
+    assert kept.stats.host_bytes == 0 and not np.asarray(kept.stats.bus_bytes).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
+def test_a_share_of_the_layers(name):
+    """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
+    got = go_on(chunked(make(name, offload=0.5)))
+    np.testing.assert_array_equal(got.tokens, go_on(read(make(name))).tokens)
+    assert [layer_kinds(x) for x in got.cache.layers] == [{"device"}, {"device", "pinned_host"}]
+
+
+def offloaded_layers(method, num_layers):
+    return [is_offloaded(method.for_layer(layer, num_layers), layer, num_layers) for layer in range(num_layers)]
+
+
+def test_which_layers_a_share_is():
+    """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
+    quest = example("quest", num_dense_layers=2, offload=0.7)
+    made = offloaded_layers(quest, 4)
+    assert made == [False, False, True, True]
+    paris = example("pariskv", offload=0.34)
+    wrapped = kvjax.PerLayer(
+        layers={-1: kvjax.DenseBelow(length=9, method=paris)},
+        default=kvjax.Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
+    )
+    assert offloaded_layers(wrapped, 6) == [False] * 4 + [True] * 2
+    assert not any(offloaded_layers(example("pariskv", offload=0.01), 6))
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("share", [-0.1, 2, "half", None])
+def test_what_is_no_share_is_refused(name, share):
+    with pytest.raises(ValueError, match=rf"offload must be True or False or a finite number from 0 to 1, got {share!r}"):
+        example(name, offload=share, **OFFLOADED[name])
+
+
+def test_the_least_share_that_fits(monkeypatch):
+    """The share itself fits, and a share of one layer less does not; at the ends the share is all layers or none."""
+    sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
+    model = dataclasses.replace(TINY, num_layers=6)
+
+    def total(share):
+        needed = memory_needed(example("pariskv", offload=share), model, **sizes)
+        return needed.device + needed.staged
+
+    def share(size, method="pariskv"):
+        made = example(method) if method == "pariskv" else method
+        return kvjax.offload_share(made, model, **sizes, device_bytes=size + 100, spare=100)
+
+    assert share(total(3 / 6)) == share(total(2 / 6) - 1) == 3 / 6
+    assert share(total(0)) == 0 and share(total(1)) == 1
+    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
+        share(total(1) - 1)
+    for wrong in ("full", kvjax.Periodic(evict=example("snapkv")), kvjax.PerLayer(layers={}, default=example("snapkv"))):
+        with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
+            share(1 << 40, wrong)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(3 / 6) + 100)
+    assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 3 / 6
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: None)
+    with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
+        kvjax.offload_share(example("pariskv"), model, **sizes)
+
+
+def test_the_least_share_of_a_wrapper_is_that_of_the_method_in_it():
+    """Its bytes are those of the wrapper, which may have more of its own."""
+    sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
+    model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")
+
+    def wrapped(method):
+        yield kvjax.Twilight(method=method)
+        yield kvjax.Prefill(method=kvjax.DenseBelow(method=method, length=9))
+        yield kvjax.Stages(evict=example("snapkv", budget=1000, capacity=1000), retrieve=method)
+        yield kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=method)
+        yield kvjax.LayerBudgets(method=method, shares=(1.0,) * 4)
+
+    for made, half in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=2 / 4)), strict=True):
+        needed = memory_needed(half, model, **sizes)
+        size = needed.device + needed.staged
+        assert made.offloaded(2 / 4) == half and not made.offload
+        assert kvjax.offload_share(made, model, **sizes, device_bytes=size, spare=0) == 2 / 4
+        assert kvjax.offload_share(half, model, **sizes, device_bytes=size - 1, spare=0) == 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "rows"),
+    [
+        pytest.param("mosaickv", {}, None, marks=[pytest.mark.xdist_group("mosaickv_dynamic"), pytest.mark.slow]),
+        pytest.param("chess", {}, None, marks=pytest.mark.xdist_group("chess")),
+        pytest.param(  # the last page ends behind the cache
+            "chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]], marks=pytest.mark.thorough
+        ),
+        ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
+    ],
+)
+def test_prompts_of_any_length(name, knobs, rows):
+    """One turn; None: the three prompts of other tests."""
+    want = go_on(read(make(name, **knobs), rows, config=model(name))).tokens
+    got = go_on(chunked(make(name, offload=True, **knobs), rows, config=model(name))).tokens
+    np.testing.assert_array_equal(got, want)
+
+
+def test_memory_of_layers_that_differ():
+    """Also where the prompt is read at once, whichever layer has most on the device."""
+    mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
+    mixed = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
+    sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
+    whole, pieces = (memory_needed(mixed, TINY, **sizes, chunk_size=chunk) for chunk in (8192, 16))
+    assert whole.host == pieces.host > 0
+    with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
+        memory_needed("pariskv", TINY, **{**sizes, "batch": 0})
+
+
+def test_offload_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="Stages: offload belongs to retrieve, .* got evict with offload=0.5"):
+        kvjax.Stages(evict=example("sentencekv", offload=0.5), retrieve=example("quest"))
+
+    @pytree
+    class Joins(kvjax.methods.Quest):
+        offloadable = False
+
+    with pytest.raises(ValueError, match="Joins: offload must be False, got True; .* reads keys with `keys_at`"):
+        read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
+
+
+@pytest.mark.xdist_group("quest")
+def test_near_keys_are_where_the_device_has_them():
+    cache = chunked(make("quest", offload=True), config=model("quest")).layers[0].cache
+    slots = cache.cursor[:, None] - 1 - jnp.arange(3)[None]
+    want = jnp.take_along_axis(cache.resident().key, slots[:, None, :, None], axis=2)
+    np.testing.assert_array_equal(cache.keys_at(slots), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated([group("tokenselect"), group("chess")], but=("tokenselect",)))
+def test_host_memory_has_what_a_resident_cache_has(name):
+    """Key by key, after decode steps, an `extend`, and steps again; also where every step is a call of its own."""
+    offloaded = chunked(make(name, offload=True), config=model(name))
+    resident = read(make(name), max_new_tokens=ROOM, config=model(name))
+    both = [go_on(ask(cache)).cache for cache in (resident, offloaded)]
+    for token in (7, 8):
+        both = [kvjax.decode_step(tiny_params(), cache, jnp.full((3,), token)) for cache in both]
+    for one, other in zip(*(cache.layers for cache in both), strict=True):
+        dim, rows = one.cache.key.shape[3], np.asarray(other.cache.host)
+        held = np.asarray(one.cache.valid)
+        np.testing.assert_array_equal(other.cache.valid, held)
+        np.testing.assert_array_equal(rows[..., -dim:][held], np.asarray(one.cache.value)[held])
+        keys = rows[..., :dim] if rows.shape[3] > dim else np.asarray(other.cache.key)
+        np.testing.assert_array_equal(keys[held], np.asarray(one.cache.key)[held])
+        staged = other.cache.resident()
+        np.testing.assert_array_equal(np.asarray(staged.value)[held], np.asarray(one.cache.value)[held])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("quest")
+def test_masked_attention_reads_the_same():
+    """`implementation="mask"` brings the layer to the device, newest tokens included."""
+    quest = (make("quest", offload=True, implementation=name) for name in ("mask", None))
+    got, want = (go_on(chunked(method, config=model("quest"))).tokens for method in quest)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", repeated([group(name) for name in ("stages", "dense_below", "twilight")], but=("stages",)))
+def test_wrappers_offload_what_they_wrap(wrap):
+    wrapper = WRAPPERS[wrap]
+    inner = "retrieve" if wrap == "stages" else "method"
+    offloaded = dataclasses.replace(wrapper, **{inner: dataclasses.replace(vars(wrapper)[inner], offload=True)})
+    got = go_on(chunked(offloaded, config=model(wrap)))
+    np.testing.assert_array_equal(got.tokens, base(wrap)[1].tokens)
+    assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["pqcache", "retrievalattention"])
+def test_wrappers_offload_scans_too(name):
+    """Whose copies follow from the slots that an eviction leaves, or whose keys stay on the device."""
+
+    def wrapped(inner):
+        evict = kvjax.methods.SnapKV(budget=20, obs_window=5)
+        return [
+            kvjax.Stages(evict=evict, retrieve=inner),
+            kvjax.DenseBelow(length=20, method=inner),
+            kvjax.Twilight(method=inner, mass=0.7),
+        ]
+
+    for away, resident in zip(wrapped(example(name, offload=True)), wrapped(example(name)), strict=True):
+        got, want = (go_on(chunked(method, config=model(name))) for method in (away, resident))
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        state, scanned = got.cache.layers[0], name == "retrievalattention"
+        assert memory_kinds(got.cache)["pinned_host"] == 1 and state.cache.value.shape[2] < state.cache.num_slots
+        assert (state.cache.key.shape[2] == state.cache.num_slots) == scanned
+
+
+def test_layers_of_one_model_may_differ():
+    """A layer whose method does not offload stays on the device."""
+    method = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=True))
+    assert method.offload and not kvjax.PerLayer(layers={}, default=kvjax.methods.Full()).offload
+    assert memory_kinds(chunked(method))["pinned_host"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated([group("quest"), group("pariskv")], but=("quest",)))
+def test_forks_and_streams(name):
+    method = make(name, offload=True)
+    alone, cache = (chunked(method, rows, config=model(name)) for rows in ([prompts()[0]], None))
+    again = kvjax.fork(cache)
+    want = np.asarray(go_on(cache).tokens)
+    got = go_on(kvjax.fork(alone, 3))
+    np.testing.assert_array_equal(got.tokens, want[[0, 0, 0]])
+    assert memory_kinds(got.cache)["pinned_host"] == len(got.cache.layers)
+    pieces = list(kvjax.stream(tiny_params(), again, max_new_tokens=N, eos_token_ids=(), block=5))
+    assert [sum((piece[row] for piece in pieces), []) for row in range(3)] == want.tolist()
+
+
+@pytest.mark.xdist_group("quest")
+def test_generation_stops_early():
+    """EOS is met in the middle of what one sync writes."""
+    free = base("quest")[1].tokens
+    ends = tuple(int(row[5]) for row in free)
+    got = go_on(chunked(make("quest", offload=True), config=model("quest")), ends)
+    want, counts = ended(free, ends)
+    np.testing.assert_array_equal(got.tokens, want)
+    assert got.num_tokens.tolist() == counts and max(counts) < 8
+
+
+def test_sweeps_refuse():
+    with pytest.raises(ValueError, match="offload must be False, got Quest"):
+        kvjax.sweep(tiny_params(), [[1, 2, 3]], [example("quest", offload=True)], config=TINY, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", repeated([group("pariskv"), group("tokenselect")], but=("pariskv",)))
+def test_memory_is_counted_by_where_it_is(name):
+    """To the byte of what a prefill leaves."""
+    method, config = make(name, offload=True), model(name)
+    needed = memory_needed(method, config, batch=3, prompt_slots=48, max_new_tokens=ROOM, chunk_size=16)
+    device, host = placed_bytes(chunked(method, config=config).layers)
+    assert needed.device >= device and needed.host >= host
+    if name == "pariskv":
+        assert (needed.host, needed.staged) == (host, host // config.num_layers)
+
+
+def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
+    """Bytes needed, bytes there are, and what to change; nothing is compiled."""
+    method = example("pariskv", offload=True)
+    said = {"bytes_limit": 10_000, "bytes_in_use": 4_000}
+
+    class Device:
+        def memory_stats(self):
+            return said
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    TRACES.clear()
+    with pytest.raises(
+        MemoryError, match=r"ParisKV needs 0.0. MiB of device .* got 0.01 MiB of free device memory; shorten"
+    ):
+        read(method)
+    said["bytes_limit"] = 1 << 40
+    monkeypatch.setattr(memory, "pin_host", lambda size, free: size // 2)
+    with pytest.raises(MemoryError, match="of pinned host memory; .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        read(method)
+    assert not TRACES
+    monkeypatch.undo()
+    assert memory.pin_host(1000) == 1000 and memory.pin_host(0) == 0
+    assert memory.link_bandwidth(1 << 16, repeats=1) > 0

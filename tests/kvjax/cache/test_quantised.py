@@ -1,0 +1,235 @@
+"""Caches in 8 bits: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+from kvjax.cache import LayerSpec
+from kvjax.cache.offload import Near, empty_storage, offload
+from kvjax.cache.quantised import QuantisedCache, empty_resident, row_bytes
+from kvjax.decoding.layers import layer_methods
+from kvjax.testing.subject import STEPS
+from pallas_kernels.formats.quantised import MOST, dequantise, quantise
+from pallas_kernels.host import copied_slots
+from pallas_kernels.machine import assume_machine
+from tests.harness import (
+    METHODS,
+    NAMES,
+    ONE_LAYER,
+    TINY,
+    WRAPPERS,
+    any_example,
+    drive,
+    example,
+    group,
+    padded,
+    prompts,
+    random_tokens,
+    read,
+    stored,
+    tiny_params,
+)
+from tests.kvjax.cases import ask, go_on
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LENGTHS = np.array([40, 23, 9], np.int32)
+OWN = ("mosaickv", "shadowkv", "think")  # with a storage of their own; written out, because a test asks all methods
+LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if WRAPPERS[name].quantisable)]
+SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
+
+
+def but_own(params, slow):
+    """Parameters without the methods in `OWN`; that of the name ``slow`` runs with the slow tests, the others thoroughly."""
+    marks = {True: pytest.mark.slow, False: pytest.mark.thorough}
+    return [
+        pytest.param(*x.values, marks=[*x.marks, marks[x.values[0] == slow]]) for x in params if x.values[0] not in OWN
+    ]
+
+
+@functools.cache
+def rows():
+    return random_tokens(3, 3, 2, 2, 56, 16)
+
+
+def rounded(x, kind):
+    return np.asarray(dequantise(quantise(jnp.asarray(x), kind)))
+
+
+@pytest.mark.parametrize("kind, chunk", [("int8", None), pytest.param("float8_e4m3fn", 7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", but_own(LAYERS, slow="h2o"))
+def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
+    """Without rotation, so that the other run gets the rounded keys. Empty slots hold NaN."""
+    q, k, v = rows()
+    options = {"prompt": 48, "inv_freq": np.zeros(8, np.float32), "chunk": chunk}
+    method = any_example(name)
+    got = drive(method, q, k, v, LENGTHS, kv_dtype=kind, poison=True, **options)
+    want = drive(method, q, rounded(k, kind), rounded(v, kind), LENGTHS, **options)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], atol=1e-6)
+    np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-6)
+    np.testing.assert_array_equal(got.attended, want.attended)
+    np.testing.assert_array_equal(got.kept, want.kept)
+    assert isinstance(stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind))
+
+
+@pytest.mark.thorough  # a case of the law above
+@pytest.mark.parametrize("kind", MOST)
+def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
+    """`append` of a chunk at a place, of ragged tokens and of single tokens, and `append_rotated`."""
+    spec = LayerSpec(
+        batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=56, max_new_tokens=0,
+        kv_dtype=kind,
+    )  # fmt: skip
+    q, k, v = (jnp.asarray(x[..., :6, :]) for x in rows())
+    position = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 6))
+    empty = empty_resident(spec, 8)
+    whole, ragged, one, rotated = empty.append(k, v, position, 0), empty.append(k, v, position), empty, empty
+    for at in range(6):
+        piece = k[:, :, at : at + 1], v[:, :, at : at + 1], position[:, at : at + 1]
+        one = one.append(*piece)
+        _, rotated = rotated.append_rotated(q[..., at : at + 1, :], *piece, jnp.zeros(8))
+    for other in (ragged, one, rotated):
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(whole.key[:, :, :6], rounded(k, kind))
+    np.testing.assert_array_equal(whole.keys_at(position[:, 2:3]), whole.key[:, :, 2:3])
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("values_only", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_host_memory_has_the_codes_of_a_resident_cache(kind, values_only):
+    """Chunks of a prompt, single tokens, a sync, ragged tokens; scales and codes bit by bit, wherever they are."""
+    spec = LayerSpec(
+        batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=40, max_new_tokens=0,
+        kv_dtype=kind, offloaded=True,
+    )  # fmt: skip
+    _, k, v = (jnp.asarray(x) for x in rows())
+    order = jnp.arange(56, dtype=jnp.int32)[None]
+    position = jnp.where(order < jnp.asarray([[30], [17], [5]]), order, -1)
+
+    def run(cache, near):
+        for start in (0, 16):
+            at = slice(start, start + 16)
+            cache = cache.append(k[:, :, at], v[:, :, at], position[:, at], start)
+        before = cache.resident()
+        if cache.rows is not None:
+            cache = offload(cache.resident(), near, host=cache.rows.host, values_only=values_only)
+        for at in range(32, 36):  # of rows that have other lengths: a resident cache is told the same
+            cache = cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1], cache.cursor[:, None])
+        if cache.rows is not None:
+            cache = cache.sync(4)
+        real = order[:, :3] < jnp.asarray([[3], [1], [0]])
+        more = jnp.where(real, cache.cursor[:, None] + order[:, :3], -1)
+        cache = cache.append(k[:, :, 36:39], v[:, :, 36:39], more)
+        slots = cache.cursor[:, None] - 3 + order[:, :3]
+        far = jnp.minimum(cache.cursor[:, None] - 1, 3) + order[:, :2]  # neither first slots nor, in the first row, new ones
+        return before, cache.resident(), cache.keys_at(slots), cache.keys_between(slots), cache.keys_between(far), cache
+
+    near = Near(first=2, newest=6)
+    *got, cache = jax.jit(run, static_argnums=1)(empty_storage(spec, 40, values_only), near)
+    *want, _ = jax.jit(run, static_argnums=1)(empty_resident(spec, 40), near)
+    stored = [np.asarray(x.valid) for x in want[:2]]
+    for x, y, held in zip(got[:2], want[:2], stored):
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            a, b = (np.asarray(z, np.float32) for z in (a, b))
+            np.testing.assert_array_equal(*((a[held], b[held]) if a.shape[:3] == held.shape else (a, b)))
+    for a, b in zip(got[2:], want[2:]):
+        np.testing.assert_array_equal(a, b)
+    assert cache.host.dtype == kind and cache.rows.host.shape[3] == (16 if values_only else 32)
+    assert (cache.slot_bytes, cache.slot_bus_bytes) == (36, 16 if values_only else 32)
+    row = copied_slots(cache.cursor, cache.sinks, 8)[:, None, :, None]  # copies read back under the scales of their slots
+    value = np.take_along_axis(np.asarray(got[1].value), np.minimum(row, 39), axis=2)
+    copied = np.asarray(row < cache.cursor[:, None, None, None])
+    np.testing.assert_array_equal(np.where(copied, cache.value, 0), np.where(copied, value, 0))
+
+
+@pytest.mark.parametrize("name", but_own(METHODS, slow="quest"))
+def test_a_model_goes_on_from_it(name, tmp_path):
+    """Generation in two calls, questions, forks and saved caches of ragged rows; and what the accounting says."""
+    cache = read(any_example(name), kv_dtype="int8")
+    assert cache.kv_dtype == "int8" and ", in int8)" in repr(cache)
+    kvjax.save_cache(tmp_path / "cache", cache)
+    params = tiny_params()
+    half = kvjax.generate(params, kvjax.fork(cache), max_new_tokens=STEPS // 2, eos_token_ids=())
+    rest = kvjax.generate(params, half.cache, max_new_tokens=STEPS - STEPS // 2, eos_token_ids=())
+    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=any_example(name))
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    asked = ask(kvjax.fork(cache))
+    once = go_on(cache)
+    np.testing.assert_array_equal(np.concatenate([half.tokens, rest.tokens], axis=1), once.tokens)
+    np.testing.assert_array_equal(go_on(loaded).tokens, once.tokens)
+    assert np.isfinite(asked.logits).all()
+    plain = go_on(read(any_example(name)))
+    assert np.abs(once.cache.logits - plain.cache.logits).max() > 0
+    np.testing.assert_array_equal(once.stats.length, plain.stats.length)
+    assert np.all(once.stats.full_bytes_read < plain.stats.full_bytes_read)
+    assert once.stats.resident_bytes < plain.stats.resident_bytes
+    np.testing.assert_array_equal(once.stats.is_no_op, plain.stats.is_no_op)
+
+
+@pytest.mark.thorough
+def test_a_sweep_gives_what_single_runs_give():
+    tokens, lengths = padded(prompts())
+    settings = [example("h2o", budget=budget, capacity=12) for budget in (8, 12)]
+    options = {"config": TINY, "max_new_tokens": STEPS, "kv_dtype": "int8", "lengths": lengths}
+    for result in kvjax.sweep(tiny_params(), tokens, settings, eos_token_ids=(), **options):
+        once = go_on(read(result.method, kv_dtype="int8"))
+        np.testing.assert_array_equal(result.tokens, once.tokens)
+        np.testing.assert_array_equal(result.stats.kv_bytes, once.stats.kv_bytes)
+
+
+def test_bytes():
+    """A slot of D numbers takes D bytes and a scale of 2, for the key and for the value."""
+    config = dataclasses.replace(TINY, head_dim=128, dtype="bfloat16")
+    full, small = (kvjax.memory_needed("full", config, **SIZES, kv_dtype=kind).device for kind in (None, "int8"))
+    slots = 2 * 4160 * config.num_kv_heads * config.num_layers
+    assert full - small == slots * 2 * (256 - 130)
+    pieces = kvjax.memory_needed("full", config, **SIZES, chunk_size=1024, kv_dtype="float8_e4m3fn")
+    # Of one row: the prompt as it reads back, and what a pass takes out of a layer, with positions and a cursor.
+    row = config.num_kv_heads * (2 * 4096 * 256 + 4160 * (2 * 130 + 4)) + 4
+    assert pieces.device == small and pieces.staged == row
+    cache = jax.eval_shape(lambda: kvjax.decoding.layers.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
+    assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
+    assert row_bytes(128, "bfloat16", None) == 512
+    paris = kvjax.make("pariskv", offload=True)
+    wide, codes = (
+        kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8")
+    )
+    assert wide.host == slots * 512 == 2 * codes.host and wide.staged == wide.host // config.num_layers
+    assert codes.staged == codes.host // config.num_layers + 2 * 2 * 4096 * config.num_kv_heads * 256
+    near = sum(paris.near(4160, 64))
+    copies = 2 * config.num_kv_heads * config.num_layers * near * 256
+    assert codes.device - wide.device == slots * 4 - copies  # scales of all slots, and half as many bytes of copies
+    sizes = {**SIZES, "chunk_size": 1024, "spare": 0, "kv_dtype": "int8"}
+    assert kvjax.offload_share(paris, config, **sizes, device_bytes=codes.device + codes.staged) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_who_takes_it(name):
+    """What the class says is what its layers say; the message about another method's refusal asks the classes."""
+    layers = layer_methods(example(name), TINY)
+    assert all(layer.quantisable for layer in layers) == bool(example(name).quantisable) == (name not in OWN)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="kv_dtype must be 'int8' or 'float8_e4m3fn', or None .*, got 'int4'"):
+        kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int4")
+    for name in OWN:
+        called = registry.builtin()[name].__name__
+        with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
+            kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
+    for wrap in (lambda x: kvjax.Prefill(method=x), lambda x: kvjax.Stages(evict=example("snapkv"), retrieve=x)):
+        said = "ThinK has .*; take kv_dtype=None, or a method other than MosaicKV, ShadowKV, ThinK: all others take it"
+        with pytest.raises(ValueError, match=said):
+            kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")
+    with assume_machine("tpu"), pytest.raises(ValueError, match="Quest: offload must be False with .* on a TPU, .* got True"):
+        kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), TINY, **SIZES, kv_dtype="int8")

@@ -1,0 +1,298 @@
+"""Layers with a sliding window store their window, whatever the method; the method applies to the other layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import rope
+from kvjax.accounting.stats import step_cost
+from kvjax.cache import LayerCache
+from kvjax.decoding.decode import run_extend, run_step
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.sliding_window import SlidingWindow, layer_windows, window_attention
+from tests.harness import (
+    ALL,
+    METHODS,
+    TINY,
+    any_example,
+    drive,
+    example,
+    frequencies,
+    generous,
+    padded,
+    prompts,
+    random_tokens,
+    repeated,
+    tiny_params,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+FIRST = dataclasses.replace(TINY, windows=(6, None))  # the second layer is the method's
+EVERY = dataclasses.replace(TINY, windows=(6, 17))
+QUESTIONS = [[5, 9, 2, 7], [8], []]
+STEPS = 8
+
+
+# ---- one layer ----------------------------------------------------------------------------------------------------
+
+
+def masked(q, k, v, window):
+    """Causal attention with a window in float64 loops: rotated q [G, T, D], k and v [T, D] to [G, T, D]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for group, i in np.ndindex(q.shape[:2]):
+        seen = [j for j in range(len(k)) if i - window < j <= i]
+        weight = np.exp(k[seen] @ q[group, i] / np.sqrt(q.shape[-1]))
+        out[group, i] = weight @ v[seen] / weight.sum()
+    return out
+
+
+LENGTHS = np.array([1, 5, 6, 7, 23])
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [
+        (6, 5),
+        pytest.param(6, None, marks=pytest.mark.thorough),
+        pytest.param(1, 7, marks=pytest.mark.thorough),
+        pytest.param(23, 4, marks=pytest.mark.thorough),
+        pytest.param(24, None, marks=pytest.mark.thorough),
+        pytest.param(99, 8, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_layer_attends_to_its_window_and_stores_nothing_else(window, chunk):
+    q, k, v = random_tokens(0, len(LENGTHS), 2, 2, LENGTHS.max() + STEPS, 8)
+    method = SlidingWindow(window=window)
+    got = drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max()), chunk=chunk, poison=True)
+    at = np.arange(q.shape[-2], dtype=np.int32)
+    q, k = (np.asarray(rope.rotate(x, at, frequencies(8))) for x in (q, k))
+    for row, length in enumerate(LENGTHS):
+        end = length + STEPS
+        for head in range(2):
+            want = masked(q[row, head, :, :end], k[row, head, :end], v[row, head, :end], window)
+            np.testing.assert_allclose(got.prompt[row, head, :, :length], want[:, :length], atol=1e-5)
+            np.testing.assert_allclose(got.outputs[:, row, head], want[:, length:].swapaxes(0, 1), atol=1e-5)
+        for step in range(STEPS):
+            inside = range(max(0, length + step + 1 - window), length + step + 1)
+            for held in (got.attended, got.kept):
+                assert set(np.flatnonzero(held[step, row].all(axis=0))) == set(inside)
+                assert set(np.flatnonzero(held[step, row].any(axis=0))) == set(inside)
+    assert got.state.num_slots == min(window, -(-23 // (chunk or 23)) * (chunk or 23) + STEPS)
+    cost = method.cost(got.state, None)
+    np.testing.assert_array_equal(cost.attended, np.minimum(LENGTHS + STEPS, window))
+    np.testing.assert_array_equal(cost.kv_bytes, np.minimum(LENGTHS + STEPS, window) * 2 * 2 * 8 * 4)
+
+
+def test_queries_in_blocks_attend_as_all_at_once(monkeypatch):
+    """A prompt far longer than its window is read in blocks of queries, and each meets only the keys near it."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(1, 1, 2, 50, 8)), rng.normal(size=(1, 1, 56, 8)), rng.normal(size=(1, 1, 56, 8))
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    v[:, :, :2] = np.nan
+    present = np.arange(56)[None] >= 2
+    monkeypatch.setattr("kvjax.decoding.sliding_window._LOGITS", 7 * 16)
+    lowered = jax.jit(functools.partial(window_attention, window=7)).lower(q, k, v, present)
+    assert "x50x56x" not in lowered.as_text() and "x16x22x" in lowered.as_text()
+    got = np.asarray(lowered.compile()(q, k, v, present))
+    whole = np.concatenate([np.zeros((2, 4, 8)), q[0, 0]], axis=1)
+    np.testing.assert_allclose(got[0, 0], masked(whole, k[0, 0, 2:], v[0, 0, 2:], 7)[:, 4:], atol=1e-5)
+
+
+# ---- which layers have a window -----------------------------------------------------------------------------------
+
+
+def test_a_method_runs_in_the_layers_without_a_window_only():
+    quest = example("quest", num_dense_layers=0)
+    methods = layer_methods(quest, dataclasses.replace(TINY, num_layers=4, windows=(None, 6, None, 17)))
+    assert methods == (quest, SlidingWindow(window=6), quest, SlidingWindow(window=17))
+    assert layer_methods(quest, TINY) == (quest, quest)
+
+
+def test_windows_of_a_model_of_ones_own():
+    @dataclasses.dataclass(frozen=True)
+    class Windows:
+        num_layers: int = 2
+        windows: tuple = ()
+
+    assert layer_windows(Windows()) == (None, None) and layer_windows(Windows(windows=(None, 3))) == (None, 3)
+    for wrong in ((3,), (3, 0), (3, 2.0), (3, True)):
+        with pytest.raises(ValueError, match="a whole number of tokens or None for each of 2 layers, got"):
+            layer_windows(Windows(windows=wrong))
+
+    class Silent:
+        num_layers = 2
+
+    assert layer_windows(Silent()) == (None, None)
+
+
+def test_memory_is_that_of_the_window():
+    sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8, "chunk_size": 16}
+    full, some, every = (kvjax.memory_needed("full", x, **sizes).device for x in (TINY, FIRST, EVERY))
+    slot = TINY.num_kv_heads * (2 * TINY.head_dim * 4 + 4)  # key, value and position
+    assert full - some == (72 - 6) * slot and full - every == (2 * 72 - 6 - 17) * slot
+    away = kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), FIRST, **sizes)
+    assert away.host == TINY.num_kv_heads * 72 * 2 * TINY.head_dim * 4, "a layer with a window stays on the device"
+
+
+# ---- the whole model ----------------------------------------------------------------------------------------------
+
+
+def read(config, method, rows=None, **options):
+    tokens, lengths = padded(prompts() if rows is None else rows)
+    options = {"pad_multiple": 1, "max_new_tokens": 24, **options}
+    return kvjax.prefill(tiny_params(), tokens, lengths=lengths, config=config, method=method, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def reference(config, tokens):
+    """Logits [B, T, V] of the model under dense attention with the windows as masks."""
+    inv_freq = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    at = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+
+    def attend(layer, state, q, k, v):
+        q, k = rope.rotate(q, at, inv_freq), rope.rotate(k, at, inv_freq)
+        seen = at[None] <= at[:, None]
+        if config.windows[layer] is not None:
+            seen &= at[None] > at[:, None] - config.windows[layer]
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(np.float32(config.head_dim))
+        weight = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", weight, v), state
+
+    return config.apply(tiny_params(), tokens, attend, (None,) * config.num_layers)[0]
+
+
+def asked(config, method, **options):
+    """A prompt, a ragged question and STEPS tokens."""
+    cache = kvjax.extend(tiny_params(), read(config, method, **options), QUESTIONS)
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=STEPS, eos_token_ids=())
+
+
+def check_tokens(config, got):
+    """Assert that ``got`` has the greedy tokens and the logits of the masked model."""
+    rows = [[*row, *more] for row, more in zip(prompts(), QUESTIONS, strict=True)]
+    tokens, lengths = padded([row + new for row, new in zip(rows, np.asarray(got.tokens).tolist(), strict=True)], 52)
+    logits = np.asarray(reference(config, tokens))
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(logits[row, length - STEPS - 1 : length - 1].argmax(axis=-1), got.tokens[row])
+        np.testing.assert_allclose(got.cache.logits[row], logits[row, length - 1], atol=2e-4)
+
+
+def check_windows(config, cache):
+    """Assert that layers with a window hold its slots and no others, and those without are the method's."""
+    for window, state in zip(config.windows, cache.layers, strict=True):
+        if window is not None:
+            assert type(state) is LayerCache and state.key.shape[2] == state.position.shape[2] == window
+
+
+def test_prompt_logits_are_those_of_the_masked_model():
+    """Full, one chunk; what follows the prompt, chunks and all methods are below, under --thorough."""
+    cache = read(FIRST, "full")
+    logits = np.asarray(reference(FIRST, padded(prompts())[0]))
+    for row, prompt in enumerate(prompts()):
+        np.testing.assert_allclose(cache.logits[row], logits[row, len(prompt) - 1], atol=2e-4)
+    check_windows(FIRST, cache)
+    stats = jax.jit(step_cost)(cache)
+    assert stats.is_no_op.all()
+    np.testing.assert_array_equal(stats.full_bytes_read, (stats.length + 6) * 2 * 8 * 4 * 2)
+    np.testing.assert_array_equal(stats.visible, (stats.length + 6) / 2)
+
+
+def after(config, method):
+    """The shapes of a cache after a prompt, a question and a decode step."""
+
+    def run():
+        cache = run_extend(tiny_params(), read(config, method), *map(jnp.asarray, padded(QUESTIONS, 4)))
+        return run_step(tiny_params(), cache, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool))
+
+    return jax.eval_shape(run)
+
+
+@pytest.mark.parametrize("name", repeated(METHODS, but=["chess"]))
+def test_a_model_of_windows_only_runs_under_every_method(name):
+    """Every method is then `Full` over windows: same shapes, and no shared state."""
+    cache = after(dataclasses.replace(EVERY, dtype="bfloat16"), any_example(name))
+    check_windows(EVERY, cache)
+    assert cache.shared is None
+    assert {x.dtype for state in cache.layers for x in (state.key, state.value)} == {jnp.dtype("bfloat16")}
+
+
+def test_state_that_layers_share_is_of_the_layers_without_a_window():
+    method = example("chess")
+    plain, windowed = after(TINY, method), after(FIRST, method)
+    check_windows(FIRST, windowed)
+    shapes = [[x.shape for x in jax.tree.leaves(cache.layers[1])] for cache in (plain, windowed)]
+    assert shapes[0] == shapes[1]
+    width = [cache.shared.tree.vectors.shape[2] for cache in (plain, windowed)]
+    assert width == [2 * 2 * 8, 2 * 8] and windowed.shared.num_layers == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ALL)
+def test_every_method_that_keeps_everything_equals_the_masked_model(name):
+    got = asked(FIRST, generous(name), chunk_size=16)
+    check_tokens(FIRST, got)
+    check_windows(FIRST, got.cache)
+    assert got.stats.is_no_op.all()
+    np.testing.assert_array_equal(got.stats.full_bytes_read, (got.stats.length + 6) * 2 * 8 * 4 * 2)
+    np.testing.assert_array_equal(got.stats.visible, (got.stats.length + 6) / 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("windows", [(6, 17), (None, 17), (1, 40), (45, None), (100, 64)])
+@pytest.mark.parametrize("chunk_size", [8192, 16, 5])
+def test_windows_of_every_size_equal_the_masked_model(windows, chunk_size):
+    config = dataclasses.replace(TINY, windows=windows)
+    check_tokens(config, asked(config, "full", chunk_size=chunk_size))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ALL)
+def test_ragged_rows_of_every_method_equal_alone(name):
+    """The examples select and evict, in the layer without a window."""
+    together = asked(FIRST, any_example(name))
+    check_windows(FIRST, together.cache)
+    for row in range(2):
+        cache = read(FIRST, any_example(name), [prompts()[row]])
+        cache = kvjax.extend(tiny_params(), cache, [QUESTIONS[row]])
+        alone = kvjax.generate(tiny_params(), cache, max_new_tokens=STEPS, eos_token_ids=())
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        assert float(alone.stats.attended[0]) == float(together.stats.attended[row])
+
+
+@pytest.mark.thorough
+def test_saved_forked_swept_and_streamed(tmp_path):
+    params, method = tiny_params(), example("chess")
+    want = kvjax.generate(params, read(FIRST, method), max_new_tokens=STEPS, eos_token_ids=()).tokens
+    cache = read(FIRST, method)
+    kvjax.save_cache(tmp_path / "cache", cache)
+    copies = kvjax.generate(params, kvjax.fork(cache, 2), max_new_tokens=STEPS, eos_token_ids=())
+    np.testing.assert_array_equal(copies.tokens[::2], want)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=FIRST, method=method)
+    pieces = list(kvjax.stream(params, loaded, max_new_tokens=STEPS, eos_token_ids=()))
+    np.testing.assert_array_equal([sum(rows, []) for rows in zip(*pieces, strict=True)], want)
+    tokens, lengths = padded(prompts())
+    settings = [example("snapkv", capacity=12, budget=budget) for budget in (8, 12)]
+    swept = kvjax.sweep(
+        params, tokens, [*settings, "full"], lengths=lengths, config=FIRST, max_new_tokens=STEPS, eos_token_ids=()
+    )
+    for result in swept:
+        cache = read(FIRST, result.method, pad_multiple=128)
+        alone = kvjax.generate(params, cache, max_new_tokens=STEPS, eos_token_ids=())
+        np.testing.assert_array_equal(result.tokens, alone.tokens)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["chess", "pariskv", "quest", "tokenselect"])
+def test_offloaded_layers_beside_windows(name):
+    resident, away = (asked(FIRST, example(name, offload=share)) for share in (False, True))
+    np.testing.assert_array_equal(resident.tokens, away.tokens)
+    assert away.stats.host_bytes > 0
+    check_windows(FIRST, away.cache)

@@ -1,0 +1,188 @@
+"""Methods outside of kvjax: by path, by entry point, registered; what records and settings say of them; their contract."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+import sys
+
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+import kvjax
+import kvjax.__main__ as command
+from experiments.answering import METHODS, paper_method
+from experiments.cli.main import main
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.records import knobs_of
+from kvjax import plugins, registry, testing
+from kvjax.cache import LayerCache
+from kvjax.families import AppendOnly, Eviction
+from kvjax.method import Prompt
+from kvjax.methods import Quest
+from kvjax.testing import check_method, laws
+from kvjax.typing import pytree
+from tests import outside_method
+from tests.outside_method import Newest
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PATH = "tests.outside_method:Newest"
+ROOT = pathlib.Path(__file__).parents[2]
+ANNOUNCED = plugins._announced.__wrapped__  # the tests' configuration replaces the function itself
+
+
+@pytree
+class Forgetful(AppendOnly):
+    """Makes metadata that a decode step then drops."""
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array]:
+        return cache, jnp.zeros(cache.position.shape[:1])
+
+
+# ---- how it is found ------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_method_has_a_name():
+    with pytest.raises(ValueError, match="unknown method 'newest'"):
+        kvjax.make("newest")
+    assert kvjax.register(Newest) is Newest
+    assert kvjax.make("Newest", budget=3) == Newest(budget=3)
+    assert registry.classes()["newest"] is Newest and "newest" not in registry.builtin()
+    assert "newest" not in METHODS and "Newest" not in registry.markdown()
+    assert kvjax.register(Newest) is Newest  # a cell that is run again
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "told"),
+    [
+        (3, TypeError, "a method must be a subclass of kvjax.method.Method, got 3"),
+        (dict, TypeError, "a method must be a subclass of kvjax.method.Method, got the class dict"),
+        (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
+        (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
+        (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.typing.pytree, got Bare without it"),
+        (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),
+    ],
+)
+def test_what_register_refuses(cls, error, told):
+    with pytest.raises(error, match=told):
+        kvjax.register(cls)
+    assert not plugins.outside()
+
+
+def test_two_classes_of_one_name_are_refused():
+    kvjax.register(Newest)
+    with pytest.raises(ValueError, match="'newest' belongs to tests.outside_method:Newest, got .*: rename the class"):
+        kvjax.register(pytree(type("Newest", (Newest,), {})))
+
+
+def test_a_path_is_imported():
+    assert registry.find(PATH) is Newest and registry.canonical_name(PATH) == "newest"
+    assert kvjax.make(PATH, budget=5) == Newest(budget=5)
+    assert registry.find("kvjax.methods:Quest") is kvjax.methods.Quest and registry.lasting_name("quest") == "quest"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere.methods:Newest", "there is no module 'nowhere', which the method 'nowhere.methods:Newest' needs"),
+        ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
+        ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
+        ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
+        ("tests.outside_method:", "is named package.module:Class, got"),
+    ],
+)
+def test_bad_paths(path, told):
+    with pytest.raises(ValueError, match=told):
+        kvjax.make(path)
+
+
+def test_a_file_of_the_current_directory_is_found(tmp_path, monkeypatch):
+    """It hides nothing, and the search path stays as it was."""
+    (tmp_path / "kvjax_users_file.py").write_text(pathlib.Path(outside_method.__file__).read_text())
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert kvjax.make("kvjax_users_file:Newest", budget=4).budget == 4
+    assert sys.path == before
+    monkeypatch.delitem(sys.modules, "kvjax_users_file")
+
+
+def test_installed_packages_announce_methods(monkeypatch):
+    def entries(group):
+        assert group == "kvjax.methods"
+        values = (PATH, "tests.nowhere:Lost", "tests.outside_method:jnp", "kvjax.methods.quest:Quest")
+        return [importlib.metadata.EntryPoint(f"name{at}", value, group) for at, value in enumerate(values)]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entries)
+    with pytest.warns(UserWarning) as warned:
+        assert {**ANNOUNCED()} == {"newest": Newest, "quest": kvjax.methods.Quest}
+    said = [str(warning.message) for warning in warned]
+    assert len(said) == 2 and "'tests.nowhere:Lost' of an installed package is left out: ModuleNotFoundError" in said[0]
+    assert "'tests.outside_method:jnp'" in said[1] and "subclass of kvjax.method.Method" in said[1]
+    monkeypatch.setattr(plugins, "_announced", lambda: {"newest": Newest})
+    assert registry.find("newest") is Newest and registry.lasting_name("newest") == PATH
+
+
+# ---- what is said of it ---------------------------------------------------------------------------------------------
+
+
+def test_ls_lists_it(capsys):
+    assert main(["ls", PATH]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"Newest (--method {PATH})") and "no paper" in text and "arxiv.org" not in text
+    assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text and "or Newest(KNOB=VALUE)" in text
+    assert main(["ls"]) == 0
+    assert f"\nnewest  [no paper]  from {PATH}\n" in capsys.readouterr().out
+    assert main(["ls", "--json"]) == 0
+    listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert listed["newest"]["path"] == PATH and listed["newest"]["outside"] and not listed["quest"]["outside"]
+
+
+def test_records_and_settings_name_its_path():
+    """So that the row tells whose method it is, and config.yaml runs in another process."""
+    assert "class" not in knobs_of(kvjax.make("quest"))
+    settings = EvaluationSettings.from_mapping({"methods": [{PATH: {"budget": 8}}, "quest"], "tasks": "passkey"}, "a test")
+    assert [choice.label for choice in settings.choices] == ["full", "newest(budget=8)", "quest"]
+    assert settings.as_dict()["methods"] == [{PATH: {"budget": 8}}, "quest"]
+    assert knobs_of(kvjax.make("newest", budget=8)) == {"class": PATH, "budget": 8, "capacity": 8}
+    made = paper_method(PATH, 800, tokenizer=None, config=testing.TinyModel())
+    assert made.name == "newest" and made.method.budget == 100 and made.note == "1/8 of the context"
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
+
+
+def test_broken_laws_are_named(monkeypatch):
+    """All broken laws at once, each with what it says; here only the laws that need no compiled program."""
+    monkeypatch.setattr(testing, "_LAYER", ())
+    monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept))
+    told = "2 of 2 laws are broken\n\ndecoding_keeps_structure_shapes_and_dtypes: The cache can be the carry of a loop"
+    with pytest.raises(AssertionError, match=told) as broken:
+        check_method(Forgetful)
+    said = str(broken.value)
+    assert "\na decode step changed the structure of the cache from" in said
+    assert "\n\nbfloat16_is_kept: Keys and values stay in the dtype of the model; logits are float32.\nTypeError: " in said
+
+
+@pytest.mark.thorough
+def test_a_method_outside_obeys_the_laws():
+    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 15
+
+
+# ---- python -m kvjax ------------------------------------------------------------------------------------------------
+
+
+def test_a_foreign_package_that_hides_ours_is_named(tmp_path, monkeypatch, capsys):
+    """A folder "models" of the current directory hides nothing; one that stands first on the search path is named."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert command.main(["--version"]) == 0 and sys.path[0] != str(tmp_path)
+    assert capsys.readouterr().out.startswith("kvjax ")
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path), *sys.path])
+    assert command.main(["--version"]) == 2
+    assert f"kvjax needs its own package 'models' in {ROOT}, but {tmp_path / 'models'} hides it" in capsys.readouterr().err

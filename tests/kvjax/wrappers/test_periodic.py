@@ -1,0 +1,366 @@
+"""`Periodic`: evictions that are applied again while decoding, beside float64 loops; what bounds its memory; refusals."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import registry
+from kvjax.decoding.decode import run_decode, run_step
+from kvjax.decoding.prefill import run_prefill
+from kvjax.decoding.sampling import Sampler
+from kvjax.method import Inputs, LayerSpec, num_bytes, settle_due
+from kvjax.methods import (
+    RKV,
+    AdaKV,
+    ExpectedAttention,
+    Full,
+    HeadKV,
+    KeyDiff,
+    Knorm,
+    ObservedAttention,
+    PyramidKV,
+    Quest,
+    SnapKV,
+)
+from kvjax.testing.layer import stored
+from kvjax.testing.model import TinyModel
+from kvjax.typing import EMPTY
+from tests.harness import example, frequencies, oracle, random_tokens
+from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
+from tests.oracles.plain import best, keep_again, rotate_all, softmax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LENGTHS = np.array([40, 13, 6, 1])
+PROMPT, STEPS, DIM = 40, 14, 8
+ACTIVE = np.arange(STEPS)[:, None] % [STEPS + 1, 3, 5, 4] != 2  # [N, B], whether a row gets a token in a step
+SNAP = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+HEADS = {**SNAP, "budget": 9, "beta": 1.25, "scores": ((1.0, 4.0), (2.0, 1.0))}
+ADA = {**SNAP, "budget": 9, "head_factor": 1.4, "safeguard": 0.5}
+EXPECTED = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
+
+
+class Row:
+    """A row's tokens for the rules: float64, un-rotated and rotated."""
+
+    def __init__(self, q, k, v, inv_freq):
+        self.q, self.k, self.v = (np.asarray(x, np.float64) for x in (q, k, v))
+        self.rotated_q, self.rotated_k, self.inv_freq = rotate_all(q, inv_freq), rotate_all(k, inv_freq), inv_freq
+
+
+def snapkv_rule(row, tokens, t, budget, **knobs):
+    """What SnapKV does to a prompt, done to the tokens of each head, as if these were a prompt."""
+    kept = []
+    for h, own in enumerate(tokens):
+        chosen = snapkv.keep(row.rotated_q[:, :, own], row.rotated_k[:, own], h, len(own), budget, **knobs)
+        kept.append({own[at] for at in chosen})
+    return kept
+
+
+def knorm_rule(row, tokens, t, budget):
+    norms = [{i: -float(np.sum(np.square(row.k[h, i]))) for i in own} for h, own in enumerate(tokens)]
+    return [best(own, budget) for own in norms]
+
+
+def expectedattention_rule(row, tokens, t, **knobs):
+    """The moments are those of all queries; the shares are among the tokens that are left."""
+    given = row.q, row.rotated_k, row.v
+    return [expectedattention.keep(*given, h, own, t + 1, row.inv_freq, **knobs) for h, own in enumerate(tokens)]
+
+
+def adakv_rule(row, tokens, t, budget, head_factor, safeguard, **window):
+    return adakv.keep(window_scores(row, tokens, t, **window), budget, head_factor, safeguard)
+
+
+def headkv_rule(row, tokens, t, budget, beta, scores, **window):
+    found = window_scores(row, tokens, t, **window)
+    sizes = [headkv.budget_of(0, h, budget, window["obs_window"], beta, scores) for h in range(len(tokens))]
+    return [best(own, size) for own, size in zip(found, sizes, strict=True)]
+
+
+def window_scores(row, tokens, t, obs_window, kernel, pooling, interval):
+    """Tokens since the last eviction stand behind the longest head, so a shorter head has empty slots before them."""
+    assert pooling == "avg"
+    longest = max(map(len, tokens))
+    full = []
+    for h, own in enumerate(tokens):
+        old = len(own) - interval
+        slots = own if old < 0 else [*own[:old], *[None] * (longest - len(own)), *own[old:]]
+        received = np.zeros((row.q.shape[1], len(slots)))
+        for asked in range(max(t + 1 - obs_window, 0), t + 1):
+            seen = [at for at, i in enumerate(slots) if i is not None and i <= asked]
+            for g in range(len(received)):
+                query, keys = row.rotated_q[h, g, asked], row.rotated_k[h]
+                weight = softmax([float(query @ keys[slots[at]]) / np.sqrt(len(query)) for at in seen])
+                for at, share in zip(seen, weight, strict=True):
+                    received[g, at] += share * (slots[at] <= t - obs_window)
+        pooled = received.mean(axis=0)
+        around = [pooled[max(at - kernel // 2, 0) : at + kernel // 2 + 1].sum() / kernel for at in range(len(slots))]
+        full.append({i: np.inf if i > t - obs_window else around[at] for at, i in enumerate(slots) if i is not None})
+    return full
+
+
+# Method, its rule, the rule's knobs, those that differ while decoding, and the interval.
+CASES = [
+    (kvjax.Periodic(evict=SnapKV(**SNAP), interval=4), snapkv_rule, SNAP, {}, 4),
+    (kvjax.Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), snapkv_rule, SNAP, {"budget": 7}, 2),
+    (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
+    (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
+    (kvjax.Periodic(evict=AdaKV(**ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
+    (kvjax.Periodic(evict=HeadKV(**HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
+]
+ALONE = ("rkv", "triattention")  # are periodic by themselves
+
+
+@functools.cache
+def rows():
+    return *random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM), frequencies(DIM)
+
+
+@jax.jit
+def positions(methods, q, k, v, inv_freq):
+    """The positions that each method has after each of `STEPS` steps, int32 [N, B, H, S], and the outputs."""
+    spec = LayerSpec(
+        batch=len(LENGTHS), num_kv_heads=2, group_size=2, head_dim=DIM, dtype="float32", prompt_slots=PROMPT,
+        max_new_tokens=STEPS,
+    )  # fmt: skip
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+
+    def inputs(at, position, start=None):
+        def pick(x):
+            return jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
+
+        return Inputs(
+            query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq, shared=None,
+            start=start,
+        )  # fmt: skip
+
+    whole = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32)[None], (len(LENGTHS), PROMPT))
+    given = inputs(whole, jnp.where(whole < lengths[:, None], whole, EMPTY), 0)
+    states = [method.finish(method.attend(method.init(spec), given)[1], spec) for method in methods]
+
+    def step(states, given):
+        active, before = given
+        at = (lengths + before)[:, None]
+        token = inputs(at, jnp.where(active[:, None], at, EMPTY))
+        found = [method.attend(state, token) for method, state in zip(methods, states, strict=True)]
+        states = settle_due(methods, tuple(state for _, state in found))
+        return list(states), [(state.cache.position, out[..., 0, :]) for state, (out, _) in zip(states, found, strict=True)]
+
+    before = jnp.asarray(np.cumsum(ACTIVE, axis=0) - ACTIVE, jnp.int32)
+    return jax.lax.scan(step, states, (jnp.asarray(ACTIVE), before))[1]
+
+
+@pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
+def test_what_is_kept_again_is_what_the_oracles_keep(cases):
+    """Each row counts its own tokens: it goes on while others are evicted. By default those of `ALONE`."""
+    methods = [example(at) if at in ALONE else CASES[at][0] for at in cases]
+    found = positions([method.for_layer(0, 2) for method in methods], *rows())
+    for at, method, (position, outputs) in zip(cases, methods, found, strict=True):
+        evicted = 0
+        for row, length in enumerate(LENGTHS.tolist()):
+            want = wanted(at, row, length)
+            assert ACTIVE[:, row].sum() == len(want.kept)
+            for step, kept in zip(np.flatnonzero(ACTIVE[:, row]), want.kept, strict=True):
+                got = [set(x[x >= 0].tolist()) for x in np.asarray(position[step, row])]
+                assert got == kept, f"{method}: prompt of {length}, step {step}"
+                output = want.outputs[ACTIVE[:step, row].sum()]
+                np.testing.assert_allclose(outputs[step, row], output, atol=1e-4, rtol=0)
+            evicted += sum(seen != kept for seen, kept in zip(want.attended, want.kept, strict=True))
+        assert evicted > 3, "no eviction to compare"
+
+
+def wanted(at, row, length):
+    """The oracle's run of a row: of one of `CASES`, or of `ALONE`."""
+    q, k, v = (x[row][..., : length + ACTIVE[:, row].sum(), :] for x in rows()[:3])
+    inv_freq = rows()[3]
+    if at in ALONE:
+        return oracle(at).run(q, k, v, length, inv_freq, **oracle(at).KNOBS)
+    _, rule, knobs, later, interval = CASES[at]
+    given = Row(q, k, v, inv_freq)
+    kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
+    again = functools.partial(rule, given, **{**knobs, **later})
+    return keep_again(given.rotated_q, given.rotated_k, given.v, length, interval, kept, again)
+
+
+@pytest.mark.thorough
+def test_redundancy_is_that_of_the_oracle():
+    """Also with keys that repeat each other, and empty slots behind them."""
+    key = np.array(rows()[1][:1, :, :40])
+    key[:, :, 20:] = key[:, :, :20]
+    valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
+    for threshold in (0, 0.3, 0.9):
+        got = RKV(threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
+        for head in range(key.shape[1]):
+            want = rkv.redundancy(np.asarray(key[0, head, :37], np.float64), threshold)
+            np.testing.assert_allclose(got[0, head, :37], want, atol=1e-7)
+        assert not np.asarray(got[..., 37:]).any()
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+BOUNDED = [
+    (kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=7, interval=4), 12 + 2 * 4 - 1),
+    (kvjax.Periodic(evict=Knorm(budget=7), budget=jnp.int32(9), capacity=12, interval=1), 12 + 1),
+    (kvjax.Periodic(evict=AdaKV(budget=12, obs_window=5, head_factor=1.5), interval=4), 18 + 2 * 4 - 1),
+    (RKV(budget=12, interval=4), 12 + 2 * 4 - 1),
+]
+
+
+@pytest.mark.parametrize("method, slots", BOUNDED, ids=lambda x: type(x).__name__)
+def test_storage_does_not_depend_on_how_many_tokens_follow(method, slots):
+    """Ten thousand or a million: from shapes alone. A decoding loop cannot change them."""
+    tiny = TinyModel(num_layers=1)
+    params = jax.eval_shape(tiny.random_params)
+    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 32), (2,)))
+
+    def after(room):
+        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=room, chunk_size=32)
+        return jax.eval_shape(read, params, tokens, length).layers
+
+    short, long = after(10_000), after(1_000_000)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), short) == jax.tree.map(lambda x: (x.shape, x.dtype), long)
+    assert stored(short).num_slots == slots
+
+
+def test_a_long_generation_keeps_its_bytes():
+    """Budget and interval bound what is held, however many tokens were generated: one program for prompt and loop."""
+    tiny, steps = TinyModel(num_layers=1, num_q_heads=2, num_kv_heads=1), 610
+    method = kvjax.Periodic(evict=SnapKV(budget=9, obs_window=3), interval=4)
+    tokens, length = jnp.full((2, 20), 5, jnp.int32), jnp.array([20, 3], jnp.int32)
+
+    @jax.jit
+    def run(params):
+        cache = run_prefill(params, tokens, length, method, model=tiny, max_new_tokens=10_000, chunk_size=20)
+        nobody, eos = jnp.zeros((2,), bool), jnp.zeros((0,), jnp.int32)
+        end = run_decode(params, cache, Sampler(), None, eos, nobody, steps=steps, stop_early=False)
+        return cache.layers, end.cache.layers
+
+    before, after = run(tiny.random_params())
+    assert num_bytes(before) == num_bytes(after) and stored(after).num_slots == 9 + 2 * 4 - 1
+    held = np.asarray(stored(after).valid.sum(axis=2))
+    np.testing.assert_array_equal(held, 9 + steps % 4)
+    np.testing.assert_array_equal(stored(after).cursor, held[:, 0])
+    np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
+
+
+@pytest.mark.thorough
+def test_ten_thousand_tokens_in_calls_of_any_length():
+    """Questions are read in blocks of the interval; the counter of a row goes on from call to call."""
+    tiny = TinyModel(num_layers=2, max_position_embeddings=1 << 16)
+    params = tiny.random_params()
+    method = kvjax.PerLayer(layers={0: kvjax.Periodic(evict=Knorm(budget=6), interval=3)}, default=RKV(budget=12, interval=7))
+    cache = kvjax.prefill(params, [[5] * 20, [7] * 3], config=tiny, method=method, max_new_tokens=10_000, pad_multiple=1)
+    arrays = [x.shape for x in jax.tree.leaves(cache.layers)]
+    for _ in range(5):
+        cache = kvjax.extend(params, cache, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4]])
+        out = kvjax.generate(params, cache, max_new_tokens=1999, eos_token_ids=())
+        cache = out.cache
+        assert [x.shape for x in jax.tree.leaves(cache.layers)] == arrays
+        for layer, most in zip(cache.layers, (6 + 3, 12 + 7), strict=True):
+            assert np.asarray(stored(layer).valid.sum(axis=2)).max() < most
+        assert np.asarray(out.stats.attended).max() < (9 + 19) / 2
+    np.testing.assert_array_equal(cache.length, [20 + 5 * 2008, 3 + 5 * 2000])
+
+
+def test_a_step_asks_once_whether_rows_are_due():
+    """A condition in each layer would copy the layer's cache in every step, and may wait for the host there."""
+    tiny = TinyModel(num_layers=3)
+    params, tokens, length = jax.eval_shape(tiny.random_params), *(jnp.zeros(n, jnp.int32) for n in ((1, 64), (1,)))
+    loops = []
+    for method in (SnapKV(budget=40), kvjax.Periodic(evict=SnapKV(budget=40), interval=16)):
+        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
+        cache = jax.eval_shape(read, params, tokens, length)
+        step = jax.make_jaxpr(run_step)(params, cache, tokens[:, :1], jnp.ones((1, 1), bool)).jaxpr
+        names = [equation.primitive.name for equation in step.eqns]  # not those inside a loop
+        assert "cond" not in names
+        loops.append(names.count("while"))
+    assert loops[1] == loops[0] + 1
+
+
+@pytest.mark.thorough
+def test_only_an_eviction_copies_the_cache():
+    """A step in which no row is due copies what it copies under the eviction alone."""
+    tiny = TinyModel(num_layers=1)
+    params, cell = jax.eval_shape(tiny.random_params), (jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+    given = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def copies(method):
+        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
+        cache = jax.eval_shape(read, params, *given)
+        store = stored(cache.layers[0]).key.shape
+        step = jax.jit(lambda params, cache: run_step(params, cache, *cell), donate_argnums=1)
+        of_layer = re.compile(rf"= f32\[{','.join(map(str, store))}\]\S* copy\(")
+        counted, inside = {True: 0, False: 0}, False
+        for line in step.lower(params, cache).compile().as_text().splitlines():
+            inside = inside if line.startswith(" ") else not line.startswith("ENTRY")
+            counted[inside] += bool(of_layer.search(line))
+        return counted[False], counted[True]
+
+    evict = SnapKV(budget=16, obs_window=4)
+    once, again = copies(evict), copies(kvjax.Periodic(evict=evict, interval=16))
+    assert again[0] == once[0] > 0 and again[1] > once[1]
+
+
+# ---- what wraps what ----------------------------------------------------------------------------------------------
+
+
+def test_layers_have_the_budgets_of_their_method():
+    method = kvjax.Periodic(evict=PyramidKV(budget=16, obs_window=4, beta=4), budget=10, interval=8)
+    pyramid = PyramidKV(budget=10, obs_window=4, beta=4)
+    for layer in range(3):
+        made = method.for_layer(layer, 3)
+        assert made.evict == method.evict.for_layer(layer, 3) and made.interval == 8
+        assert made.budget == made.capacity == pyramid.for_layer(layer, 3).budget
+    assert method.for_layer(0, 3).evict.budget > method.for_layer(2, 3).evict.budget
+
+
+def test_rkv_is_periodic_by_itself():
+    assert RKV(budget=16, interval=5).for_layer(0, 2) == kvjax.Periodic(evict=RKV(budget=16, interval=None), interval=5)
+    once = RKV(budget=16, interval=None)
+    assert once.for_layer(0, 2) is once
+    kvjax.Stages(evict=once, retrieve=Quest())
+    mixed = kvjax.PerLayer(layers={0: Full()}, default=kvjax.Periodic(evict=once, interval=5))
+    assert mixed.for_layer(1, 2) == RKV(budget=16, interval=5).for_layer(1, 2)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: kvjax.Periodic(evict="snapkv"), "Periodic: evict must be a kvjax method, got the name 'snapkv'"),
+        (lambda: kvjax.Periodic(evict=KeyDiff()), "evict must be a method that chooses cache slots .*, got KeyDiff"),
+        (lambda: kvjax.Periodic(evict=Full()), "evict must discard tokens, but Full keeps every token"),
+        (lambda: kvjax.Periodic(evict=Quest()), "evict must discard tokens, but Quest keeps every token"),
+        (lambda: kvjax.Periodic(evict=kvjax.make("tova")), "but TOVA evicts while decoding itself"),
+        (lambda: kvjax.Periodic(evict=RKV()), "but RKV evicts while decoding itself"),
+        (lambda: kvjax.Periodic(evict=kvjax.Periodic(evict=SnapKV())), "but Periodic evicts while decoding itself"),
+        (lambda: kvjax.Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "capacity is that of budget, .*, got capacity=64"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), interval=0), "Periodic: interval must be .* of at least 1, got 0"),
+        (lambda: RKV(budget=7), "RKV: budget must be .* at least 8 tokens .the obs_window=8.*, got 7"),
+        (lambda: kvjax.Stages(evict=kvjax.Periodic(evict=SnapKV()), retrieve=Quest()), "Periodic moves slots while decoding"),
+        (lambda: kvjax.DenseBelow(length=9, method=kvjax.Periodic(evict=SnapKV())), "Periodic discards slots"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_every_eviction_says_whether_it_can_be_applied_again():
+    """What says so may not ask for what ends with the prompt; `Periodic` checks nothing else."""
+    able = {name for name in registry.builtin() if kvjax.make(name).composable and kvjax.make(name).slots_again()}
+    assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce", "triattention"}
+    for name in able:
+        method = kvjax.make(name)
+        assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)

@@ -1,0 +1,170 @@
+"""Runs over the devices of a mesh: what needs no devices here, and laws in a process with eight (see `FILES`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
+from kvjax.accounting import memory
+from kvjax.mesh.sharding import plan_of
+from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
+from models import Experts
+from tests.harness import example
+from tests.mesh import divided_rows, eight_devices, two_processes
+from tests.mesh.eight_devices import CONFIG, STEPS, params
+from tests.mesh.processes import run_two
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = eight_devices, divided_rows
+CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
+# A method that decides by a sum over all heads, and one that decides by all slots in two ways.
+ALWAYS = ("check_refusals", "tova on 2x4", "check_divided_refusals", "quest on slots=4")
+
+OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
+
+
+def found_in(names, module="tests.mesh.divided_rows"):
+    """What a process with eight devices finds, by the names of its checks, which are functions of ``module``."""
+    # On a busy machine a device may wait longer for the others than the 40 seconds after which XLA gives up.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as the fixture quick_compile
+    done = subprocess.run(
+        [sys.executable, "-m", module, *names],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found():
+    return found_in(ALWAYS)
+
+
+@pytest.fixture(scope="module")
+def found_thorough():
+    return found_in([name for name in CHECKS if name not in ALWAYS])
+
+
+@pytest.mark.xdist_group("eight_devices_decode")
+@pytest.mark.parametrize("name", ALWAYS)
+def test_eight_devices(found, name):
+    assert found[name] is None, found[name]
+
+
+@pytest.mark.thorough
+@pytest.mark.xdist_group("eight_devices_decode")
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
+def test_eight_devices_thoroughly(found_thorough, name):
+    assert found_thorough[name] is None, found_thorough[name]
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Each has two of the four devices of a mesh; one saves a cache that both load, and loads what both have saved."""
+    saved = two_processes
+    save_cache(tmp_path / saved.SAVED_BY_ONE, saved.read(params(), example("quest")))
+    run_two("tests.mesh.two_processes", tmp_path, *OF_TWO, devices=2)
+    loaded = load_cache(tmp_path / saved.SAVED_BY_TWO, config=CONFIG, method=example("quest"))
+    out = generate(params(), loaded, max_new_tokens=STEPS, eos_token_ids=())
+    np.testing.assert_array_equal(out.tokens, saved.on_one_device("quest").tokens)
+
+
+@pytest.mark.thorough
+def test_two_processes_thoroughly(tmp_path):
+    run_two("tests.mesh.two_processes", tmp_path, *(name for name in two_processes.CHECKS if name not in OF_TWO), devices=2)
+
+
+def test_gpus_without_a_plan_are_refused():
+    """XLA's partitioner cannot divide kernels. `tests/compile_only/test_mesh.py` has true GPUs."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        id: int
+        platform: str
+        process_index: int = 0
+
+    def given(platform):
+        mesh = Mesh(np.array([Device(0, platform), Device(1, platform)]), ("tp",))
+        return {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("tp")))}
+
+    with pytest.raises(ValueError, match="parameters on several GPUs must be on a mesh with the axes 'data', 'model' and"):
+        plan_of(given("gpu"))
+    assert plan_of(given("cpu")) is None
+
+
+def test_a_model_is_divided_by_heads_and_widths():
+    experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=True, layers=(1,))
+    config = dataclasses.replace(CONFIG, experts=experts)
+    part = config.local(4)
+    assert (part.num_q_heads, part.num_kv_heads, part.intermediate_size, part.experts.intermediate_size) == (4, 2, 12, 6)
+    assert part == dataclasses.replace(config, num_q_heads=4, num_kv_heads=2, intermediate_size=12, experts=part.experts)
+    told = "num_kv_heads=8, intermediate_size=48, experts.intermediate_size=24, vocab_size=64 can be split over"
+    with pytest.raises(ValueError, match=f"{told} 1 or 2 or 4 or 8 devices .the mesh's axis 'model'., got 3"):
+        config.local(3)
+
+
+def test_memory_is_that_of_each_device():
+    sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8}
+    whole = memory_needed(Full(), CONFIG, **sizes)
+    for data, model in ((1, 8), (2, 4), (4, 2)):
+        mesh = AbstractMesh((data, model), ("data", "model"))
+        part = memory_needed(Full(), CONFIG, mesh=mesh, **sizes)
+        assert whole.device / 8 <= part.device <= 1.01 * whole.device / 8
+        # Two layers of Quest are dense.
+        assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
+    with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
+        memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
+    with pytest.raises(ValueError, match="axes of a mesh must be among 'data', 'model' and 'slots', got .'tp',"):
+        memory_needed(Full(), CONFIG, mesh=AbstractMesh((2,), ("tp",)), **sizes)
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh or AbstractMesh, got str"):
+        offload_share(Quest(), CONFIG, mesh="model=2", **sizes)
+
+
+def test_too_little_memory_is_named_for_each_device(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1 << 10)
+    sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8, "chunk_size": 64}
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    needed = memory_needed(Full(), CONFIG, mesh=mesh, **sizes)
+    with pytest.raises(MemoryError, match=f"^Full on each of 8 devices needs {re.escape(str(needed))}, got .* of free"):
+        memory.check_memory([Full()], CONFIG, mesh, None, sizes)
+
+
+def test_a_long_row_is_divided():
+    """Each device needs its part, in whole pages. A layer with a window is small: each device has all of it."""
+    sizes = {"batch": 2, "prompt_slots": 48, "max_new_tokens": 16, "chunk_size": 16}
+    mesh = AbstractMesh((4,), ("slots",))
+    for method in (Full(), Quest(page_size=8, num_dense_layers=0)):
+        whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
+        assert whole / 4 <= part <= 1.01 * whole / 4
+    paged, needed = (memory_needed(Full(), CONFIG, mesh=AbstractMesh(*of), **sizes).device for of in (
+        ((4, 2), ("slots", "model")), ((4,), ("slots",)),
+    ))  # fmt: skip
+    assert needed / 2 <= paged <= 1.01 * needed / 2
+    windows = dataclasses.replace(CONFIG, windows=(16,) * CONFIG.num_layers)
+    assert memory_needed(Full(), windows, mesh=mesh, **sizes) == memory_needed(Full(), windows, **sizes)
+    told = "MosaicKV cannot run over the mesh's axis 'slots', .* Full, Quest, ParisKV, TokenSelect and Chess can, and SnapKV"
+    with pytest.raises(ValueError, match=told):
+        memory_needed(MosaicKV(), CONFIG, mesh=mesh, **sizes)
+
+
+def test_a_long_prompt_is_divided():
+    """While it is read each device has its part; what a method keeps of it each device has whole."""
+    sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 4, "chunk_size": 16}
+    mesh = AbstractMesh((4,), ("slots",))
+    for method, share in ((SnapKV(budget=4, obs_window=2), 4), (StreamingLLM(budget=6, chunk=8), 1)):
+        whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
+        assert whole / share <= part <= 1.2 * whole / share

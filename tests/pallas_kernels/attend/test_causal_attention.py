@@ -1,0 +1,119 @@
+"""Causal attention of whole sequences, and its gradient, against float64 NumPy; cuDNN where there is a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attend.causal_attention import CAUSAL_ATTENTION, causal_attention
+from pallas_kernels.attend.causal_attention import reference as causal
+from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, dense_oracle, positioned_cache
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_attention_and_gradient_are_those_of_float64(dtype, blocked, monkeypatch):
+    if blocked:
+        monkeypatch.setattr(causal, "WHOLE", 8)
+        monkeypatch.setattr(causal, "BLOCK", 16)
+    (query, key, value), _ = positioned_cache(9, length=37, slots=37, dtype=dtype)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    run = functools.partial(causal_attention, scale=SCALE, implementation="xla")
+    position = np.broadcast_to(np.arange(37), (2, 2, 37))
+    expected = dense_oracle(query, key, value, position[:, 0], position)[0]
+    close(jax.jit(run)(query, key, value), expected, dtype)
+    # The gradient, along one random direction, is the slope of the oracle.
+    if dtype == "float32":
+        rng = np.random.default_rng(0)
+        step = [rng.normal(size=x.shape).astype(np.float32) for x in (query, key, value)]
+        aim = rng.normal(size=query.shape).astype(np.float32)
+        grads = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x) * aim), argnums=(0, 1, 2)))(query, key, value)
+        slope = sum(np.sum(np.float64(g) * s) for g, s in zip(grads, step))
+        sides = [
+            dense_oracle(*(np.float64(x) + e * s for x, s in zip((query, key, value), step)), position[:, 0], position)
+            for e in (1e-3, -1e-3)
+        ]
+        numeric = np.sum((sides[0][0] - sides[1][0]) * aim) / 2e-3
+        np.testing.assert_allclose(slope, numeric, rtol=1e-3)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
+    if blocked:
+        monkeypatch.setattr(causal, "WHOLE", 8)
+        monkeypatch.setattr(causal, "BLOCK", 16)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(1, 1, *more, 20, 8)).astype(np.float32) for more in ((2,), (), ()))
+    run = functools.partial(causal_attention, query, key, value, implementation="xla")
+    logits = np.einsum("bhgtd,bhsd->bhgts", np.float64(query), key) / np.sqrt(8)
+    distance = np.arange(20)[:, None] - np.arange(20)[None]
+    weight = np.where((distance >= 0) & (distance < 3), np.exp(logits), 0)
+    want = np.einsum("bhgts,bhsd->bhgtd", weight / weight.sum(axis=-1, keepdims=True), value)
+    np.testing.assert_allclose(run(window=3), want, atol=1e-5)
+    np.testing.assert_array_equal(run(window=20), run())
+    with pytest.raises(ValueError, match="got window=0, expected at least 1 token or None"):
+        run(window=0)
+
+
+def test_unknown_and_impossible_implementations():
+    short = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16)
+    run = functools.partial(causal_attention, short, short[:, :, 0], short[:, :, 0])
+    with pytest.raises(ValueError, match=r"implementation='fast' is unknown, expected one of \['cudnn', 'xla'\]"):
+        run(implementation="fast")
+    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
+        run(implementation="cudnn", platform="cpu")
+    long = jnp.zeros((1, 1, 1, 4, 192), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="got head_dim 192, expected a multiple of 8 up to 128"):
+        causal_attention(long, long[:, :, 0], long[:, :, 0], implementation="cudnn", platform="gpu")
+    small = long[..., :64].astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="got dtypes .'float32'., expected all bfloat16 or all float16"):
+        causal_attention(small, small[:, :, 0], small[:, :, 0], implementation="cudnn", platform="gpu")
+
+
+def test_without_cudnn_the_next_implementation_runs(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    query = jnp.ones((1, 1, 1, 4, 64), jnp.bfloat16)
+    args = query, query[:, :, 0], query[:, :, 0]
+    np.testing.assert_array_equal(causal_attention(*args, platform="gpu"), query)
+    with pytest.raises(NotImplementedError, match="got cuDNN is not detected., expected an installed cuDNN"):
+        causal_attention(*args, platform="gpu", implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dim", "whole"),
+    [
+        ("cpu", "bfloat16", 64, "xla"),
+        ("tpu", "bfloat16", 64, "xla"),
+        ("gpu", "bfloat16", 64, "cudnn"),
+        ("gpu", "float32", 64, "xla"),
+        ("gpu", "bfloat16", 80, "cudnn"),
+    ],
+)
+def test_resolve_from_shapes_alone(platform, dtype, dim, whole):
+    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
+    query = jax.ShapeDtypeStruct((1, 2, 4, 32, dim), dtype)
+    assert CAUSAL_ATTENTION.resolve(query, rows, rows, scale=SCALE, platform=platform) == whole
+
+
+@NEEDS_GPU
+def test_cudnn_is_in_the_compiled_program_and_agrees():
+    (query, key, value), _ = positioned_cache(9, length=64, slots=64, dtype="bfloat16")
+    args = query, jnp.nan_to_num(key), jnp.nan_to_num(value)
+    run = jax.jit(functools.partial(causal_attention, implementation="cudnn"))
+    assert "__cudnn$fmha" in run.lower(*args).compile().as_text()
+    close(run(*args), np.asarray(causal_attention(*args, implementation="xla"), np.float64), "bfloat16")
+
+
+def test_bad_arguments():
+    (query, key, value), _ = positioned_cache(1)
+    with pytest.raises(ValueError, match="causal_attention: got dtypes .* expected the same dtype"):
+        causal_attention(query, *(x[:, :, :5].astype(jnp.bfloat16) for x in (key, value)))
+    with pytest.raises(ValueError, match="causal_attention: got query"):
+        causal_attention(query, key, value)

@@ -1,0 +1,67 @@
+"""`cluster_estimate` against float64 NumPy: every implementation; NaN in clusters that are not chosen."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._triton.split import Config
+from pallas_kernels.attend.cluster_estimate import cluster_estimate
+from pallas_kernels.attend.cluster_estimate import pallas_triton as kernel
+from pallas_kernels.numerics import merge_partials
+from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, mapped, one_shape
+
+ESTIMATE = implementations(
+    cluster_estimate, functools.partial(kernel.cluster_estimate, config=Config(block=16, splits=3), interpret=True)
+)
+
+
+def clusters(seed, count, group=3, dim=16, dtype="float32"):
+    """The second head has chosen none."""
+    rng = np.random.default_rng(seed)
+    logits, sums = 3 * rng.normal(size=(2, 2, group, count)), rng.normal(size=(2, 2, count, dim))
+    chosen, size = rng.random((2, 2, count)) < 0.3, rng.integers(1, 40, (2, 2, count))
+    chosen[:, 1] = False
+    left_out = rng.random(chosen.shape) < 0.3
+    among = chosen & ~left_out
+    logits[np.broadcast_to(~among[:, :, None], logits.shape)], sums[~among], size[~among] = np.nan, np.nan, 0
+    flags = jnp.asarray(chosen), jnp.asarray(left_out)
+    return jnp.asarray(logits, jnp.float32), *flags, jnp.asarray(size, jnp.int32), jnp.asarray(sums, dtype)
+
+
+@every_body
+@pytest.mark.parametrize(("count", "dim"), one_shape((128, 16), (1, 16), (50, 64)))
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+def test_estimates_are_those_of_float64(name, count, dim, dtype):
+    logits, chosen, left_out, size, sums = clusters(count, count, dim=dim, dtype=dtype)
+    out, lse = compiled(ESTIMATE[name])(logits, chosen, left_out, size, sums)
+    assert np.isfinite(out).all() and out.dtype == lse.dtype == jnp.float32
+    out, lse = merge_partials(*(jnp.moveaxis(x, 2, 0) for x in (out, lse)))
+    for r, h in np.ndindex(2, 2):
+        among = np.flatnonzero(chosen[r, h] & ~left_out[r, h])
+        weight = np.exp(np.float64(logits[r, h][:, among]))
+        total = weight @ np.float64(size[r, h, among])
+        want = weight @ np.float64(sums[r, h, among]) / np.where(total > 0, total, 1)[:, None]
+        close(out[r, h], want, dtype)
+        with np.errstate(divide="ignore"):
+            close(lse[r, h], np.log(total), "float32")
+
+
+@pytest.mark.thorough
+@every_kernel
+def test_vmap(name):
+    arrays = [jnp.stack(x) for x in zip(clusters(1, 40), clusters(2, 40), strict=True)]
+    for i, many in enumerate(zip(*mapped(ESTIMATE[name])(*arrays), strict=True)):
+        for one, other in zip(compiled(ESTIMATE[name])(*(x[i] for x in arrays)), many, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_errors():
+    logits, chosen, left_out, size, sums = clusters(0, 20)
+    with pytest.raises(ValueError, match="cluster_estimate: got logits"):
+        cluster_estimate(logits[..., 1:], chosen, left_out, size, sums)
+    with pytest.raises(ValueError, match="expected float32, bool, bool and int32"):
+        cluster_estimate(logits, size, left_out, size, sums)

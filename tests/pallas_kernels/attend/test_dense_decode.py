@@ -1,0 +1,317 @@
+"""`dense_decode` against float64 NumPy; kernels run interpreted here, that for GPUs compiled on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attend.dense_decode import DENSE_DECODE, Rotation, dense_decode, pallas_tpu, pallas_triton
+from pallas_kernels.formats.quantised import quantise
+from pallas_kernels.numerics import merge_partials
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_body,
+    every_body_and_thorough_tpu,
+    every_body_and_tpu,
+    joined,
+    on_gpu_and_thorough_tpu,
+    one_shape,
+    softmax_attention,
+)
+
+CONFIG = pallas_triton.Config(block=16, splits=3)
+CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is halved
+DENSE = {
+    "xla": functools.partial(dense_decode, implementation="xla"),
+    "interpreted": functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True),
+    "interpreted_tpu": functools.partial(pallas_tpu.dense_decode, config=pallas_tpu.Config(block=128), interpret=True),
+    "pallas_triton": functools.partial(dense_decode, implementation="pallas_triton"),
+}
+
+
+def cache(seed, group=3, dim=32, slots=75, dtype="float32", rows=3, heads=2, holes=0.3):
+    """Random query, cache and limits; every slot that must not enter is NaN, held or not."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
+    position = np.argsort(rng.random((rows, heads, slots)), axis=-1).astype(np.int32)
+    position[rng.random(position.shape) < holes] = -1
+    limit = np.asarray([slots, 0, slots // 2 + 1][:rows], np.int32)
+    seen = (position >= 0) & (np.arange(slots) < limit[:, None, None])
+    key[~seen], value[~seen] = np.nan, np.nan
+    arrays = [jnp.asarray(x, dtype) for x in (query, key, value)]
+    return arrays, {"position": jnp.asarray(position), "limit": jnp.asarray(limit)}, seen
+
+
+@every_body_and_tpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("group", "dim", "slots"),
+    one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130), (4, 128, 300), (1, 128, 128)),
+)
+def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
+    arrays, rest, seen = cache(slots, group, dim, slots, dtype)
+    run = compiled(DENSE[name], scale=SCALE)
+    out, lse = run(*arrays, **rest)
+    query, key, value = (np.asarray(x, np.float32) for x in arrays)
+    expected = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    close(out, expected[0], dtype)
+    close(lse, expected[1], dtype)
+    assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
+    for first, second in zip((out, lse), run(*arrays, **rest)):
+        np.testing.assert_array_equal(first, second)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("width", "dim", "slots", "splits"),
+    one_shape((80, 32, 75, 3), (16, 64, 40, 1), (112, 128, 100, 5), (64, 32, 16, 2), (240, 256, 33, 2)),
+)
+def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim, slots, splits):
+    """Where nothing is beside, its output is NaN; of one row the slots are empty, and of one head both are."""
+    (query, key, value), rest, seen = cache(slots, 3, max(width, dim), slots, dtype)
+    query, key, value = query[..., :width], key[..., :width], value[..., :dim]
+    rng = np.random.default_rng(slots)
+    out, lse = rng.normal(size=(*query.shape[:3], dim)).astype(np.float32), rng.normal(size=query.shape[:3]) * 3
+    lse[0, 1], lse[1, 0, 1:], lse[2, 1, 0] = -np.inf, -np.inf, -np.inf
+    out[lse == -np.inf] = np.nan
+    beside = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
+    config = pallas_triton.Config(block=16, splits=splits)
+    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
+    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    got = run(query, key, value, **rest, beside=beside)
+    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
+    alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
+    assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
+    for a, b in zip(got, joined(beside, *alone)):
+        close(a, b, dtype)
+    assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
+
+
+@every_body
+def test_a_gap_changes_nothing_and_is_not_read(name):
+    """Gaps of whole blocks, of a part of one, of none, and up to the end of the cache."""
+    arrays, rest, _ = cache(6, heads=3, holes=0)
+    gap = np.asarray([[[16, 64], [5, 75], [0, 0]], [[0, 75], [3, 9], [30, 31]], [[0, 17], [20, 50], [75, 75]]], np.int32)
+    slot, first, stop = np.arange(75), gap[..., :1], gap[..., 1:]
+    rest["position"] = jnp.where((slot >= first) & (slot < stop), -1, rest["position"])
+    run = compiled(DENSE[name], scale=SCALE)
+    want = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
+    if name == "interpreted":  # in blocks of 16 that are not read, positions say that there are tokens
+        block = slot // 16 * 16
+        unread = (block >= first) & (block + 16 <= np.minimum(stop, np.asarray(rest["limit"])[:, None, None]))
+        assert unread.sum() > 100
+        rest["position"] = jnp.where(unread, 1, rest["position"])
+    for a, b in zip(run(*arrays, **rest, gap=jnp.asarray(gap)), want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@every_body
+def test_parts_join_to_the_whole(name):
+    arrays, rest, _ = cache(4)
+    out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
+    assert out.dtype == lse.dtype == jnp.float32 and out.shape[2] == (3 if name == "interpreted" else lse.shape[2])
+    whole = merge_partials(jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0))
+    for a, b in zip(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@every_body
+@pytest.mark.parametrize(("group", "slots", "splits"), one_shape((3, 75, 3), (1, 40, 1), (4, 300, 5), (8, 256, 2)))
+def test_what_each_slot_receives(name, group, slots, splits):
+    """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
+    arrays, rest, seen = cache(5, group, slots=slots)
+    config = pallas_triton.Config(block=16, splits=splits)
+    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
+    run = own if name == "interpreted" else DENSE[name]
+    out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
+    query, key, value = (np.asarray(x, np.float32) for x in arrays)
+    weight = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))[2]
+    assert mass.dtype == jnp.float32 and mass.shape == seen.shape
+    close(mass, weight.sum(axis=2), "float32")
+    assert not np.any(np.asarray(mass)[~seen])
+    for a, b in zip((out, lse), compiled(run, scale=SCALE)(*arrays, **rest)):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("group", "dim", "slots"), one_shape((3, 32, 75), (4, 128, 300)))
+def test_rotated_keys(name, dtype, group, dim, slots):
+    """Against complex numbers in float64; in one row all tokens are before the position, in another none is."""
+    (query, key, value), rest, seen = cache(7, group, dim, slots, dtype)
+    later = jnp.asarray([0, 0, 40], jnp.int32)[:, None, None]
+    position = jnp.where(rest["position"] >= 0, rest["position"] + later, -1)
+    origin = np.asarray([[7, 90], [5, 70], [3, 2000]], np.int32)
+    inv_freq = 1 / 10000 ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
+    rotation = Rotation(jnp.asarray(inv_freq), jnp.asarray(origin), 40)
+    own = functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True)
+    run = own if name == "interpreted" else DENSE[name]
+    got = jax.jit(lambda *x: run(*x[:3], position=x[3], limit=x[4], rotation=Rotation(x[5], x[6], 40), scale=SCALE))(
+        query, key, value, position, rest["limit"], *rotation[:2]
+    )
+    at = np.asarray(position, np.int64)
+    place = at - np.where(at < 40, origin[:, :1, None], origin[:, 1:, None])
+    first, second = np.split(np.nan_to_num(np.asarray(key, np.float64)), 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * place[..., None] * np.float64(inv_freq))
+    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
+    numbers = np.asarray(query, np.float32), np.concatenate([turned.real, turned.imag], -1), np.asarray(value, np.float32)
+    want = softmax_attention(*numbers, among)
+    tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]  # an angle of 2000 radians in float32 is 1e-4 off
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
+
+
+def test_a_rotation_of_another_width():
+    arrays, rest, _ = cache(5)
+    with pytest.raises(ValueError, match=r"got inv_freq and origin \(\(8,\), \(3, 2\)\), expected \[E/2\] and \[B, 2\]"):
+        DENSE["xla"](*arrays, **rest, scale=SCALE, rotation=Rotation(jnp.ones(8), jnp.zeros((3, 2), jnp.int32), 4))
+
+
+def test_parts_have_no_mass():
+    arrays, rest, _ = cache(5)
+    with pytest.raises(ValueError, match="got parts and mass, expected one of them"):
+        DENSE["xla"](*arrays, **rest, scale=SCALE, parts=True, mass=True)
+
+
+@every_body_and_thorough_tpu
+def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
+    arrays, rest, _ = cache(1)
+    run = functools.partial(compiled(DENSE[name], scale=SCALE), *arrays, position=rest["position"])
+    plain = run(limit=rest["limit"])
+    for a, b in zip(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32))):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_gpu_and_thorough_tpu
+def test_vmap_and_loop(name):
+    pairs = [cache(seed)[:2] for seed in (1, 2)]
+    arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
+    fn = compiled(DENSE[name], scale=SCALE)
+    together = jax.jit(jax.vmap(lambda arrays, rest: fn(*arrays, **rest)))(arrays, rest)
+    for i, (arrays, rest) in enumerate(pairs):
+        for a, b in zip(fn(*arrays, **rest), together):
+            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    (query, key, value), rest = pairs[0]
+    # The output of a row that sees nothing is 0, so the last query is 0 there too.
+    loop = jax.jit(lambda q, key, value, rest: jax.lax.fori_loop(0, 3, lambda _, q: fn(q, key, value, **rest)[0], q))
+    last = loop(query, key, value, rest)
+    for _ in range(3):
+        query = fn(query, key, value, **rest)[0]
+    np.testing.assert_allclose(last, query, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough  # another kernel shows it, and below partials are merged
+def test_splits_and_blocks_change_nothing_but_rounding():
+    arrays, rest, _ = cache(2)
+    whole = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
+    for block, splits in CUTS:
+        config = pallas_triton.Config(block=block, splits=splits)
+        parts = compiled(pallas_triton.dense_decode, scale=SCALE, config=config, interpret=True)(*arrays, **rest)
+        for a, b in zip(whole, parts):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_default_config_fills_the_gpu_once():
+    assert pallas_triton.default_config(8, 131072).splits == 33
+    assert pallas_triton.default_config(64, 131072).splits == 4
+    assert pallas_triton.default_config(8, 100).splits == 2
+    assert pallas_triton.default_config(128, 131072) == pallas_triton.Config(splits=2)
+    assert pallas_triton.default_config(128, 1160) == pallas_triton.Config(block=128, num_warps=8)
+    assert pallas_triton.default_config(1000, 131072).splits == 1
+
+
+def test_merge_partials_of_disjoint_parts():
+    (query, key, value), rest, _ = cache(5, slots=80)
+    whole = dense_decode(query, key, value, **rest, scale=SCALE)
+    parts = []
+    for first, last in ((0, 33), (33, 80)):
+        piece = key[:, :, first:last], value[:, :, first:last]
+        position, limit = rest["position"][:, :, first:last], rest["limit"] - first
+        parts.append(dense_decode(query, *piece, position=position, limit=limit, scale=SCALE))
+    parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
+    for a, b in zip(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts)))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dim", "slots", "expected"),
+    [
+        ("cpu", "bfloat16", 64, 32, "xla"),
+        ("tpu", "bfloat16", 128, 32, "pallas_tpu"),
+        ("tpu", "float32", 256, 8, "pallas_tpu"),
+        ("tpu", "bfloat16", 64, 32, "xla"),
+        ("tpu", "bfloat16", 128, 33, "xla"),
+        ("tpu", "float16", 128, 32, "xla"),
+        ("gpu", "bfloat16", 64, 32, "pallas_triton"),
+        ("gpu", "float32", 64, 32, "pallas_triton"),
+        ("gpu", "bfloat16", 80, 32, "xla"),
+        ("gpu", "bfloat16", 64, 8, "xla"),
+    ],
+)
+def test_resolve_from_shapes_alone(platform, dtype, dim, slots, expected):
+    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
+    rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
+    rest = {"position": jax.ShapeDtypeStruct(rows.shape[:3], "int32"), "limit": jax.ShapeDtypeStruct((1,), "int32")}
+    assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
+
+
+def test_impossible_implementations(monkeypatch):
+    arrays, rest, _ = cache(1)
+    run = functools.partial(dense_decode, **rest, scale=SCALE, platform="gpu")
+    with pytest.raises(ValueError, match="implementation='cudnn' is unknown, expected one of .'pallas_triton', 'jax_triton'"):
+        run(*arrays, implementation="cudnn")
+    for name in ("pallas_triton", "jax_triton"):
+        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
+            run(*(x[..., :24] for x in arrays), implementation=name)
+    on_tpu = functools.partial(dense_decode, **rest, scale=SCALE, implementation="pallas_tpu", platform="tpu")
+    with pytest.raises(NotImplementedError, match="got head_dim 32, expected a multiple of 128, the length of a tile's rows"):
+        on_tpu(*arrays)
+    with pytest.raises(NotImplementedError, match="got 75 slots, expected a multiple of 8, the rows of a tile"):
+        on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
+    with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
+        on_tpu(*(x.astype("float16") for x in arrays))
+    wide = [jnp.tile(x, (1, 1, 1, 8)) for x in arrays[:2]]
+    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
+        with pytest.raises(NotImplementedError, match="got keys of 256 numbers and values of 32, expected one width"):
+            dense_decode(*wide, arrays[2], **rest, scale=SCALE, implementation=name, platform=platform)
+    with pytest.raises(NotImplementedError, match="got keys of 24 numbers, expected a multiple of 16 up to 256"):
+        run(*(x[..., :24] for x in arrays[:2]), arrays[2], implementation="pallas_triton")
+    many = [jnp.zeros((1, 128, n, 128)) for n in (1, 8, 8)]
+    where = {"position": jnp.zeros((1, 128, 8), jnp.int32), "limit": jnp.zeros((1,), jnp.int32)}
+    with pytest.raises(NotImplementedError, match="got 8,388,608 bytes in 128 slots of all heads, expected at most"):
+        dense_decode(*many, **where, scale=SCALE, implementation="pallas_tpu", platform="tpu")
+    codes = [quantise(x, "int8") for x in arrays[1:]]
+    with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
+        on_tpu(arrays[0], *codes)
+    with pytest.raises(ValueError, match="got block=100, expected a multiple of 128"):
+        pallas_tpu.Config(block=100)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        run(*arrays, implementation="jax_triton")
+
+
+def test_bad_arguments():
+    (query, key, value), rest, _ = cache(1)
+    with pytest.raises(ValueError, match="dense_decode: got query"):
+        dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)
+    with pytest.raises(ValueError, match=r"got beside .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
+        dense_decode(query, key, value, **rest, scale=SCALE, beside=(query[..., :16], query[..., 0]))
+    with pytest.raises(ValueError, match=r"got gap int32 \(2, 2\), expected int32 .B, H, 2., \(3, 2, 2\)"):
+        dense_decode(query, key, value, **rest, scale=SCALE, gap=jnp.zeros((2, 2), jnp.int32))
+    with pytest.raises(ValueError, match="dense_decode: got position float32"):
+        dense_decode(query, key, value, position=rest["position"].astype(jnp.float32), limit=rest["limit"], scale=SCALE)
+    with pytest.raises(ValueError, match="dense_decode: got dtypes .* expected the same dtype"):
+        dense_decode(query.astype(jnp.bfloat16), key, value, **rest, scale=SCALE)
+    with pytest.raises(ValueError, match="got block=8, expected a power of two of at least 16"):
+        pallas_triton.Config(block=8)
+    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
+        pallas_triton.Config(splits=0)

@@ -1,0 +1,441 @@
+"""`gather_attention` against float64 NumPy: lists of slots and pages, shared lists, bias, keys rotated when read.
+
+The Pallas kernel runs interpreted here and compiled where there is a GPU, with the same parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.rope import rotate
+from pallas_kernels._triton.rotate import cosine_sine
+from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
+from pallas_kernels.attend.gather_attention.reference import rotate_rows
+from pallas_kernels.host import Rows
+from tests.pallas_kernels.cases import (
+    NEEDS_GPU,
+    SCALE,
+    close,
+    compiled,
+    every_body,
+    every_kernel,
+    one_shape,
+    softmax_attention,
+    thorough,
+)
+
+CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
+OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
+
+
+def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
+    """The Pallas body as the public function calls it."""
+    optional = {**OPTIONAL, **optional}
+    run = pallas_triton.gather_attention
+    return run(*args, scale=scale, page_size=page_size, config=config, interpret=True, **optional)
+
+
+GATHER = {
+    "xla": functools.partial(gather_attention, implementation="xla"),
+    "interpreted": interpreted,
+    "pallas_triton": functools.partial(gather_attention, implementation="pallas_triton"),
+}
+
+
+def lists(seed, group=3, dim=32, listed=37, dtype="float32", rows=2, heads=2, slots=96):
+    """Random query, cache, lists of different slots and mask; every row not listed and visible is NaN."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
+    chosen = np.argsort(rng.random((rows, heads, slots)), axis=-1)[..., :listed].astype(np.int32)
+    mask = rng.random(chosen.shape) < 0.7
+    mask[0, 1] = False  # an empty list
+    used = np.zeros((rows, heads, slots), bool)
+    for r, h in np.ndindex(rows, heads):
+        used[r, h, chosen[r, h][mask[r, h]]] = True
+    key[~used], value[~used] = np.nan, np.nan
+    bias = rng.normal(size=mask.shape).astype(np.float32)
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    return query, key, value, jnp.asarray(chosen), jnp.asarray(mask), jnp.asarray(bias)
+
+
+def gather_oracle(query, key, value, slots, mask, bias=None):
+    rows = [np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)]
+    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
+    extra = 0.0 if bias is None else np.asarray(bias, np.float64)[:, :, None]
+    return softmax_attention(np.asarray(query, np.float32), *rows, seen, extra)[:2]
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("group", "dim", "listed", "biased"),
+    one_shape((3, 32, 37, True), (1, 64, 37, False), (4, 64, 37, True), (8, 128, 64, False), (3, 128, 5, True)),
+)
+def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
+    *args, bias = lists(group, group, dim, listed, dtype)
+    bias = bias if biased else None
+    run = compiled(GATHER[name], scale=SCALE)
+    out, lse = run(*args, bias=bias)
+    expected = gather_oracle(*args, bias)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    close(out, expected[0], dtype)
+    close(lse, expected[1], dtype)
+    assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
+    for first, second in zip((out, lse), run(*args, bias=bias)):
+        np.testing.assert_array_equal(first, second)
+
+
+@every_kernel  # plain JAX: tests/kvjax/methods/test_retroinfer.py
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=64), marks=thorough)])
+def test_parts_beside_the_list_join(name, config):
+    """The second half of each list as two parts beside the first: one of them is empty, and a row has nothing at all."""
+    query, key, value, slots, mask, _ = lists(3)
+    whole = gather_oracle(query, key, value, slots, mask)
+    rest = out, lse = gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])
+    out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
+    lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
+    options = {"config": config} if name == "interpreted" else {}
+    run = compiled(GATHER[name], scale=SCALE, **options)
+    for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
+        got = run(query, key, value, slots[..., :many], mask[..., :many], beside=(out, lse))
+        for x, y in zip(got, want, strict=True):
+            close(x, y, "float32")
+    with pytest.raises(ValueError, match="gather_attention: got beside"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, beside=(out[0], lse))
+
+
+@every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=16), marks=thorough)])
+def test_logits_are_those_of_the_softmax(name, config):
+    *args, bias = lists(4)
+    query, key, _, slots, mask = args
+    options = {"config": config} if name == "interpreted" else {}
+    out, lse, logits = compiled(GATHER[name], scale=SCALE, logits=True, **options)(*args, bias=bias)
+    for x, y in zip((out, lse), compiled(GATHER[name], scale=SCALE, **options)(*args, bias=bias), strict=True):
+        np.testing.assert_array_equal(x, y)
+    keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
+    want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
+    close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
+    *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
+    assert none.shape == (*query.shape[:3], 0)
+    with pytest.raises(ValueError, match="page_size=2, expected at least 1, and 1 with bias, place or logits"):
+        gather_attention(*args, scale=SCALE, logits=True, page_size=2)
+
+
+@every_kernel  # plain JAX: tests/kvjax/test_scan.py
+def test_query_heads_with_slots_of_their_own(name):
+    """A bias for each query head: -inf where it does not attend, in whole blocks and in whole lists too."""
+    *args, bias = lists(5, group=3)
+    rng = np.random.default_rng(0)
+    apart = np.where(rng.random((2, 2, 3, 37)) < 0.5, np.asarray(bias)[:, :, None], -np.inf).astype(np.float32)
+    apart[0, 0, 1, :16], apart[1, 1, 2] = -np.inf, -np.inf
+    query, key, value, slots, mask = args
+    out, lse = compiled(GATHER[name], scale=SCALE)(*args, bias=jnp.asarray(apart))
+    for g in range(3):
+        own = mask & (apart[:, :, g] > -np.inf)
+        expected = gather_oracle(query[:, :, g : g + 1], key, value, slots, own, bias)
+        close(out[:, :, g : g + 1], expected[0], "float32")
+        close(lse[:, :, g : g + 1], expected[1], "float32")
+    assert not np.any(out[1, 1, 2]) and lse[1, 1, 2] == -np.inf
+
+
+@every_body
+def test_masked_slots_may_hold_anything(name):
+    query, key, value, slots, mask, _ = lists(3)
+    run = compiled(GATHER[name], scale=SCALE)
+    plain = run(query, key, value, slots, mask)
+    wild = run(query, key, value, jnp.where(mask, slots, -(2**31)), mask)
+    past = run(query, key, value, jnp.where(mask, slots, 2**31 - 1), mask)
+    for a, b, c in zip(plain, wild, past):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group=3):
+    """Query, a cache with holes, page lists (the last page is cut by the end of the cache) and mask; the rest is NaN."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(rows, heads, n, dim)).astype(np.float32) for n in (group, slots, slots))
+    total = -(-slots // page)
+    number = np.argsort(rng.random((rows, 1 if shared else heads, total)), axis=-1)[..., : min(listed, total)]
+    number[..., 0] = np.where((number == total - 1).any(-1), number[..., 0], total - 1)
+    mask = rng.random(number.shape) < 0.8
+    mask[0, 0, :2] = [True, False]
+    position = np.where(rng.random((rows, heads, slots)) < 0.8, np.arange(slots), -1).astype(np.int32)
+    seen = np.zeros(position.shape, bool)
+    for r, h in np.ndindex(rows, heads):
+        for p, used in zip(number[r, h % number.shape[1]], mask[r, h % number.shape[1]]):
+            seen[r, h, p * page : (p + 1) * page] |= used
+    seen &= position >= 0
+    key[~seen], value[~seen] = np.nan, np.nan
+    number = np.where(mask, number, 2**30).astype(np.int32)
+    return [jnp.asarray(x) for x in (query, key, value, number, mask)], jnp.asarray(position), seen
+
+
+@every_body
+@pytest.mark.parametrize(
+    ("page", "shared"),
+    [(8, False), (16, True), *(pytest.param(*x, marks=thorough) for x in ((64, True), (10, False)))],
+)
+def test_pages(name, page, shared):
+    args, position, seen = pages(page, page, shared)
+    query, key, value = (np.asarray(x) for x in args[:3])
+    expected = softmax_attention(
+        query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[-1]))
+    )
+    out, lse = compiled(GATHER[name], scale=SCALE, page_size=page)(*args, position=position)
+    close(out, expected[0], "float32")
+    close(lse, expected[1], "float32")
+
+
+@every_body
+def test_one_list_for_all_heads(name):
+    query, key, value, slots, mask, bias = lists(4)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    one = [x[:, :1] for x in (slots, mask, bias)]
+    every = [jnp.broadcast_to(x, slots.shape) for x in one]
+    run = compiled(GATHER[name], scale=SCALE)
+    shared = run(query, key, value, *one[:2], bias=one[2])
+    for a, b in zip(shared, run(query, key, value, *every[:2], bias=every[2])):
+        np.testing.assert_array_equal(a, b)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_rotated_when_read(name, dtype):
+    query, key, value, slots, mask, _ = lists(6, dtype=dtype)
+    rng = np.random.default_rng(0)
+    place = jnp.asarray(rng.integers(0, 5000, slots.shape), jnp.int32)
+    inv_freq = jnp.asarray(1 / 10000 ** (np.arange(0, 32, 2) / 32), jnp.float32)
+    at = np.zeros(key.shape[:3])
+    np.put_along_axis(at, np.asarray(slots), np.asarray(place), 2)
+    first, second = np.split(np.asarray(key, np.float64), 2, axis=-1)
+    rotated_keys = (first + 1j * second) * np.exp(1j * at[..., None] * np.asarray(inv_freq, np.float64))
+    expected = gather_oracle(query, np.concatenate([rotated_keys.real, rotated_keys.imag], -1), value, slots, mask)
+    out, lse = compiled(GATHER[name], scale=SCALE)(
+        query, key, value, slots, mask, place=place, inv_freq=inv_freq
+    )
+    # An angle of 5000 radians in float32 is 2e-4 radians off.
+    tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected[0], atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, expected[1], atol=tolerance, rtol=tolerance)
+
+
+def test_rotation_is_the_one_of_the_methods():
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(2, 3, 5, 16)), jnp.bfloat16)
+    place = jnp.asarray(rng.integers(0, 1000, (2, 3, 5)), jnp.int32)
+    inv_freq = jnp.asarray(1 / 100 ** (np.arange(8) / 8), jnp.float32)
+    np.testing.assert_array_equal(rotate_rows(rows, place, inv_freq), rotate(rows, place, inv_freq))
+
+
+@pytest.mark.parametrize("most", [1, 10, 1e3, 1e5, 1.5e6])
+def test_cosine_and_sine_of_large_angles(most):
+    angle = np.random.default_rng(0).uniform(-most, most, 10000).astype(np.float32)
+    for run in (cosine_sine, jax.jit(cosine_sine)):
+        cos, sin = run(jnp.asarray(angle))
+        np.testing.assert_allclose(cos, np.cos(np.float64(angle)), atol=4e-7, rtol=0)
+        np.testing.assert_allclose(sin, np.sin(np.float64(angle)), atol=4e-7, rtol=0)
+
+
+@every_body
+def test_nothing_listed(name):
+    query, key, value, slots, mask, _ = lists(1)
+    out, lse = GATHER[name](query, key, value, slots[..., :0], mask[..., :0], scale=SCALE)
+    assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
+
+
+@every_kernel
+def test_vmap(name):
+    sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
+    stacked = [jnp.stack(x) for x in zip(*sets)]
+    fn = compiled(GATHER[name], scale=SCALE)
+    together = jax.jit(jax.vmap(lambda *args: fn(*args[:5], bias=args[5])))(*stacked)
+    for i, one in enumerate(sets):
+        for a, b in zip(fn(*one[:5], bias=one[5]), together):
+            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+
+
+def test_splits_and_blocks_change_nothing_but_rounding():
+    query, key, value, slots, mask, bias = lists(7)
+    whole = gather_attention(query, key, value, slots, mask, bias=bias, scale=SCALE)
+    for block, splits in [(16, 1), (64, 1), (16, 8)]:
+        config = pallas_triton.Config(block=block, splits=splits)
+        run = compiled(interpreted, scale=SCALE, config=config)
+        for a, b in zip(whole, run(query, key, value, slots, mask, bias=bias)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@every_kernel
+@pytest.mark.parametrize("page", [1, pytest.param(3, marks=thorough)])
+def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
+    # Two programs of up to four blocks for each list, of which one, two or none end early.
+    query, key, value, *_ = lists(8, slots=150)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    items, rng = 100 // page, np.random.default_rng(8)
+    small = {**GATHER, "pallas_triton": functools.partial(pallas_triton.gather_attention, config=CONFIG)}
+    run = compiled(small[name], scale=SCALE, page_size=page)
+    own = [np.argsort(rng.random(150 // page))[:items] for _ in range(4)]
+    chosen = np.stack(own).reshape(2, 2, items).astype(np.int32)
+    slots = (chosen[..., None] * page + np.arange(page)).reshape(2, 2, -1)
+    number = np.arange(items)
+    fronts = [number < count for count in (0, 1, 16 // page, 17 // page, 33 // page, 64 // page, items - 1, items)]
+    others = [*(number == at for at in (0, 40 // page, items - 1)), (number > 20 // page) & (number < 50 // page)]
+    for mask in fronts + others:
+        mask = np.broadcast_to(mask, chosen.shape)
+        out, lse = run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask))
+        expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
+        close(out, expected[0], "float32")
+        close(lse, expected[1], "float32")
+
+
+def test_unknown_and_impossible_implementations():
+    query, key, value, slots, mask, bias = lists(1)
+    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
+    names = r"\['pallas_triton', 'jax_triton', 'pallas_tpu', 'xla'\]"
+    with pytest.raises(ValueError, match=f"implementation='fast' is unknown, expected one of {names}"):
+        run(implementation="fast")
+    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
+        run(implementation="pallas_triton", platform="cpu")
+    odd = [x[..., :24] for x in (query, key, value)]
+    for name in ("pallas_triton", "jax_triton"):  # the second never runs where the first cannot
+        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
+            gather_attention(*odd, slots, mask, scale=SCALE, implementation=name, platform="gpu")
+    with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
+        gather_attention(
+            query, key.astype(jnp.bfloat16), value, slots, mask,
+            scale=SCALE, implementation="pallas_triton", platform="gpu",
+        )  # fmt: skip
+    narrow = [x[..., :16] for x in (query, key, value)]
+    rotation = {"place": slots, "inv_freq": jnp.ones(8)}
+    with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
+        gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
+        run(bias=bias, implementation="jax_triton", platform="gpu")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    query, key, value, slots, mask, _ = lists(1)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, implementation="jax_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match="expected at least one entry"):
+        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dim", "expected"),
+    [
+        ("cpu", "bfloat16", 64, "xla"),
+        ("tpu", "bfloat16", 64, "xla"),
+        ("gpu", "bfloat16", 64, "pallas_triton"),
+        ("gpu", "float32", 64, "pallas_triton"),
+        ("gpu", "bfloat16", 80, "xla"),
+    ],
+)
+def test_resolve_from_shapes_alone(platform, dtype, dim, expected):
+    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
+    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
+    slots, mask = (jax.ShapeDtypeStruct((1, 2, 8), x) for x in ("int32", "bool"))
+    assert GATHER_ATTENTION.resolve(query, rows, rows, slots, mask, scale=SCALE, platform=platform) == expected
+
+
+def test_bad_arguments():
+    query, key, value, slots, mask, bias = lists(1)
+    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
+    with pytest.raises(ValueError, match="gather_attention: got query"):
+        gather_attention(query, key, value[:, :, 1:], slots, mask, scale=SCALE)
+    with pytest.raises(ValueError, match="gather_attention: got query"):
+        gather_attention(query, key, value, slots[:, :1], mask, scale=SCALE)
+    with pytest.raises(ValueError, match=r"got slots, mask of \['int32', 'int32'\], expected \['int32', 'bool'\]"):
+        gather_attention(query, key, value, slots, mask.astype(jnp.int32), scale=SCALE)
+    with pytest.raises(ValueError, match="got page_size=0, expected at least 1"):
+        run(page_size=0)
+    with pytest.raises(ValueError, match="got page_size=8, expected at least 1, and 1 with bias, place or logits"):
+        run(page_size=8, bias=bias)
+    with pytest.raises(ValueError, match="got position int32 .* expected int32"):
+        run(position=slots)
+    with pytest.raises(ValueError, match=r"got inv_freq None, expected \[D/2\] = \(16,\) exactly when place is given"):
+        run(place=slots)
+    with pytest.raises(ValueError, match=r"got inv_freq \(32,\), expected"):
+        run(inv_freq=jnp.ones(32))
+    with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
+        pallas_triton.Config(block=24)
+    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
+        pallas_triton.Config(splits=0)
+
+
+def test_default_config_gives_every_program_work():
+    for number, listed in [(1, 1), (8, 2048), (8, 0), (512, 4096), (8, 65), (8, 33 * 64), (600, 4096)]:
+        config = pallas_triton.default_config(number, listed)
+        steps = -(-listed // (config.block * config.splits))
+        assert config.splits == 1 or config.block * steps * (config.splits - 1) < listed
+    assert pallas_triton.default_config(8, 2048).splits == 32
+    assert pallas_triton.default_config(128, 2048).splits == 4  # all programs run at once
+
+
+@NEEDS_GPU
+def test_the_kernel_is_in_the_compiled_program():
+    *args, _ = lists(1, dtype="bfloat16")
+    run = jax.jit(functools.partial(gather_attention, scale=SCALE, implementation="pallas_triton"))
+    assert "__gpu$xla.gpu.triton" in run.lower(*args).compile().as_text()
+
+
+@every_body
+@pytest.mark.parametrize("values_only", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "recent", "page"),
+    one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)),
+)
+def test_rows_in_host_memory(name, values_only, sinks, recent, page):
+    """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    newest = jnp.asarray([96, 61], jnp.int32)  # a ring that is full, and a ring that has begun again
+    mask = mask & (slots < newest[:, None, None])
+    options = {"scale": SCALE}
+    if page > 1:
+        slots, mask = slots[..., :5] % (96 // page), mask[..., :5]
+        held = jnp.arange(96)[None, None] < newest[:, None, None]
+        options |= {
+            "page_size": page,
+            "position": jnp.broadcast_to(jnp.where(held, jnp.arange(96), -1), key.shape[:3]).astype(jnp.int32),
+        }
+    static = {x: options[x] for x in ("scale", "page_size") if x in options}
+    arrays = {x: options[x] for x in options if x not in static}
+    expected = compiled(GATHER[name], **static)(query, key, value, slots, mask, **arrays)
+    rows = sinks + recent
+    every = np.arange(96)
+    near = [np.full((2, 2, rows, 32), np.nan, np.float32) for _ in range(2)]
+    hosted = np.concatenate([key, value] if not values_only else [value], axis=3).copy()
+    for b, end in enumerate(np.asarray(newest)):
+        copied = (every < sinks) | (every >= end - recent)
+        for slot in every[copied & (every < end)]:
+            row = slot if slot < sinks else sinks + (slot - sinks) % recent
+            near[0][b, :, row], near[1][b, :, row] = key[b, :, slot], value[b, :, slot]
+        hosted[b, :, copied | (every >= end)] = np.nan
+    near_key = key if values_only else jnp.asarray(near[0])
+    position = options.pop("position", None)
+    run = compiled(GATHER[name], **options)
+    hosted = jax.device_put(hosted, jax.memory.Space.Host)
+    offloaded = Rows(host=hosted, newest=newest, sinks=sinks)
+    got = run(query, near_key, jnp.asarray(near[1]), slots, mask, rows=offloaded, position=position)
+    for a, b in zip(got, expected):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_host_rows_are_checked():
+    query, key, value, slots, mask, _ = lists(9, slots=96)
+    host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
+    near = key[:, :, :32]
+    for rows, message in (
+        (Rows(host=host, newest=newest, sinks=32), "sinks below 32"),
+        (Rows(host=host[..., :50], newest=newest, sinks=0), r"host \(2, 2, 96, 50\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gather_attention(query, near, near, slots, mask, scale=SCALE, rows=rows)

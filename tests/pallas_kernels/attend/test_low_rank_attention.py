@@ -1,0 +1,162 @@
+"""`low_rank_attention` against float64 NumPy; the Pallas kernel runs interpreted here and compiled on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attend.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention, pallas_triton
+from pallas_kernels.host import to_host
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_body,
+    implementations,
+    joined,
+    on_gpu,
+    one_shape,
+    rotated,
+    softmax_attention,
+    thorough,
+)
+
+CONFIG = pallas_triton.Config(block=16, splits=2)
+RUN = implementations(
+    low_rank_attention, functools.partial(pallas_triton.low_rank_attention, config=CONFIG, interpret=True)
+)
+
+
+def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
+    """Random factors and lists of different pages, the last of which the end of the slots may cut.
+
+    What no list has is NaN. One list is empty, and so are the three parts beside it for two of its query heads.
+    """
+    rng = np.random.default_rng(seed)
+    query = rng.normal(size=(rows, heads, group, dim))
+    left, right = rng.normal(size=(rows, slots, rank)) / np.sqrt(rank), rng.normal(size=(rows, heads, rank, dim))
+    value = rng.normal(size=(rows, heads, slots, dim))
+    total = -(-slots // page)
+    pages = np.argsort(rng.random((rows, heads, total)), axis=-1)[..., :listed]
+    mask = rng.random(pages.shape) < 0.7
+    mask[0, 1], mask[1, 0], pages[1, 0, 0] = False, True, total - 1
+    mask[1, 0, 1:] &= pages[1, 0, 1:] != total - 1
+    seen = np.zeros((rows, heads, total), bool)
+    for r, h in np.ndindex(rows, heads):
+        seen[r, h, pages[r, h][mask[r, h]]] = True
+    seen = np.repeat(seen, page, axis=2)[..., :slots]
+    value[~seen], left[~seen.any(axis=1)] = np.nan, np.nan
+    lse = 3 * rng.normal(size=(rows, heads, 3, group))
+    lse[0, 1, :, 1:], lse[1, 2], lse[:, :, 1, 0] = -np.inf, -np.inf, -np.inf
+    out = rng.normal(size=(*lse.shape, dim))
+    out[lse == -np.inf] = np.nan
+    arrays = [jnp.asarray(x, dtype) for x in (query, left, right, value)]
+    pages = jnp.asarray(np.where(mask, pages, rng.choice([-(2**31), 2**31 - 1], pages.shape)), jnp.int32)
+    inv_freq = jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32)
+    rest = {"inv_freq": inv_freq, "beside": tuple(jnp.asarray(x, jnp.float32) for x in (out, lse))}
+    return [*arrays, pages, jnp.asarray(mask)], rest, seen
+
+
+def oracle(args, rest, seen):
+    query, left, right, value = (np.asarray(x, np.float64) for x in args[:4])
+    key = np.nan_to_num(left)[:, None] @ right
+    key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
+    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[2]))
+    found = softmax_attention(query, key, value, among)[:2]
+    if rest["beside"] is not None:
+        for part in range(3):
+            found = joined([x[:, :, part] for x in rest["beside"]], *found)
+    return found
+
+
+SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
+def test_attention_is_that_of_float64(name, dtype, group, dim, rank, page, listed, slots):
+    args, rest, seen = given(slots, group, dim, rank, page, listed, slots, dtype)
+    run = compiled(RUN[name], scale=SCALE, page_size=page)
+    out, lse = run(*args, **rest)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    for a, b in zip((out, lse), oracle(args, rest, seen)):
+        close(a, b, dtype)
+    assert not np.any(out[0, 1, 1:]) and np.all(lse[0, 1, 1:] == -np.inf)
+    for first, second in zip((out, lse), run(*args, **rest)):
+        np.testing.assert_array_equal(first, second)
+
+
+@thorough
+@every_body
+@pytest.mark.parametrize(("block", "splits"), [(16, 1), (64, 1), (32, 3)])
+def test_nothing_beside_blocks_and_splits(name, block, splits):
+    """At positions around 100,000: an angle is a product of float32 everywhere."""
+    args, rest, seen = given(1, page=16, rank=16, listed=9, slots=100_000)
+    rest["beside"] = None
+    config = pallas_triton.Config(block=block, splits=splits)
+    own = functools.partial(pallas_triton.low_rank_attention, config=config, interpret=True)
+    got = compiled(own if name == "interpreted" else RUN[name], scale=SCALE, page_size=16)(*args, **rest)
+    for a, b in zip(got, oracle(args, rest, seen)):
+        close(a, b, "float32")
+    assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
+
+
+@on_gpu
+def test_vmap(name):
+    pairs = [given(seed)[:2] for seed in (1, 2)]
+    args, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
+    run = compiled(RUN[name], scale=SCALE, page_size=4)
+    together = jax.jit(jax.vmap(lambda args, rest: run(*args, **rest)))(args, rest)
+    for i, (args, rest) in enumerate(pairs):
+        for a, b in zip(run(*args, **rest), together):
+            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])
+def test_values_in_host_memory(name):
+    args, rest, _ = given(3)
+    run = compiled(RUN[name], scale=SCALE, page_size=4)
+    for a, b in zip(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest)):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dim", "rank", "expected"),
+    [
+        ("cpu", "bfloat16", 128, 160, "xla"),
+        ("tpu", "bfloat16", 128, 160, "xla"),
+        ("gpu", "bfloat16", 128, 160, "pallas_triton"),
+        ("gpu", "float32", 64, 48, "pallas_triton"),
+        ("gpu", "bfloat16", 96, 160, "xla"),
+        ("gpu", "bfloat16", 16, 160, "xla"),
+        ("gpu", "bfloat16", 128, 12, "xla"),
+        ("gpu", "float32", 256, 1024, "xla"),  # a megabyte of the right factor
+    ],
+)
+def test_resolve_from_shapes_alone(platform, dtype, dim, rank, expected):
+    shape = jax.ShapeDtypeStruct
+    factors = shape((1, 64, rank), dtype), shape((1, 2, rank, dim), dtype)
+    lists = shape((1, 2, 4), "int32"), shape((1, 2, 4), bool)
+    args = shape((1, 2, 4, dim), dtype), *factors, shape((1, 2, 64, dim), dtype), *lists
+    rest = {"page_size": 8, "inv_freq": shape((dim // 2,), "float32"), "scale": SCALE, "beside": None}
+    assert LOW_RANK_ATTENTION.resolve(*args, **rest, platform=platform) == expected
+
+
+def test_bad_arguments():
+    args, rest, _ = given(1)
+    run = functools.partial(low_rank_attention, scale=SCALE)
+    with pytest.raises(ValueError, match=r"page_size=0, expected .B, H, G, D., .B, S, R., .B, H, K. and at least 1"):
+        run(*args, **rest, page_size=0)
+    with pytest.raises(ValueError, match="low_rank_attention: got left, right, value, pages, mask, inv_freq .* expected"):
+        run(*args[:3], args[3][:, :, 1:], *args[4:], **rest, page_size=4)
+    with pytest.raises(ValueError, match=r"low_rank_attention: got .*\(2, 3, 0\).* expected .*\(2, 3, 1\)"):
+        run(*args[:4], *(x[..., :0] for x in args[4:]), **rest, page_size=4)
+    with pytest.raises(ValueError, match="got query, left, right, value of .*'float16'.* expected one dtype"):
+        run(args[0].astype(jnp.float16), *args[1:], **rest, page_size=4)
+    with pytest.raises(ValueError, match="low_rank_attention: got beside"):
+        run(*args, **(rest | {"beside": rest["beside"][::-1]}), page_size=4)

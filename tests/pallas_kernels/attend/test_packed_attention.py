@@ -1,0 +1,255 @@
+"""Projected queries, scores and attention over packed vectors: every implementation against float64 NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attend.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.attend.packed_attention import pallas_triton as attend
+from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.query.project_query import PROJECT_QUERY, project_query
+from pallas_kernels.query.project_query import pallas_triton as project
+from pallas_kernels.score.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.score.packed_score import pallas_triton as score
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, thorough
+
+SCALE = 0.2
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def choose(name, public, body, **config):
+    """The public function by a named implementation, or its kernel interpreted."""
+    if name != "interpreted":
+        return functools.partial(public, implementation=name)
+    return functools.partial(body, interpret=True, **config)
+
+
+@functools.cache
+def project_by(name):
+    return choose(name, project_query, lambda *x, dtype, **k: project.project_query(*x, dtype=jnp.dtype(dtype), **k))
+
+
+@functools.cache
+def score_by(name):
+    body = functools.partial(score.packed_score, config=score.Config(tile=16, tiles=2))
+    if name == "interpreted":
+        return lambda *x, unit=1, owner=None, **k: body(*x, unit=unit, owner=owner, interpret=True, **k)
+    return choose(name, packed_score, body)
+
+
+@functools.cache
+def attend_by(name, splits=3):
+    body = functools.partial(attend.packed_attention, config=attend.Config(tile=16, splits=splits))
+    if name == "interpreted":
+        return lambda *x, owner=None, **k: body(*x, owner=owner, interpret=True, **k)
+    return choose(name, packed_attention, body)
+
+
+def vectors(rng, lead, dim, rank, dtype, hidden=None):
+    """Random packed vectors and their unpacked form, float64 [..., D]; where ``hidden`` the values are NaN."""
+    order = np.argsort(rng.random((*lead, dim)), axis=-1)
+    kept = order < rng.integers(1, rank + 1, (*lead, 1))  # fewer bits than values, too
+    full = np.asarray(jnp.asarray(rng.normal(size=(*lead, dim)), dtype), np.float32) * kept
+    values = np.take_along_axis(full, np.argsort(~kept, axis=-1, kind="stable"), axis=-1)[..., :rank]
+    if hidden is not None:
+        values = np.where(hidden[..., None], np.nan, values)
+    bitmap = words_of(jnp.asarray(np.packbits(kept, axis=-1, bitorder="little")))
+    return (jnp.asarray(values, dtype), bitmap), full.astype(np.float64)
+
+
+def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granule=8, segments=3, listed=9, table=False,
+            dtype="float32"):  # fmt: skip
+    """Everything the operations take, and float64 twins; whatever may not be read is NaN."""
+    rng = np.random.default_rng(seed)
+    span = -(-blocks // segments)
+    basis_key, basis_value = (
+        np.linalg.qr(rng.normal(size=(rows, heads, segments, dim, dim)))[0].astype(np.float32) for _ in range(2)
+    )
+    last = rng.integers(0, segments, rows).astype(np.int32)
+    last[0] = segments - 1
+    owner = np.minimum(np.arange(blocks)[None] // span, last[:, None])
+    if table:
+        owner = np.sort(rng.integers(0, segments, (rows, blocks)), axis=1)
+    count = rng.integers(listed, blocks, rows)
+    number = rng.integers(0, listed + 1, (rows, heads))
+    number[0, 0], number[-1, -1] = listed, 0
+    chosen = np.full((rows, heads, listed), -(2**30))
+    unread = np.ones((rows, heads, blocks), bool)
+    for r, h in np.ndindex(rows, heads):
+        chosen[r, h, : number[r, h]] = np.sort(rng.permutation(count[r])[: number[r, h]])
+        unread[r, h, chosen[r, h, : number[r, h]]] = False
+    behind = np.broadcast_to((np.arange(blocks)[None] >= count[:, None])[:, None], unread.shape)
+    hidden = np.repeat(unread, granule, axis=2)
+    position = rng.integers(-4, 9, (rows, heads, 20))
+    recent = rng.normal(size=(2, rows, heads, 20, dim)).astype(np.float32)
+    recent[:, position < 0] = np.nan
+    query = jnp.asarray(rng.normal(size=(rows, heads, group, dim)), dtype)
+    block, block_full = vectors(rng, (rows, heads, blocks), dim, rank, dtype, behind)
+    key, key_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
+    value, value_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
+    recent = [jnp.asarray(x, dtype) for x in recent]
+    given = {
+        "query": query, "basis_key": jnp.asarray(basis_key), "basis_value": jnp.asarray(basis_value), "block": block,
+        "key": key, "value": value, "recent": (*recent, jnp.asarray(position, jnp.int32)),
+        "blocks": jnp.asarray(chosen, jnp.int32), "number": jnp.asarray(number, jnp.int32),
+        "count": jnp.asarray(count, jnp.int32), "last": jnp.asarray(last),
+        "owner": jnp.asarray(owner, jnp.int32) if table else None, "span": span, "granule": granule,
+    }  # fmt: skip
+    exact = {
+        "query": np.asarray(query, np.float64), "basis_key": basis_key.astype(np.float64), "owner": owner,
+        "basis_value": basis_value.astype(np.float64), "block": block_full, "key": key_full, "value": value_full,
+        "recent": [np.asarray(x.astype(jnp.float32), np.float64) for x in recent], "position": position,
+        "chosen": chosen, "number": number, "count": count, "granule": granule,
+    }  # fmt: skip
+    return given, exact
+
+
+def want_scores(x):
+    """Float64 [B, H, G, P]."""
+    rows, heads, group, _ = x["query"].shape
+    out = np.full((rows, heads, group, x["block"].shape[2]), -np.inf)
+    for r, h in np.ndindex(rows, heads):
+        for p in range(x["count"][r]):
+            out[r, h, :, p] = (x["query"][r, h] @ x["basis_key"][r, h, x["owner"][r, p]].T) @ x["block"][r, h, p]
+    return out
+
+
+def want_attention(x):
+    """Float64 [B, H, G, D]: every vector is projected back onto the model's basis; then plain attention."""
+    out = np.zeros(x["query"].shape)
+    for r, h in np.ndindex(*x["query"].shape[:2]):
+        keys, values = [], []
+        for p in x["chosen"][r, h, : x["number"][r, h]]:
+            for slot in range(p * x["granule"], (p + 1) * x["granule"]):
+                keys.append(x["key"][r, h, slot] @ x["basis_key"][r, h, x["owner"][r, p]])
+                values.append(x["value"][r, h, slot] @ x["basis_value"][r, h, x["owner"][r, p]])
+        for slot in np.flatnonzero(x["position"][r, h] >= 0):
+            keys.append(x["recent"][0][r, h, slot])
+            values.append(x["recent"][1][r, h, slot])
+        if keys:
+            logits = SCALE * x["query"][r, h] @ np.stack(keys).T
+            weight = np.exp(logits - logits.max(axis=1, keepdims=True))
+            out[r, h] = weight / weight.sum(axis=1, keepdims=True) @ np.stack(values)
+    return out
+
+
+SHAPES = [
+    {"dim": 32, "rank": 8, "blocks": 20, "listed": 8},
+    {"table": True, "granule": 5, "blocks": 20, "rows": 1, "group": 3, "dim": 32, "rank": 8},
+    pytest.param({"listed": 8}, marks=thorough),
+    pytest.param(
+        {"rows": 1, "heads": 1, "group": 1, "dim": 128, "rank": 32, "segments": 1, "blocks": 9, "granule": 32, "listed": 3},
+        marks=thorough,
+    ),
+]
+
+
+def run_attention(run, given, parts, span=None, granule=None):
+    return run(
+        parts, given["query"], given["key"], given["value"], given["basis_value"], given["blocks"], given["number"],
+        given["last"], given["recent"],
+        scale=SCALE, granule=granule or given["granule"], span=span or given["span"], owner=given["owner"],
+    )  # fmt: skip
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape):
+    """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
+    given, exact = problem(len(str(shape)), dtype=dtype, **shape)
+    parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
+    projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
+    np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), projected, atol=1e-5, rtol=0)
+    every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
+    common = {"span": given["span"], "unit": given["granule"]}
+    for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
+        score_now = compiled(score_by(name), reduce=reduce, **common)
+        got = score_now(parts, *given["block"], tokens, given["last"], owner=given["owner"])
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+        np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
+    run = jax.jit(functools.partial(run_attention, attend_by(name)), static_argnums=(2, 3))
+    arrays = {k: v for k, v in given.items() if k not in ("span", "granule")}
+    out = run(arrays, parts, given["span"], given["granule"])
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), want_attention(exact), atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_array_equal(out, run(arrays, parts, given["span"], given["granule"]))
+
+
+@on_gpu
+def test_nothing_to_attend_to_is_zero(name):
+    given, _ = problem(1, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)
+    given["number"] = jnp.zeros_like(given["number"])
+    key, value, position = given["recent"]
+    given["recent"] = key, value, jnp.full_like(position, -1)
+    parts = compiled(project_by(name), dtype="float32")(given["query"], given["basis_key"])
+    run = jax.jit(lambda arrays, parts: run_attention(attend_by(name), {**given, **arrays}, parts))
+    arrays = {k: v for k, v in given.items() if k not in ("span", "granule", "owner")}
+    assert not np.any(run(arrays, parts))
+
+
+@on_gpu
+def test_vmap_in_a_loop(name):
+    cases = [problem(seed, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)[0] for seed in (1, 2)]
+    cases[1]["span"] = cases[0]["span"]
+    arrays = [{k: v for k, v in x.items() if k not in ("span", "granule", "owner")} for x in cases]
+    static = {k: cases[0][k] for k in ("span", "granule", "owner")}
+
+    def one(x):
+        def step(_, out):
+            query = x["query"] + 0 * out
+            parts = project_by(name)(query, x["basis_key"], dtype="float32")
+            run = {"span": static["span"], "owner": None, "reduce": "max"}
+            best = score_by(name)(parts, *x["block"], x["count"], x["last"], **run)
+            return run_attention(attend_by(name), {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
+
+        return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
+
+    alone = jax.jit(one)
+    together = jax.jit(jax.vmap(one))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
+    for i, x in enumerate(arrays):
+        np.testing.assert_allclose(together[i], alone(x), atol=1e-6, rtol=0)
+
+
+def test_bad_arguments_and_resolution():
+    given, _ = problem(0)
+    parts = project_query(given["query"], given["basis_key"], dtype="float32")
+    scores = functools.partial(packed_score, span=given["span"])
+    with pytest.raises(ValueError, match="project_query: got query"):
+        project_query(given["query"][..., :-1], given["basis_key"], dtype="float32")
+    with pytest.raises(ValueError, match="project_query: got dtype int32, expected one of"):
+        project_query(given["query"], given["basis_key"], dtype="int32")
+    with pytest.raises(ValueError, match="packed_score: got reduce='sum'"):
+        scores(parts, *given["block"], given["count"], given["last"], reduce="sum")
+    with pytest.raises(ValueError, match="packed_score: got parts"):
+        scores(parts, *given["block"], given["count"][:1], given["last"])
+    with pytest.raises(ValueError, match="packed_score: got owner"):
+        scores(parts, *given["block"], given["count"], given["last"], owner=jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="packed_attention: got"):
+        run_attention(packed_attention, {**given, "number": given["count"]}, parts)
+    odd = jnp.zeros((1, 1, 1, 48))
+    with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
+        project_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
+    assert PROJECT_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
+    kinds = {"span": 4, "unit": 1, "owner": None, "reduce": "max", "platform": "gpu"}
+    assert PACKED_SCORE.resolve(parts, *given["block"], None, None, **kinds) == "pallas_triton"
+    mixed = given["block"][0].astype(jnp.bfloat16)
+    assert PACKED_SCORE.resolve(parts, mixed, given["block"][1], None, None, **kinds) == "xla"
+    kinds = {"scale": 1.0, "granule": 8, "span": 4, "owner": None, "platform": "gpu"}
+    given = [parts, given["query"], given["key"], given["value"], None, None, None, None, given["recent"]]
+    assert PACKED_ATTENTION.resolve(*given, **kinds) == "pallas_triton"
+
+
+def test_default_config_gives_every_program_work():
+    for lists, blocks, granule in [(8, 1639, 8), (8, 4096, 8), (80, 1639, 8), (1, 1, 4), (8, 3, 128)]:
+        config = attend.default_config(lists, blocks, granule)
+        per_tile = config.tile // granule
+        tiles = -(-blocks // per_tile)
+        share = -(-tiles // config.splits) * per_tile
+        assert per_tile >= 1 and share * (config.splits - 1) < blocks

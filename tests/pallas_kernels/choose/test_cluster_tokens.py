@@ -1,0 +1,67 @@
+"""`cluster_tokens` against loops: every implementation; entries without tokens, and more tokens than fit."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choose.cluster_tokens import cluster_tokens
+from pallas_kernels.choose.cluster_tokens import pallas_triton as kernel
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, mapped, one_shape
+
+TOKENS = implementations(cluster_tokens, functools.partial(kernel.cluster_tokens, block=16, interpret=True))
+
+
+def lists(seed, entries, slots=240):
+    """Three rows; in the last nothing is listed and few slots hold a token."""
+    rng = np.random.default_rng(seed)
+    size = rng.integers(0, 6, (3, 2, 40))
+    start = np.cumsum(size, axis=2) - size
+    order = np.argsort(rng.random((3, 2, slots)), axis=2)
+    listed = np.sort(np.argsort(rng.random((3, 2, 40)), axis=2)[..., :entries], axis=2)
+    fits = rng.random(listed.shape) < 0.8
+    fits[2] = False
+    ends = np.cumsum(np.where(fits, np.take_along_axis(size, listed, axis=2), 0), axis=2)
+    near, count = np.array([230, 235, 60]), np.array([240, 237, 2])
+    return [jnp.asarray(x, jnp.int32) for x in (listed, ends, start, order, near, count)]
+
+
+@every_body
+@pytest.mark.parametrize(
+    ("entries", "first", "most", "newest"), one_shape((13, 4, 50, 9), (1, 0, 7, 3), (16, 3, 20, 0), (39, 1, 90, 1))
+)
+def test_tokens_are_those_of_loops(name, entries, first, most, newest):
+    arrays = lists(entries, entries)
+    slots, mask = compiled(TOKENS[name], first=first, most=most, newest=newest)(*arrays)
+    listed, ends, start, order, near, count = map(np.asarray, arrays)
+    for r, h in np.ndindex(3, 2):
+        own = []
+        for cluster, end in zip(listed[r, h], ends[r, h], strict=True):
+            begin = start[r, h, cluster]
+            own += order[r, h, begin : begin + end - len(own)].tolist()
+        own = [*own[:most], *[-1] * (most - len(own))]
+        ahead = [s if s < count[r] else -1 for s in range(near[r], near[r] + newest)]
+        want = [s if s < count[r] else -1 for s in range(first)] + own + ahead
+        np.testing.assert_array_equal(np.where(mask[r, h], slots[r, h], -1), want)
+        assert not np.any(np.asarray(slots[r, h])[~np.asarray(mask[r, h])])
+
+
+@pytest.mark.thorough
+@every_kernel
+def test_vmap(name):
+    sizes = {"first": 2, "most": 30, "newest": 5}
+    arrays = [jnp.stack(x) for x in zip(lists(1, 7), lists(2, 7), strict=True)]
+    for i, many in enumerate(zip(*mapped(functools.partial(TOKENS[name], **sizes))(*arrays), strict=True)):
+        for one, other in zip(compiled(TOKENS[name], **sizes)(*(x[i] for x in arrays)), many, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_errors():
+    arrays, sizes = lists(0, 5), {"first": 1, "most": 1, "newest": 1}
+    with pytest.raises(ValueError, match="cluster_tokens: got listed"):
+        cluster_tokens(arrays[0][..., 1:], *arrays[1:], **sizes)
+    with pytest.raises(ValueError, match="expected int32"):
+        cluster_tokens(arrays[0].astype(jnp.float32), *arrays[1:], **sizes)

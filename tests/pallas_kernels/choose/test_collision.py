@@ -1,0 +1,243 @@
+"""Collision votes of every implementation against NumPy loops: tables, votes, the cut and the list."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choose.collision import COLLISION, Part, collision, pallas_triton
+from pallas_kernels.choose.collision.votes import portion
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, on_gpu, thorough
+
+PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
+TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def run(name, config=None, **static):
+    if name == "interpreted":
+        config = pallas_triton.Config(block=64, tile=64) if config is None else config
+        return compiled(pallas_triton.collision, **static, config=config, interpret=True)
+    return compiled(collision, **static, implementation=name)
+
+
+def once(name, *arrays, **more):
+    """Without `jax.jit`, so that a function among the arguments sees numbers."""
+    if name == "interpreted":
+        config = pallas_triton.Config(block=64, tile=64)
+        return pallas_triton.collision(*arrays, **more, config=config, interpret=True)
+    return collision(*arrays, **more, implementation=name)
+
+
+def million(share):
+    return round(share * 1e6)
+
+
+def shares():
+    rows = [[end or 0, million(beta), *(million(rho * tier) for tier in TIERS)] for end, rho, beta in PIECES]
+    return np.array(rows, np.int32)
+
+
+def problem(
+    seed, *, rows=2, heads=2, group=3, dim=32, slots=200, first=3, stop=(180, 40), holes=False, rotate=True, clusters=256
+):
+    """Random queries of whole numbers, so that scores tie; few clusters, so that votes do; counts of the zone."""
+    rng = np.random.default_rng(seed)
+    slices = dim // 8
+    query = 3.0 * rng.integers(-2, 3, (rows, heads, group, dim)).astype(np.float32)
+    ids = rng.choice(rng.integers(0, clusters, 12), (rows, heads, slots, slices)).astype(np.uint8)
+    position = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, heads, slots)).copy()
+    if holes:
+        position[rng.random(position.shape) < 0.3] = -1
+    stop = np.array(stop, np.int32)
+    zone = (position >= 0) & (np.arange(slots) >= first) & (np.arange(slots) < stop[:, None, None])
+    counts = np.zeros((rows, heads, slices, 256), np.int32)
+    for b, h, s in zip(*np.nonzero(zone)):
+        counts[b, h, np.arange(slices), ids[b, h, s]] += 1
+    signs = rng.choice([-1.0, 1.0], dim).astype(np.float32) if rotate else None
+    arrays = (query, signs, counts, ids, position, stop, shares())
+    return tuple(None if x is None else jnp.asarray(x) for x in arrays), zone
+
+
+def rotated(query, signs):
+    query = np.asarray(query, np.float64).mean(axis=0)
+    if signs is None:
+        return query
+    dim = len(query)
+    matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)])
+    return matrix @ (query * np.asarray(signs))
+
+
+def oracle(query, ids, zone, capacity):
+    """Candidates of one list: rotated query [D], ids [S, N], zone [S]."""
+    size = int(zone.sum())
+    rho, beta = next((rho, beta) for end, rho, beta in PIECES if end is None or size < end)
+    votes = np.zeros(len(ids), int)
+    for n in range(ids.shape[1]):
+        part = query[8 * n : 8 * n + 8]
+        scores = [sum(y if c >> j & 1 else -y for j, y in enumerate(part)) for c in range(256)]
+        order = sorted(range(256), key=lambda c: (-scores[c], c))
+        before, table = 0, np.zeros(256, int)
+        for c in order:
+            table[c] = sum(before < -(-size * million(rho * tier) // 10**6) for tier in TIERS)
+            before += int((ids[zone, n] == c).sum())
+        votes += table[ids[:, n]]
+    count = min(-(-size * million(beta) // 10**6), capacity)
+    ranked = sorted(np.flatnonzero(zone), key=lambda s: (-votes[s], s))
+    return sorted(ranked[:count])
+
+
+@every_body
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"holes": True, "stop": (200, 3)},  # an empty zone
+        pytest.param(
+            {"rows": 1, "heads": 1, "group": 1, "slots": 130, "stop": (130,), "first": 0, "rotate": False}, marks=thorough
+        ),
+        pytest.param({"rows": 1, "dim": 128, "slots": 2500, "stop": (2400,)}, marks=thorough),  # several blocks of any size
+    ],
+    ids=["two rows", "holes", "unrotated", "long"],
+)
+def test_candidates_are_those_of_loops(name, sizes):
+    arrays, zone = problem(1, **sizes)
+    first, capacity = sizes.get("first", 3), 40 if zone.shape[2] < 1000 else 300
+    query, slots, count = run(name, first=first, capacity=capacity)(*arrays)
+    assert query.dtype == jnp.float32 and slots.dtype == count.dtype == jnp.int32 and slots.shape[2] == capacity
+    for b, h in np.ndindex(zone.shape[:2]):
+        query_now = rotated(arrays[0][b, h], arrays[1])
+        np.testing.assert_allclose(query[b, h], query_now, rtol=1e-6, atol=1e-5)
+        want = oracle(query_now, np.asarray(arrays[3][b, h]), zone[b, h], capacity)
+        assert count[b, h] == len(want)
+        np.testing.assert_array_equal(slots[b, h, : len(want)], want)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("limits", [(264, 2508), (0, 2508), (0, 0)], ids=["four warps", "two rivals", "four rivals"])
+def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monkeypatch):
+    """Of neighbouring clusters that tie the lower one stands first, however many rivals a program compares at once."""
+    for name, limit in zip(("SMALL", "AT_ONCE"), limits, strict=True):
+        monkeypatch.setattr(pallas_triton, name, limit)
+    arrays, zone = problem(1, rotate=False, clusters=8)
+    # Two channels of each slice are 0, so four neighbouring clusters have one score.
+    query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)
+    config = pallas_triton.Config(block=64, tile=64)
+    _, slots, count = pallas_triton.collision(
+        query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret
+    )
+    for b, h in np.ndindex(zone.shape[:2]):
+        want = oracle(rotated(query[b, h], None), np.asarray(arrays[3][b, h]), zone[b, h], 40)
+        np.testing.assert_array_equal(slots[b, h, : count[b, h]], want)
+
+
+@every_body
+@pytest.mark.parametrize(
+    "sizes", [{"holes": True, "stop": (200, 3)}, *(pytest.param(x, marks=thorough) for x in ({}, {"stop": (70, 90)}))]
+)
+def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
+    """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
+    (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
+    want_query, want, number = run(name, first=3, capacity=40)(query, signs, counts, ids, position, stop, shares)
+    each = 67
+    number_of_parts = -(-ids.shape[2] // each)
+    grow = (0, 0), (0, 0), (0, each * number_of_parts - ids.shape[2])
+    ids, position = jnp.pad(ids, (*grow, (0, 0))), jnp.pad(position, grow, constant_values=-1)
+    parts = [slice(i * each, (i + 1) * each) for i in range(number_of_parts)]
+
+    def of_part(i, every):
+        part = Part(begin=jnp.int32(i * each), number=jnp.int32(i), every=every)
+        mine = ids[:, :, parts[i]], position[:, :, parts[i]]
+        return once(name, query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
+
+    own = []  # a first round tells what each part sends
+    for i in range(number_of_parts):
+        of_part(i, lambda x: own.append(x) or jnp.stack([x] * number_of_parts))
+    found = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
+    for rotated_query, slots, _ in found:
+        np.testing.assert_array_equal(rotated_query, want_query)
+        assert slots.shape[2] == 40
+    for b, h in np.ndindex(zone.shape[:2]):
+        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(found)]
+        np.testing.assert_array_equal(np.concatenate(listed), want[b, h, : int(number[b, h])])
+
+
+@on_gpu
+def test_all_votes_equal(name):
+    """Every key in one cluster: the candidates are the first keys of the zone, and no more than there is room for."""
+    arrays, _ = problem(2, stop=(200, 200))  # the program of the test above
+    query, signs, counts, ids, *rest = arrays
+    ids = jnp.full_like(ids, 7)
+    counts = jnp.zeros_like(counts).at[..., 7].set(197)
+    for capacity, want in ((40, 20), (13, 13)):
+        _, slots, count = run(name, first=3, capacity=capacity)(query, signs, counts, ids, *rest)
+        assert np.all(np.asarray(count) == want)
+        assert np.all(np.asarray(slots[..., :want]) == np.arange(3, 3 + want))
+
+
+@pytest.mark.thorough  # other kernels show it by default
+@pytest.mark.parametrize("sizes", [(128, 64, 1), (512, 128, 8)])
+def test_blocks_of_any_size_agree_interpreted(sizes):
+    arrays, zone = problem(3)
+    _, want, count = run("xla", first=3, capacity=40)(*arrays)
+    _, slots, same = run("interpreted", pallas_triton.Config(*sizes), first=3, capacity=40)(*arrays)
+    np.testing.assert_array_equal(same, count)
+    for b, h in np.ndindex(zone.shape[:2]):
+        np.testing.assert_array_equal(slots[b, h, : count[b, h]], want[b, h, : count[b, h]])
+
+
+@on_gpu
+def test_vmap(name):
+    sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
+    one = run(name, first=3, capacity=20)
+    together = jax.jit(jax.vmap(one))(*(jnp.stack(x) for x in zip(*sets)))
+    for i, arrays in enumerate(sets):
+        query, slots, count = one(*arrays)
+        np.testing.assert_allclose(together[0][i], query, rtol=1e-6)
+        np.testing.assert_array_equal(together[2][i], count)
+        np.testing.assert_array_equal(together[1][i, ..., : count[0, 0]], slots[..., : count[0, 0]])
+
+
+def test_portion_is_exact():
+    count = np.arange(1, 2_100_000, 9973, dtype=np.int32)
+    for part in (1, 50_000, 333_333, 10**6):
+        got = jax.jit(portion)(jnp.full(count.shape, part, jnp.int32), jnp.asarray(count))
+        np.testing.assert_array_equal(got, -(-count.astype(np.int64) * part // 10**6))
+
+
+@pytest.mark.parametrize(("lists", "slots"), [(8, 131_328), (64, 131_328), (8, 1 << 20), (1, 3000), (8, 4 << 20)])
+def test_default_blocks_cover_and_stay_few(lists, slots):
+    config = pallas_triton.default_config(lists, slots)
+    assert -(-slots // config.block) <= pallas_triton.MOST_BLOCKS
+
+
+def test_errors():
+    arrays, _ = problem(6)
+    query, signs, counts, ids, position, stop, rows = arrays
+    with pytest.raises(ValueError, match="collision: got query .* expected"):
+        collision(query, signs, counts[:1], ids, position, stop, rows, first=3, capacity=5)
+    with pytest.raises(ValueError, match="expected uint8 and int32s"):
+        collision(query, signs, counts, ids.astype(jnp.int32), position, stop, rows, first=3, capacity=5)
+    with pytest.raises(ValueError, match="expected powers of two"):
+        pallas_triton.Config(block=96)
+
+    def resolved(batch=2, slots=200, dim=32, part=None):
+        shapes = [
+            ((batch, 2, 3, dim), "float32"),
+            ((dim,), "float32"),
+            ((batch, 2, dim // 8, 256), "int32"),
+            ((batch, 2, slots, dim // 8), "uint8"),
+            ((batch, 2, slots), "int32"),
+            ((batch,), "int32"),
+            ((4, 8), "int32"),
+        ]
+        structs = [jax.ShapeDtypeStruct(*x) for x in shapes]
+        return COLLISION.resolve(*structs, first=3, capacity=5, part=part, platform="gpu")
+
+    assert resolved() == "pallas_triton"
+    assert resolved(part=Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])) == "pallas_triton"
+    assert resolved(dim=16) == "xla"
+    assert resolved(batch=320, slots=1 << 20) == "xla", "offsets into bytes between 2 and 4 GiB wrap"

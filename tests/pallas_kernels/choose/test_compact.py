@@ -1,0 +1,50 @@
+"""True entries of masks as lists, against NumPy: every implementation, any division of the work."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choose.compact import COMPACT, compact, pallas_triton
+from tests.pallas_kernels.cases import NEEDS_GPU, one_shape
+
+COMPACTS = {
+    "xla": functools.partial(compact, implementation="xla"),
+    "interpreted": lambda *args: pallas_triton.compact(
+        *args, config=pallas_triton.Config(tile=16, programs=12), interpret=True
+    ),
+    "interpreted long": lambda *args: pallas_triton.compact(
+        *args, config=pallas_triton.Config(tile=16, programs=12, alone=16), interpret=True
+    ),
+    "pallas_triton": functools.partial(compact, implementation="pallas_triton"),
+}
+COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS]
+
+
+@pytest.mark.parametrize("name", COMPACT_NAMES)
+@pytest.mark.parametrize(("slots", "capacity"), one_shape((150, 40), (5, 9), (1, 1), (150, 150), (161, 1)))
+def test_lists_are_the_true_entries(name, slots, capacity):
+    mask = np.random.default_rng(slots).random((2, 2, slots)) < np.asarray([[0.0, 0.2], [0.7, 1.0]])[..., None]
+    run = COMPACTS[name]
+    for apply in (run, jax.vmap(run, in_axes=(0, None))):
+        listed, keep = jax.jit(apply, static_argnums=1)(jnp.asarray(mask), capacity)
+        for r, h in np.ndindex(2, 2):
+            found = np.flatnonzero(mask[r, h])[:capacity]
+            np.testing.assert_array_equal(listed[r, h, : len(found)], found)
+            assert keep[r, h].sum() == len(found) == np.argmin(np.append(keep[r, h], False))
+            assert not np.any(listed[r, h, len(found) :])
+    flat, _ = jax.jit(run, static_argnums=1)(jnp.asarray(mask[1, 0]), capacity)
+    np.testing.assert_array_equal(flat, listed[1, 0])
+
+
+def test_errors_and_resolution():
+    mask = jnp.zeros((2, 64), bool)
+    with pytest.raises(ValueError, match="compact: got mask int32"):
+        compact(mask.astype(jnp.int32), 4)
+    with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
+        pallas_triton.Config(tile=8)
+    assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"

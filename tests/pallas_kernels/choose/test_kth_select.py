@@ -1,0 +1,279 @@
+"""Selection by score against NumPy: every implementation, ties, holes, any division of the work."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.selection import compact as compact_slots
+from kvjax.selection import top_slots
+from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
+from tests.pallas_kernels.cases import NEEDS_GPU, one_shape, thorough
+
+NEEDS_PACKAGE = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the package jax_triton"
+)
+LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
+MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
+SELECT = {
+    "xla": functools.partial(kth_select, implementation="xla"),
+    "interpreted": lambda *args: pallas_triton.kth_select(*args, interpret=True)[::2],
+    "interpreted long": lambda *args: pallas_triton.kth_select(*args, config=LONG, interpret=True)[::2],
+    "interpreted, many segments": lambda *args: pallas_triton.kth_select(*args, config=MANY, interpret=True)[::2],
+    "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
+    "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
+}
+MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_PACKAGE]}
+
+
+@functools.cache
+def selecting(name, capacity):
+    """One program per implementation and capacity: scores and budgets are its arguments."""
+    return jax.jit(lambda score, budget: SELECT[name](score, budget, capacity))
+
+
+DIVIDED = ("interpreted long", "interpreted, many segments")  # as "interpreted" but for the division of the work
+SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT]
+
+
+def oracle(score, budget, capacity):
+    """Lists by a stable sort of each row."""
+    slots = np.zeros((*score.shape[:2], capacity), np.int32)
+    count = np.zeros(score.shape[:2], np.int32)
+    budget = np.broadcast_to(budget, score.shape[:2])
+    for r, h in np.ndindex(*score.shape[:2]):
+        row = np.where(np.isnan(score[r, h]), -np.inf, score[r, h])
+        best = np.argsort(-row, kind="stable")[: np.isfinite(row).sum() + np.isposinf(row).sum()]
+        best = np.sort(best[: min(max(budget[r, h], 0), capacity)])
+        slots[r, h, : len(best)], count[r, h] = best, len(best)
+    return slots, count
+
+
+def scores(kind, shape, seed=0):
+    """Score rows of one kind; row (0, 0) always has holes of -inf and NaN."""
+    rng = np.random.default_rng(seed)
+    score = rng.normal(size=shape).astype(np.float32)
+    if kind == "ties":
+        score = np.round(score).astype(np.float32) * rng.choice([-1.0, 1.0], shape).astype(np.float32)
+    elif kind == "equal":
+        score = np.full(shape, -3.0, np.float32)
+    elif kind == "extreme":
+        values = np.asarray(
+            [np.inf, np.finfo(np.float32).min, np.finfo(np.float32).max, 1e-45, -1e-45, 0.0, -0.0], "f4"
+        )
+        score = rng.choice(values, shape)
+    elif kind == "denormal":
+        score = rng.choice(np.asarray([-2e-45, -1e-45, 0.0, -0.0, 1e-45, 2e-45, 1e-40], "f4"), shape)
+    elif kind == "sorted":
+        score = np.sort(score, axis=-1)
+    elif kind == "one segment":
+        score[..., -20:] += 100
+    elif kind == "one node":
+        score[..., ::32] += 100
+    elif kind == "forced":
+        score[..., 7:300:60] = np.inf
+    elif kind == "few":
+        score[..., 5:] = -np.inf
+    elif kind == "tiny range":
+        score = (1 + rng.integers(0, 50, shape) * 2.0**-23).astype(np.float32)
+    score[0, 0] = np.where(rng.random(shape[-1]) < 0.3, rng.choice(np.asarray([-np.inf, np.nan], "f4")), score[0, 0])
+    return score
+
+
+KINDS = [
+    "normal",
+    "ties",
+    "equal",
+    "extreme",
+    "denormal",
+    "sorted",
+    "one segment",
+    "one node",
+    "few",
+    "forced",
+    "tiny range",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(*x.values, marks=[*x.marks, *[pytest.mark.slow] * (x.values[0] in DIVIDED)]) for x in SELECT_NAMES]
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
+)
+def test_lists_are_those_of_a_stable_sort(name, kind):
+    score = scores(kind, (2, 2, 301))
+    run = selecting(name, 13)
+    budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]
+    if kind == "normal" and name not in DIVIDED:  # a shape of the budget is a program of its own, whatever the scores
+        budgets += [np.int32(13), np.asarray([[1], [13]], np.int32), np.asarray([[-1, 3], [7, 0]], np.int32)]
+    for budget in budgets:
+        slots, count = run(jnp.asarray(score), jnp.asarray(budget))
+        expected = oracle(score, budget, 13)
+        assert slots.dtype == count.dtype == jnp.int32
+        np.testing.assert_array_equal(count, expected[1])
+        np.testing.assert_array_equal(slots, expected[0])
+
+
+@pytest.mark.parametrize("name", SELECT_NAMES)
+@pytest.mark.parametrize(
+    ("slots", "budget", "capacity"),
+    one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97)),
+)
+def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
+    score = scores("normal", (1, 3, slots))
+    run = jax.jit(SELECT[name], static_argnums=(1, 2))
+    for got, expected in zip(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(  # jax_triton has no batching rule
+    "name",
+    ["interpreted", *(pytest.param(x, marks=thorough) for x in ("xla", *DIVIDED)), SELECT_NAMES[-2]],
+)
+def test_vmap(name):
+    score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
+    budget = jnp.asarray([2, 9, 5], jnp.int32)
+    together = jax.jit(jax.vmap(lambda s, b: SELECT[name](s, b, 9)))(jnp.asarray(score), budget)
+    for i in range(3):
+        for got, expected in zip(together, oracle(score[i], budget[i], 9)):
+            np.testing.assert_array_equal(got[i], expected)
+    shared = jax.jit(jax.vmap(lambda s: SELECT[name](s, budget[1], 9)))(jnp.asarray(score))
+    np.testing.assert_array_equal(shared[0][2], oracle(score[2], 9, 9)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["xla", "interpreted", *(pytest.param(x, marks=thorough) for x in DIVIDED), *SELECT_NAMES[-2:]]
+)
+def test_in_a_loop(name):
+    score = scores("normal", (1, 2, 80))
+    run = SELECT[name]
+
+    def body(i, total):
+        slots, count = run(jnp.asarray(score) * (1 - 2 * i), i + 3, 6)
+        return total + slots.sum(dtype=jnp.int32) + count.sum(dtype=jnp.int32)
+
+    total = jax.jit(lambda: jax.lax.fori_loop(0, 2, body, jnp.int32(0)))()
+    assert total == sum(x.sum() for i in range(2) for x in oracle(score * (1 - 2 * i), i + 3, 6))
+
+
+@pytest.mark.parametrize("name", ["interpreted", "first that runs"])
+def test_mask_and_count_agree(name):
+    score = jnp.asarray(scores("few", (2, 2, 50)))
+    run = functools.partial(pallas_triton.kth_select, interpret=True) if name == "interpreted" else KTH_SELECT.run
+    slots, keep, count = jax.jit(run, static_argnums=(1, 2))(score, 9, 12)
+    np.testing.assert_array_equal(keep, np.arange(12) < np.asarray(count)[..., None])
+    public = kth_select_mask(score, 9, 12)
+    np.testing.assert_array_equal(public[0], slots)
+    np.testing.assert_array_equal(public[1], keep)
+
+
+@pytest.mark.parametrize("budget", [[[0, 3], [5, -1]], *(pytest.param(x, marks=thorough) for x in ([[2, 0]], [[0], [4]]))])
+@pytest.mark.parametrize("name", ["interpreted", "interpreted long", "interpreted, many segments"])
+def test_rows_that_want_nothing_are_not_read(name, budget):
+    """Whatever other rows want."""
+    score, budget = scores("normal", (2, 2, 301)), np.asarray(budget, np.int32)
+    expected = oracle(score, budget, 13)
+    score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
+    for got, want in zip(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected):
+        np.testing.assert_array_equal(got, want)
+
+
+def of_shares(logits, lse):
+    """Float64: the log of the largest share of each entry, NaN where there is none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (np.float64(logits) - np.log(np.exp(np.float64(lse)).sum(axis=2))[..., None]).max(axis=2)
+
+
+@pytest.mark.parametrize(  # jax_triton does not take them
+    "name",
+    [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=thorough), SELECT_NAMES[-2]],
+)
+@pytest.mark.parametrize(("group", "slots"), one_shape((3, 301), (1, 17), (8, 90)))
+def test_the_largest_shares_of_query_heads(name, group, slots):
+    """Of a list all parts are empty but one, and all of another; budgets of no entry and of more than there are."""
+    rng = np.random.default_rng(slots)
+    logits, lse = rng.normal(size=(2, 3, group, slots)) * 3, rng.normal(size=(2, 3, 5, group)) * 3
+    logits[rng.random(logits.shape) < 0.2], logits[0, 0, :, : slots // 2] = -np.inf, -np.inf
+    lse[0, 1, 1:], lse[1, 2], logits[1, 2] = -np.inf, -np.inf, -np.inf
+    logits, lse = np.float32(logits), np.float32(lse)
+    budget = np.asarray([[3, 13, 0], [7, 20, 5]], np.int32)
+    options = {"interpret": True, "config": {"interpreted long": LONG, "interpreted, many segments": MANY}.get(name)}
+    kernel = functools.partial(pallas_triton.kth_select, **options)
+    run = functools.partial(kth_select_mask, implementation=name) if name in KTH_SELECT.implementations else kernel
+    slots, keep = jax.jit(run, static_argnums=2)(logits, budget, 13, lse=lse)[:2]
+    want, count = oracle(of_shares(logits, lse), budget, 13)
+    np.testing.assert_array_equal(slots, want)
+    np.testing.assert_array_equal(keep, np.arange(13) < count[..., None])
+    assert count[1, 2] == 0 and count[0, 1] > 9
+
+
+def test_selection_of_valid_slots_of_any_score():
+    """`top_slots`: a valid slot beats every invalid one, and the list is no longer than the row."""
+    score = jnp.asarray([[[-jnp.inf, jnp.nan, 1.0, jnp.inf, 2.0]]], jnp.float32)
+    valid = jnp.asarray([[[True, True, True, True, False]]])
+    slots, keep = top_slots(score, valid, jnp.int32(3), 8)
+    assert slots.shape == (1, 1, 5) and keep.sum() == 3
+    np.testing.assert_array_equal(slots[0, 0, :3], [0, 2, 3])
+    listed, keep = compact_slots(valid, 3)
+    np.testing.assert_array_equal(listed, [[[0, 1, 2]]])
+    assert np.all(keep)
+
+
+def test_errors_and_resolution():
+    score = jnp.zeros((1, 2, 64), jnp.float32)
+    with pytest.raises(ValueError, match=r"got score bfloat16 \(1, 2, 64\), expected float32 \[B, H, S\]"):
+        kth_select(score.astype(jnp.bfloat16), 3, 4)
+    with pytest.raises(ValueError, match="got capacity=0, expected at least 1"):
+        kth_select(score, 3, 0)
+    with pytest.raises(ValueError, match=r"got budget int32 \(3,\), expected int32 that broadcasts to \(1, 2\)"):
+        kth_select(score, jnp.zeros((3,), jnp.int32), 4)
+    with pytest.raises(ValueError, match=r"expected float32 \[B, H, G, S\] with an lse"):
+        kth_select_mask(score, 3, 4, lse=score)
+    with pytest.raises(ValueError, match=r"got lse float32 \(1, 2, 64\) of \(1, 2, 4, 64\), expected float32 \[B, H, N, G\]"):
+        kth_select_mask(jnp.zeros((1, 2, 4, 64)), 3, 4, lse=score)
+    with pytest.raises(ValueError, match="got budget float32"):
+        kth_select(score, jnp.float32(3), 4)
+    with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
+        pallas_triton.Config(tile=48)
+    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
+    assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
+    for group, chosen in ((16, "pallas_triton"), (17, "xla")):
+        logits, lse = rows((1, 8, group, 1 << 14)), rows((1, 8, 33, group))
+        assert KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu") == chosen
+    with pytest.raises(NotImplementedError, match="got logits of query heads, expected one score for each entry"):
+        KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu", implementation="jax_triton")
+    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
+        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
+    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
+        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    rows = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        KTH_SELECT.resolve(rows, 5, 9, platform="gpu", implementation="jax_triton")
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", SELECT_NAMES[-2:])
+@pytest.mark.parametrize(
+    ("slots", "capacity"), [(8192, 128), (16_384, 1638), (131_072, 2048), (1_000_003, 2048), (70_001, 8192)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kth_select_at_full_size(slots, capacity, kind, name):
+    score = scores(kind, (1, 2, slots))
+    run = jax.jit(SELECT[name], static_argnums=2)
+    expected = oracle(score, capacity, capacity)
+    for _ in range(3):
+        for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
+            np.testing.assert_array_equal(got, want)

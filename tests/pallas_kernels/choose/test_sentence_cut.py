@@ -1,0 +1,116 @@
+"""`sentence_cut` against loops in NumPy, on every implementation; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choose import sentence_cut as cut_package
+from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped
+
+CUT = {
+    "xla": functools.partial(sentence_cut, implementation="xla"),
+    "interpreted": lambda *args, rules: cut_package.pallas_triton.sentence_cut(
+        *args[:-1], jnp.asarray(args[-1], jnp.int32), rules=rules, interpret=True
+    ),
+    "pallas_triton": functools.partial(sentence_cut, implementation="pallas_triton"),
+}
+PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
+
+
+def sentences(seed, rows=3, heads=2, slots=70, room=12, ties=False):
+    """Scores and numbers of sentences of 1 to 7 slots; behind them an open sentence and empty slots."""
+    rng = np.random.default_rng(seed)
+    sentence = np.cumsum(rng.random((rows, heads, slots)) < 0.25, axis=2).astype(np.int32)
+    sentence -= sentence[..., :1]
+    used = rng.integers(slots - room, slots, (rows, 1, 1))
+    sentence = np.where(np.arange(slots) < used, sentence, -1)
+    position = np.where(sentence >= 0, 5 * np.arange(slots), -1).astype(np.int32)
+    sentence[..., -room:] = np.where(position[..., -room:] >= 0, sentence[..., :-room].max(-1, keepdims=True), -1)
+    count = sentence.max(axis=2)
+    score = rng.integers(-2, 3, (rows, heads, slots)) * 0.5 if ties else rng.normal(size=(rows, heads, slots))
+    score = np.where(rng.random(score.shape) < 0.1, -score * 0.0, score)
+    score = np.where(np.arange(slots) < count[..., None], score, np.nan)
+    arrays = score.astype(np.float32), sentence, position, count.astype(np.int32)
+    return [jnp.asarray(x) for x in arrays], jnp.asarray((position >= 0).sum(axis=2)[:, 0], jnp.int32)
+
+
+def cut_oracle(score, sentence, position, count, length, cursor, event, budget, rules):
+    """Sentences from the best on, the tokens of each from its first on; one list per row and head."""
+    chosen = []
+    for row, head in np.ndindex(count.shape):
+        held = [slot for slot in range(sentence.shape[2]) if position[row, head, slot] >= 0]
+        written = 0 if event[row] == CLOSES else length[row, head] + 1
+        recent = min(max(rules.recent, min(written, rules.open_cap)), budget - rules.sinks)
+        high = 0 if written <= rules.whole else cursor[row] - recent
+        taken = {slot for slot in held if slot < rules.sinks or slot >= high}
+        worth = np.nan_to_num(score[row, head].astype(np.float64), nan=-1e300, neginf=-1e300)
+        left = budget - rules.sinks - recent
+        for number in sorted(range(count[row, head]), key=lambda s: (-worth[s], s)):
+            for slot in held:
+                if sentence[row, head, slot] == number and rules.sinks <= slot < high and left > 0:
+                    taken.add(slot)
+                    left -= 1
+        chosen.append(sorted(taken))
+    return chosen
+
+
+def check_cut(name, arrays, cursor, lengths, events, budget, rules):
+    """Compare one call with the oracle."""
+    length = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], arrays[3].shape)
+    args = (*arrays, length, cursor, jnp.asarray(events, jnp.int32))
+    slots, listed = compiled(CUT[name], rules=rules)(*args, budget)
+    assert slots.dtype == jnp.int32 and listed.dtype == bool and slots.shape == listed.shape == arrays[1].shape
+    for at, want in enumerate(cut_oracle(*(np.asarray(x) for x in args), budget, rules)):
+        row, head = divmod(at, arrays[3].shape[1])
+        assert listed[row, head].sum() == len(want) and listed[row, head, : len(want)].all()
+        np.testing.assert_array_equal(slots[row, head], want + [0] * (slots.shape[2] - len(want)))
+
+
+@every_body
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("rules", [PAPER, CODE], ids=["paper", "code"])
+@pytest.mark.parametrize("budget", [8, 12, 30, 66, 300])
+def test_lists_are_those_of_loops(name, ties, rules, budget):
+    """Open sentences of 1, 8 and 21 tokens, the last of which closes in one of two calls."""
+    arrays, cursor = sentences(budget, ties=ties)
+    check_cut(name, arrays, cursor, (0, 7, 20), (JOINS, JOINS, JOINS), budget, rules)
+    check_cut(name, arrays, cursor, (5, 1, 20), (JOINS, 0, CLOSES), budget, rules)
+
+
+@every_body
+@pytest.mark.parametrize("budget", [25, 50, 65])
+def test_sentences_of_no_number_rank_last(name, budget):
+    """NaN and -inf among finished sentences: taken where nothing better is left, the lower slots first."""
+    arrays, cursor = sentences(3)
+    arrays[0] = arrays[0].at[:, :, 0].set(-jnp.inf).at[:, :, 4].set(jnp.nan)
+    check_cut(name, arrays, cursor, (3, 3, 3), (JOINS,) * 3, budget, PAPER)
+
+
+@every_kernel
+def test_vmap_over_all_arguments(name):
+    """The budget is mapped over too."""
+    sets = [sentences(seed, rows=1) for seed in (1, 2)]
+    event, length = jnp.full((1,), JOINS, jnp.int32), jnp.full((1, 2), 2, jnp.int32)
+    args = [(*arrays, length, cursor, event, jnp.int32(budget)) for (arrays, cursor), budget in zip(sets, (16, 31))]
+    run = compiled(CUT[name], rules=PAPER)
+    together = mapped(CUT[name], rules=PAPER)(*(jnp.stack(x) for x in zip(*args)))
+    for at, one in enumerate(args):
+        for alone, both in zip(run(*one), together):
+            np.testing.assert_array_equal(alone, both[at])
+
+
+def test_refusals():
+    (score, sentence, position, count), cursor = sentences(0)
+    rest = count, cursor, cursor, 12
+    with pytest.raises(ValueError, match="sentence_cut: got score, sentence, position"):
+        sentence_cut(score, sentence, position, count[:1], *rest, rules=PAPER)
+    with pytest.raises(ValueError, match="expected a float32 score and int32"):
+        sentence_cut(score.astype(jnp.bfloat16), sentence, position, count, *rest, rules=PAPER)
+    long = jnp.zeros((3, 2, 20000), jnp.int32)
+    with pytest.raises(NotImplementedError, match="got 20000 slots, expected 1 to 16384"):
+        sentence_cut(score, long, long, count, *rest, rules=PAPER, implementation="pallas_triton", platform="gpu")

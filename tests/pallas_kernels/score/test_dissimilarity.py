@@ -1,0 +1,41 @@
+"""`dissimilarity` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.score.dissimilarity import dissimilarity, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+
+RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilarity, interpret=True))
+
+
+@every_body
+@pytest.mark.parametrize("slots", one_shape(70, 5, 64))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_are_those_of_float64(name, slots, dtype):
+    rng = np.random.default_rng(slots)
+    position = rng.integers(-1, 3, (2, 3, slots))
+    position[1, 2] = -1
+    key = np.where(position[..., None] < 0, np.nan, rng.normal(size=(2, 3, slots, 32)) + 0.5)
+    key[0, 0, 0] = 0  # a key without a direction
+    key = jnp.asarray(key, dtype)
+    run = compiled(RUN[name])
+    got = np.asarray(run(key, jnp.asarray(position, jnp.int32)))
+    exact = np.where(position[..., None] < 0, 0, np.asarray(key, np.float64))
+    unit = exact / np.maximum(np.linalg.norm(exact, axis=-1, keepdims=True), 1e-8)
+    mean = unit.sum(2) / np.maximum((position >= 0).sum(2), 1)[..., None]
+    mean = mean / np.maximum(np.linalg.norm(mean, axis=-1, keepdims=True), 1e-8)
+    np.testing.assert_allclose(got, -np.einsum("bhsd,bhd->bhs", unit, mean), atol=2e-6)
+
+
+def test_refusals():
+    key, position = jnp.zeros((3, 2, 21, 16)), jnp.zeros((3, 2, 21), jnp.int32)
+    with pytest.raises(ValueError, match="dissimilarity: got key"):
+        dissimilarity(key, position[:1])
+    with pytest.raises(NotImplementedError, match="head_dim 8, expected"):
+        dissimilarity(key[..., :8], position, implementation="pallas_triton", platform="gpu")

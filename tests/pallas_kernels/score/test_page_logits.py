@@ -1,0 +1,83 @@
+"""`page_logits` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._triton.split import Config
+from pallas_kernels.score.page_logits import PAGE_LOGITS, page_logits, pallas_triton
+from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
+
+RUN = implementations(
+    functools.partial(page_logits, scale=SCALE),
+    functools.partial(pallas_triton.page_logits, scale=SCALE, config=Config(block=16, splits=3), interpret=True),
+)
+
+
+def given(seed, group=3, dim=16, pages=90, dtype="float32"):
+    """Rows with all, some and none of their pages in use; what takes no part is NaN, and so is one page that does."""
+    rng = np.random.default_rng(seed)
+    query, vector = rng.normal(size=(3, 2, group, dim)), rng.normal(size=(3, 2, pages, dim))
+    limit, held = np.asarray([pages + 5, pages // 3, 0], np.int32), rng.random((3, 2, pages)) < 0.7
+    held[0, 1] = False
+    seen = held & (np.arange(pages) < limit[:, None, None])
+    seen[0, 0, 7], held[0, 0, 7] = False, True
+    vector[~seen] = np.nan
+    return (*(jnp.asarray(x, dtype) for x in (query, vector)), jnp.asarray(limit)), jnp.asarray(held), seen
+
+
+def oracle(query, vector, seen):
+    """Float64 logits, and the log of their sum."""
+    query, vector = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, vector))
+    logits = np.where(seen[:, :, None], SCALE * query @ np.nan_to_num(vector).swapaxes(2, 3), -np.inf)
+    with np.errstate(divide="ignore"):
+        return logits, np.log(np.exp(logits).sum(axis=3))
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@pytest.mark.parametrize(("group", "dim", "pages"), one_shape((3, 16, 90), (1, 64, 5), (8, 128, 200), (4, 32, 48)))
+def test_logits_and_denominators_are_those_of_float64(name, dtype, group, dim, pages):
+    (query, vector, limit), held, seen = given(pages, group, dim, max(pages, 8), dtype)
+    run = compiled(RUN[name])
+    logits, lse = run(query, vector, limit, held=held)
+    want, whole = oracle(query, vector, seen)
+    assert logits.dtype == lse.dtype == jnp.float32 and lse.shape[:2] == (3, 2)
+    np.testing.assert_allclose(logits, want, rtol=2e-5, atol=2e-5)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(np.log(np.exp(np.float64(lse)).sum(axis=2)), whole, rtol=2e-5, atol=2e-5)
+    for first, second in zip((logits, lse), run(query, vector, limit, held=held)):
+        np.testing.assert_array_equal(first, second)
+
+
+@thorough
+@every_kernel
+def test_all_pages_in_use_and_vmap(name):
+    sets = [given(seed)[0] for seed in (1, 2)]
+    run = compiled(RUN[name])
+    both = jax.jit(jax.vmap(RUN[name]))(*(jnp.stack(x) for x in zip(*sets)))
+    for at, (query, vector, limit) in enumerate(sets):
+        one = run(query, vector, limit)
+        seen = (np.arange(90) < np.asarray(limit)[:, None, None]) & ~np.isnan(vector).any(axis=3)
+        np.testing.assert_allclose(one[0], oracle(query, vector, seen)[0], rtol=2e-5, atol=2e-5)
+        for a, b in zip(one, both):
+            np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
+
+
+def test_errors_and_resolution():
+    (query, vector, limit), held, _ = given(0)
+    with pytest.raises(ValueError, match=r"page_logits: got query .*expected \[B, H, G, D\]"):
+        page_logits(query[..., :8], vector, limit, scale=1.0)
+    with pytest.raises(ValueError, match=r"held \(3, 2, 89\), expected"):
+        page_logits(query, vector, limit, scale=1.0, held=held[..., 1:])
+    with pytest.raises(ValueError, match="held int32, expected one dtype"):
+        page_logits(query, vector, limit, scale=1.0, held=held.astype(jnp.int32))
+    shape = jax.ShapeDtypeStruct
+    for dim, pages, chosen in ((128, 16384, "pallas_triton"), (96, 16384, "xla"), (128, 0, "xla")):
+        args = shape((1, 8, 4, dim), "bfloat16"), shape((1, 8, pages, dim), "bfloat16"), shape((1,), "int32")
+        assert PAGE_LOGITS.resolve(*args, None, scale=1.0, platform="gpu") == chosen

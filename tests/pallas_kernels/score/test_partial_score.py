@@ -1,0 +1,96 @@
+"""`partial_score` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.score.partial_score import PARTIAL_SCORE, pallas_triton, partial_score
+from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
+
+ALPHA = np.float32(1.5)
+RUN = implementations(
+    functools.partial(partial_score, scale=SCALE),
+    functools.partial(
+        pallas_triton.partial_score,
+        scale=SCALE,
+        config=pallas_triton.Config(block=32, programs=18),
+        interpret=True,
+    ),
+)
+
+
+def given(seed, group=3, channels=5, slots=75, dtype="float32"):
+    """Rows that are full, half full and empty; NaN are empty slots, the newest token of a row, and what is behind all."""
+    rng = np.random.default_rng(seed)
+    query, key = 3 * rng.normal(size=(3, 2, group, channels)), rng.normal(size=(3, 2, channels, slots + -slots % 16))
+    cursor = np.asarray([slots, slots // 2 + 1, 0], np.int32)
+    held = (rng.random((3, 2, slots)) < 0.8) & (np.arange(slots) < cursor[:, None, None])
+    held[0, :, -1], held[1, 1] = True, False
+    held[1, 0, cursor[1] - 1] = False  # a head without the newest token
+    empty = ~held | ((np.arange(slots) == slots - 1) & (np.arange(3) == 0)[:, None, None])
+    key[..., :slots] = np.where(empty[:, :, None], np.nan, key[..., :slots])
+    key[..., slots:] = np.nan
+    position = jnp.asarray(np.where(held, np.arange(slots), -1), jnp.int32)
+    return *(jnp.asarray(x, dtype) for x in (query, key)), position, jnp.asarray(cursor)
+
+
+def oracle(query, key, position, cursor):
+    """Float64 scores; how many logits come near the largest, give or take those too near to tell; how many tokens."""
+    query, key = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key))
+    held = np.asarray(position) >= 0
+    newest = np.arange(held.shape[2]) == np.asarray(cursor)[:, None, None] - 1
+    others = held & ~newest
+    logits = np.where(others[:, :, None], SCALE * query @ np.nan_to_num(key[..., : held.shape[2]]), -np.inf)
+    edge = np.maximum(logits.max(axis=3, keepdims=True), -1e30) - ALPHA
+    near = [np.sum(logits >= edge + side, axis=(1, 2, 3)) for side in (1e-4, -1e-4)]
+    score = np.where(others, logits.mean(axis=2), np.where(newest & held, np.inf, -np.inf))
+    return score, near, others.sum(axis=2)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
+def test_scores_and_counts_are_those_of_float64(name, dtype, group, channels, slots):
+    args = given(slots, group, channels, slots, dtype)
+    run = compiled(RUN[name])
+    got = run(*args, jnp.asarray(ALPHA))
+    score, (least, most), stored = oracle(*args)
+    assert [x.dtype for x in got] == ["float32", "int32", "int32"]
+    np.testing.assert_allclose(got[0], score, rtol=2e-5, atol=2e-5)
+    assert np.all((least <= got[1]) & (got[1] <= most)) and np.sum(most - least) < 3 and most[0] > 0
+    np.testing.assert_array_equal(got[2], stored)
+    for first, second in zip(got, run(*args, jnp.asarray(ALPHA))):
+        np.testing.assert_array_equal(first, second)
+
+
+@thorough
+@every_kernel
+def test_vmap(name):
+    sets = [given(seed) for seed in (1, 2)]
+    alphas = jnp.asarray([0.5, 2.0])
+    both = jax.jit(jax.vmap(RUN[name]))(*(jnp.stack(x) for x in zip(*sets)), alphas)
+    for at, args in enumerate(sets):
+        for a, b in zip(compiled(RUN[name])(*args, alphas[at]), both):
+            np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
+
+
+def test_errors_and_resolution():
+    args, alpha = given(0), jnp.asarray(ALPHA)
+    with pytest.raises(ValueError, match=r"partial_score: got query .*expected \[B, H, G, C\]"):
+        partial_score(args[0][..., :4], *args[1:], alpha, scale=1.0)
+    with pytest.raises(ValueError, match="N at least S"):
+        partial_score(args[0], args[1][..., :74], *args[2:], alpha, scale=1.0)
+    with pytest.raises(ValueError, match=r"alpha \(1,\), expected"):
+        partial_score(*args, alpha[None], scale=1.0)
+    with pytest.raises(ValueError, match="'int32', 'float32', 'float32'.*, expected keys as the query"):
+        partial_score(*args[:3], args[3].astype(jnp.float32), alpha, scale=1.0)
+    shape = jax.ShapeDtypeStruct
+    for group, channels, chosen in ((4, 25, "pallas_triton"), (32, 256, "pallas_triton"), (4, 257, "xla"), (33, 25, "xla")):
+        rows = [shape((1, 8, *sizes), "bfloat16") for sizes in ((group, channels), (channels, 131072))]
+        rest = shape((1, 8, 131072), "int32"), shape((1,), "int32"), shape((), "float32")
+        assert PARTIAL_SCORE.resolve(*rows, *rest, scale=1.0, platform="gpu") == chosen

@@ -1,0 +1,122 @@
+"""TokenSelect's vote: every implementation against float64 NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.score.token_vote import TOKEN_VOTE, pallas_triton, token_vote
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_shape
+
+CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
+
+VOTE = implementations(token_vote, functools.partial(pallas_triton.token_vote, config=CONFIG, interpret=True))
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def rows(seed, heads=2, group=4, dim=16, tokens=101, dtype="float32", bounds=((5, 77), (33, 101), (0, 16), (7, 7))):
+    """Random query and keys, the keys outside each row's bounds NaN."""
+    rng = np.random.default_rng(seed)
+    start, stop = np.array(bounds, np.int32).T
+    query = rng.normal(size=(len(bounds), heads, group, dim)).astype(np.float32)
+    key = rng.normal(size=(len(bounds), heads, tokens, dim)).astype(np.float32)
+    place = np.arange(tokens)
+    key[~((place >= start[:, None]) & (place < stop[:, None]))[:, None].repeat(heads, 1)] = np.nan
+    return jnp.asarray(query), jnp.asarray(key, dtype), jnp.asarray(start), jnp.asarray(stop)
+
+
+def oracle(query, key, start, stop):
+    """Votes [B, S] in float64."""
+    query, key = np.asarray(query, np.float64), np.asarray(key.astype(jnp.float32), np.float64)
+    out = np.full((len(key), key.shape[2]), -np.inf)
+    for row, (first, end) in enumerate(zip(start, np.minimum(stop, key.shape[2]), strict=True)):
+        if end > first:
+            logits = np.einsum("hgd,hsd->hgs", query[row], key[row, :, first:end])
+            weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            out[row, first:end] = (weight / weight.sum(axis=-1, keepdims=True)).sum(axis=(0, 1))
+    return out
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "group", "dim"), one_shape((2, 3, 16), (1, 1, 64), (2, 4, 32)))
+def test_votes(name, dtype, heads, group, dim):
+    query, key, start, stop = rows(group, heads, group, dim, dtype=dtype)
+    run = compiled(VOTE[name])
+    vote = run(query, key, start=start, stop=stop)
+    assert vote.dtype == jnp.float32 and vote.shape == (4, 101)
+    want = oracle(query, key, start, stop)
+    # As close with bfloat16 keys as with float32 ones: the query is not rounded to bfloat16.
+    np.testing.assert_allclose(vote, want, rtol=5e-5, atol=1e-9)
+    np.testing.assert_array_equal(np.isneginf(vote), np.isneginf(want))
+    np.testing.assert_allclose(np.where(want > -np.inf, vote, 0).sum(axis=1), [heads * group] * 3 + [0], rtol=1e-5)
+    np.testing.assert_array_equal(vote, run(query, key, start=start, stop=stop))
+
+
+@every_body
+def test_bounds_that_are_one_number_past_the_end_or_empty(name):
+    """A start that is one number, ends beyond the cache, and rows without a candidate."""
+    query, key, _, _ = rows(1, bounds=((9, 101),) * 4)
+    run = jax.jit(VOTE[name], static_argnames="start")
+    start, stop = np.full(4, 9, np.int32), np.array([40, 101, 1000, 10], np.int32)
+    np.testing.assert_allclose(run(query, key, start=9, stop=stop), oracle(query, key, start, stop), rtol=5e-5)
+    none = jnp.array([0, 9, -3, 8], jnp.int32)
+    assert np.isneginf(run(query, key, start=9, stop=none)).all()
+    tiny = run(query[:1, :, :, :], key[:1, :, 9:12], start=1, stop=jnp.array([2], jnp.int32))
+    np.testing.assert_allclose(tiny, [[-np.inf, 8, -np.inf]], rtol=1e-6)
+
+
+@every_body
+def test_large_logits_and_one_loud_head(name):
+    """Softmax per head: neither overflow nor a head whose logits are large takes over."""
+    query, key, start, stop = rows(2, group=3)
+    query = query.at[:, 0].multiply(300)
+    vote = compiled(VOTE[name])(query, key, start=start, stop=stop)
+    np.testing.assert_allclose(vote, oracle(query, key, start, stop), rtol=2e-3, atol=1e-7)
+
+
+@on_gpu
+def test_vmap(name):
+    sets = [rows(seed, bounds=bounds) for seed, bounds in ((1, ((5, 77),)), (2, ((0, 101),)))]
+    stacked = [jnp.stack(x) for x in zip(*sets, strict=True)]
+    together = jax.jit(jax.vmap(lambda q, k, a, b: VOTE[name](q, k, start=a, stop=b)))(*stacked)
+    for (query, key, start, stop), got in zip(sets, together, strict=True):
+        np.testing.assert_allclose(got, compiled(VOTE[name])(query, key, start=start, stop=stop), rtol=1e-6)
+
+
+def test_bad_arguments_and_what_the_kernel_takes():
+    query, key, start, stop = rows(3)
+    with pytest.raises(ValueError, match="token_vote: got query"):
+        token_vote(query[..., 1:], key, start=start, stop=stop)
+    with pytest.raises(ValueError, match=r"got start int32 \(3,\), expected int32 \[B\] = \(4,\)"):
+        token_vote(query, key, start=start[1:], stop=stop)
+    with pytest.raises(ValueError, match=r"got stop float32 \(4,\), expected int32"):
+        token_vote(query, key, start=0, stop=stop.astype(jnp.float32))
+    for got in ({"block": 8}, {"splits": 3}, {"merge_block": 0}):
+        with pytest.raises(ValueError, match="expected a power of two"):
+            pallas_triton.Config(**got)
+    with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
+        wide = jnp.zeros((4, 2, 4, 24)), jnp.zeros((4, 2, 5, 24))
+        token_vote(*wide, start=0, stop=stop, implementation="pallas_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match="got query float32 and key int8, expected"):
+        token_vote(query, key.astype(jnp.int8), start=0, stop=stop, implementation="pallas_triton", platform="gpu")
+    assert TOKEN_VOTE.resolve(query, key, start=0, stop=stop, platform="gpu") == "pallas_triton"
+    assert TOKEN_VOTE.resolve(query, key, start=0, stop=stop, platform="tpu") == "xla"
+
+
+def test_default_config_fills_the_gpu():
+    assert pallas_triton.default_config(8, 131072).splits == 64
+    assert pallas_triton.default_config(64, 131072).splits == 8
+    assert pallas_triton.default_config(1, 100).splits == 2
+    assert pallas_triton.default_config(1024, 131072).splits == 1
+
+
+@NEEDS_GPU
+def test_the_kernels_are_in_the_compiled_program():
+    query, key, start, stop = rows(4, dtype="bfloat16")
+    run = jax.jit(VOTE["pallas_triton"])
+    assert "token_vote_score" in run.lower(query, key, start=start, stop=stop).compile().as_text()

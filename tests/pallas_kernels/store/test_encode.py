@@ -1,0 +1,66 @@
+"""Codes of keys: every implementation against the oracle of ParisKV."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats.key_codes import parts_of_rows
+from pallas_kernels.store.encode import encode, pallas_triton
+from tests.oracles import pariskv as plain
+from tests.pallas_kernels.cases import every_body, on_gpu, one_shape
+from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+@every_body
+@pytest.mark.parametrize(("dim", "rotate"), [(16, True), *one_shape((64, False), (128, True))])
+def test_codes_are_the_oracles(name, dim, rotate):
+    key, valid = keys_to_encode(dim, dim)
+    ids, rows = encoding(name, dim, rotate)(jnp.asarray(key), jnp.asarray(valid), signs_of(dim, rotate))
+    assert ids.dtype == rows.dtype == jnp.uint8 and rows.shape == key.shape
+    magnitudes, weight = parts_of_rows(rows)
+    assert not np.any(np.asarray(rows).reshape(*valid.shape, -1, 8)[..., 6:])
+    matrix = plain.hadamard(dim)
+    for at in np.ndindex(valid.shape):
+        if not valid[at]:
+            assert not np.any(ids[at]) and not np.any(magnitudes[at]) and not np.any(weight[at])
+            continue
+        want = plain.encode(key[at], plain.random_signs(dim), matrix, rotate=rotate)
+        nibble = (want.level + 8 * want.sign).reshape(-1)
+        np.testing.assert_array_equal(ids[at], want.ids)
+        np.testing.assert_array_equal(magnitudes[at], nibble[0::2] | nibble[1::2] << 4)
+        np.testing.assert_allclose(np.asarray(weight[at], np.float64), want.weight, rtol=2**-7)
+
+
+@on_gpu
+def test_codes_do_not_depend_on_the_batch(name):
+    """To the last bit, alone or among others, whichever block they fall into."""
+    key, valid = keys_to_encode(3, 32)
+    valid[:] = True
+    key = jnp.nan_to_num(jnp.asarray(key))
+    whole = encoding(name, 32)(key, jnp.asarray(valid), signs_of(32))
+    for part, (start, stop) in ((1, (4, 5)), (8, (3, 10))):
+        some = encoding(name, 32, part=part)(key[:, :, start:stop], jnp.asarray(valid[:, :1, start:stop]), signs_of(32))
+        for a, b in zip(some, whole):
+            np.testing.assert_array_equal(a, b[:, :, start:stop])
+
+
+def test_both_implementations_agree_to_the_bit_where_divisions_do():
+    """Interpreted, divisions are those of the plain version, so everything must be equal."""
+    key, valid = keys_to_encode(5, 16)
+    args = jnp.asarray(key), jnp.asarray(valid), signs_of(16)
+    for a, b in zip(encoding("xla", 16)(*args), encoding("interpreted", 16)(*args)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_errors():
+    key, valid = keys_to_encode(1, 16)
+    with pytest.raises(ValueError, match="encode: got valid"):
+        encode(jnp.asarray(key), jnp.asarray(valid[..., 1:]), None, scale=1.0)
+    with pytest.raises(ValueError, match="encode: got signs"):
+        encode(jnp.asarray(key), jnp.asarray(valid), jnp.ones(8), scale=1.0)
+    with pytest.raises(ValueError, match="expected a power of two"):
+        pallas_triton.Config(part=12)

@@ -1,0 +1,80 @@
+"""Packing one token: every implementation against float64 NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats.packed_vectors import unpack
+from pallas_kernels.store.pack_token import PACK_TOKEN, pack_token, pallas_triton
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, implementations, one_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+PACK = implementations(pack_token, functools.partial(pallas_triton.pack_token, interpret=True))
+
+
+def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):
+    """Arguments of `pack_token`: a row in the middle of a block, a row without a token, a row past the end."""
+    rng = np.random.default_rng(seed)
+    packed = np.array([2 * granule, 0, slots // granule * granule], np.int32)
+    place = np.array([packed[0] + granule + 1, -1, packed[2] + granule], np.int32)
+    key, value = (jnp.asarray(rng.normal(size=(rows, heads, 4 * granule, dim)), dtype) for _ in range(2))
+    at = np.arange(4 * granule)[None, None]
+    stored = np.broadcast_to(np.where(at <= (place - packed)[:, None, None], at, -1), (rows, heads, 4 * granule))
+    key = jnp.where(jnp.asarray(stored >= 0)[..., None], key, jnp.nan)
+    bases = [np.linalg.qr(rng.normal(size=(rows, heads, segments, dim, dim)))[0].astype(np.float32) for _ in range(2)]
+    store = []
+    for size in (slots, slots, slots // granule):
+        store.append(jnp.asarray(rng.normal(size=(rows, heads, size, rank)), dtype))
+        store.append(jnp.asarray(rng.integers(0, 99, (rows, heads, size, dim // 32)), jnp.int32))
+    last = jnp.asarray(rng.integers(0, segments, rows), jnp.int32)
+    arrays = key, value, jnp.asarray(stored, jnp.int32), jnp.asarray(place), jnp.asarray(packed), last
+    return *arrays, *(jnp.asarray(x) for x in bases), tuple(store)
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("granule", "rank", "channels"), one_shape((8, 16, 64), (5, 8, 48), (4, 64, 64)))
+def test_pack_token(name, dtype, granule, rank, channels):
+    args = buffers(granule, dtype, granule, rank)
+    key, value, _, place, packed, last, basis_key, basis_value, store = args
+    got = compiled(PACK[name], granule=granule, channels=channels)(*args)
+    place, at = int(place[0]), int(place[0] - packed[0])
+    first = at // granule * granule
+    mean = np.asarray(key[0, :, first : at + 1], np.float64).sum(axis=1) / granule
+    vectors = np.asarray(key[0, :, at], np.float64), np.asarray(value[0, :, at], np.float64), mean
+    for i, (x, basis, index) in enumerate(
+        zip(vectors, (basis_key, basis_value, basis_key), (place, place, place // granule), strict=True)
+    ):
+        for h in range(key.shape[1]):
+            projected = np.asarray(basis[0, h, int(last[0])], np.float64) @ x[h]
+            best = np.argsort(-np.abs(projected[:channels]), kind="stable")[:rank]
+            kept = np.zeros(len(projected))
+            kept[best] = projected[best]
+            full = unpack(got[2 * i][0, h, index], got[2 * i + 1][0, h, index], len(projected))
+            np.testing.assert_allclose(np.asarray(full, np.float64), kept, atol=TOLERANCE[dtype], rtol=0)
+        for old, new in zip(store[2 * i : 2 * i + 2], got[2 * i : 2 * i + 2], strict=True):
+            changed = np.array(new != old).any(axis=(1, 3))
+            assert changed[0].nonzero()[0].tolist() == [index] and not changed[1:].any()
+
+
+@every_kernel
+def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
+    args = buffers(3, "float32", 8, 16)
+    run = compiled(PACK[name], granule=8, channels=64)
+    alone = run(*(jax.tree.map(lambda x: x[:1], x) for x in args))
+    for one, many in zip(alone, run(*args), strict=True):
+        np.testing.assert_array_equal(one[0], many[0])
+
+
+def test_bad_arguments_and_resolution():
+    args = buffers(0, "float32", 8, 16)
+    with pytest.raises(ValueError, match="pack_token: got"):
+        pack_token(*args[:-1], args[-1][:4], granule=8, channels=64)
+    kinds = {"granule": 8, "channels": 64}
+    assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"
+    assert PACK_TOKEN.resolve(*args, **kinds, platform="cpu") == "xla"

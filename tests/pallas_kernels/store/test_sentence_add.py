@@ -1,0 +1,107 @@
+"""`sentence_add` against loops in NumPy, on every implementation; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
+from pallas_kernels.store.sentence_add import pallas_triton, sentence_add
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped, near, offloaded
+
+ADD = {
+    "xla": functools.partial(sentence_add, implementation="xla"),
+    "interpreted": functools.partial(pallas_triton.sentence_add, interpret=True),
+    "pallas_triton": functools.partial(sentence_add, implementation="pallas_triton"),
+}
+
+
+def book(seed, rows=3, heads=2, group=2, dim=16, slots=20, dtype="float32"):
+    """Arguments of `sentence_add`; row 0 goes on, row 1 ends a sentence, row 2 stands still, and empty slots hold NaN."""
+    rng = np.random.default_rng(seed)
+    cursor = np.array([8, 12, 6], np.int32)[:rows]
+    held = (np.arange(slots) < cursor[:, None])[:, None, :, None]
+    key = np.where(held, rng.normal(size=(rows, heads, slots, dim)), np.nan)
+    mean = rng.normal(size=(rows, heads, slots, dim))
+    count = rng.integers(2, 5, (rows, heads)).astype(np.int32)
+    sentence = rng.integers(-1, 5, (rows, heads, slots)).astype(np.int32)
+    query, query_sum = rng.normal(size=(2, rows, heads, group, dim)).astype(np.float32)
+    key_sum = rng.normal(size=(rows, heads, dim)).astype(np.float32)
+    key, mean, query = (jnp.asarray(x, dtype) for x in (key, mean, query))
+    length = jnp.broadcast_to(jnp.array([3, 0, 2], jnp.int32)[:rows, None], (rows, heads))
+    state = (*(jnp.asarray(x) for x in (sentence, mean, count, query_sum, key_sum)), length)
+    return key, query, jnp.asarray(cursor), jnp.array([JOINS, CLOSES, 0], jnp.int32)[:rows], state
+
+
+def add_oracle(key, query, cursor, event, state):
+    key, query = (np.asarray(x.astype(jnp.float32)) for x in (key, query))
+    sentence, mean, count, query_sum, key_sum, length = (np.array(x) for x in state)
+    mean = mean.astype(np.float32)
+    for row, head in np.ndindex(count.shape):
+        if event[row] == 0:
+            continue
+        sentence[row, head, cursor[row] - 1] = count[row, head]
+        query_sum[row, head] += query[row, head]
+        key_sum[row, head] += key[row, head, cursor[row] - 1]
+        length[row, head] += 1
+        if event[row] == CLOSES:
+            mean[row, head, count[row, head]] = key_sum[row, head] / length[row, head]
+            count[row, head] += 1
+            query_sum[row, head], key_sum[row, head], length[row, head] = 0, 0, 0
+    return sentence, mean, count, query_sum, key_sum, length
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_is_that_of_loops(name, dtype):
+    args = book(0, dtype=dtype)
+    got, want = compiled(ADD[name])(*args), add_oracle(*args)
+    for new, right, old in zip(got, want, args[-1]):
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
+        tolerance = 1e-2 if new.dtype == jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(np.asarray(new.astype(jnp.float32)), right, rtol=tolerance, atol=tolerance)
+    for new, old in zip(got, args[-1]):
+        np.testing.assert_array_equal(np.asarray(new[2]), np.asarray(old[2]))  # stands still
+
+
+@every_body
+def test_past_the_end_nothing_is_written(name):
+    key, query, cursor, event, state = book(1)
+    sentence, mean, count, *sums = state
+    got = compiled(ADD[name])(key, query, cursor + 20, event, (sentence, mean, count + 20, *sums))
+    np.testing.assert_array_equal(got[0], sentence)
+    np.testing.assert_array_equal(got[1], mean)
+
+
+@every_kernel
+def test_vmap(name):
+    sets = [book(seed) for seed in (1, 2)]
+    together = mapped(ADD[name])(*jax.tree.map(lambda *x: jnp.stack(x), *sets))
+    for at, one in enumerate(sets):
+        for alone, both in zip(compiled(ADD[name])(*one), together):
+            np.testing.assert_allclose(alone, both[at], rtol=1e-6)
+
+
+@every_body
+def test_copies_of_an_offloaded_cache_do_as_well(name):
+    key, query, cursor, event, state = book(0)
+    want = compiled(ADD[name])(key, query, cursor, event, state)
+    got = compiled(ADD[name])(near(key, cursor, 5), query, cursor, event, state, rows=offloaded(cursor))
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_refusals():
+    key, query, cursor, event, state = book(0)
+    with pytest.raises(ValueError, match="sentence_add: got key"):
+        sentence_add(key, query[..., :8], cursor, event, state)
+    with pytest.raises(ValueError, match="expected int32 numbers and float32 sums"):
+        sentence_add(key, query, cursor, event > 0, state)
+    wide = [x[:, :, :1].repeat(3, axis=2) for x in (query, state[3])]
+    with pytest.raises(NotImplementedError, match="got 3 query heads per KV head and head_dim 16"):
+        changed = (*state[:3], wide[1], *state[4:])
+        sentence_add(key, wide[0], cursor, event, changed, implementation="pallas_triton", platform="gpu")

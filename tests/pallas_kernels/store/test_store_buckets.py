@@ -1,0 +1,111 @@
+"""The hash tables that SOCKET keeps: every implementation against float64 loops."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats.sign_codes import BLOCK
+from pallas_kernels.store.store_buckets import STORE_BUCKETS, pallas_triton, store_buckets
+from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def storing(name):
+    if name == "interpreted":
+        return compiled(pallas_triton.store_buckets, interpret=True)
+    return compiled(store_buckets, implementation=name)
+
+
+def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype="float32", more=0):
+    """Random keys and values, NaN behind the newest token; an index of random numbers, none of which may change."""
+    rng = np.random.default_rng(seed)
+    rows = len(cursor)
+    stored = (np.arange(slots) < np.asarray(cursor)[:, None])[:, None, :, None]
+    key, value = (jnp.asarray(np.where(stored, rng.normal(size=(rows, heads, slots, dim)), np.nan), dtype) for _ in "kv")
+    planes = jnp.asarray(rng.normal(size=(tables, bits, dim)), jnp.float32)
+    blocks = -(-(slots + more) // BLOCK)
+    ids = rng.integers(0, 1 << bits, (rows, heads, blocks, tables * BLOCK)).astype(np.uint8 if bits <= 8 else np.uint16)
+    norm = jnp.asarray(rng.normal(size=(rows, heads, slots)), dtype)
+    return key, value, jnp.asarray(cursor, jnp.int32), planes, jnp.asarray(ids), norm
+
+
+def oracle(key, value, slots_of_rows, planes, ids, norm):
+    key, value, planes = (np.asarray(x, np.float64) for x in (key, value, planes))
+    ids, norm = np.array(ids), np.array(norm, np.float64)
+    for b, new in enumerate(slots_of_rows):
+        for slot in new:
+            for h in range(ids.shape[1]):
+                for table, own in enumerate(planes):
+                    place = slot // BLOCK, table * BLOCK + slot % BLOCK
+                    ids[b, h][place] = int("".join("01"[int(plane @ key[b, h, slot] >= 0)] for plane in own), 2)
+                norm[b, h, slot] = np.linalg.norm(value[b, h, slot])
+    return ids, norm
+
+
+def compare(got, want, dtype="float32"):
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(np.asarray(got[1], np.float64), want[1], rtol=1e-5 if dtype == "float32" else 1e-2)
+
+
+@every_body
+@pytest.mark.parametrize(("bits", "dtype"), one_shape((5, "float32"), (8, "bfloat16"), (11, "float32"), (1, "float32")))
+def test_one_token_is_stored_where_there_is_one(name, bits, dtype):
+    """The second row has padding, and in the third all slots are taken."""
+    key, value, cursor, *index = problem(bits, [17, 9, 41], bits=bits, dtype=dtype, more=8)
+    active = jnp.asarray([[16], [-1], [40]], jnp.int32)
+    got = storing(name)(key, value, active, cursor, *index)
+    compare(got, oracle(key, value, [[16], [], []], *index), dtype)
+
+
+@on_gpu
+def test_sixteen_rows(name):
+    cursor = np.arange(1, 17)
+    key, value, cursor, *index = problem(2, cursor, slots=20)
+    got = storing(name)(key, value, cursor[:, None] - 1, cursor, *index)
+    compare(got, oracle(key, value, [[int(x) - 1] for x in cursor], *index))
+
+
+def test_several_tokens():
+    key, value, cursor, *index = problem(3, [17, 9, 42], more=8)
+    active = jnp.asarray([[14, 15, 16], [8, -1, -1], [39, 40, 41]], jnp.int32)
+    got = storing("xla")(key, value, active, cursor, *index)
+    compare(got, oracle(key, value, [[14, 15, 16], [8], [39]], *index))
+
+
+@every_body
+def test_copies_of_an_offloaded_cache_do_as_well(name):
+    """Keys and values with different numbers of copies."""
+    key, value, cursor, *index = problem(4, [31, 18])
+    active, run = (cursor - 1)[:, None], storing(name)
+    got = run(near(key, cursor, 9), near(value, cursor, 12), active, cursor, *index, rows=offloaded(cursor))
+    compare(got, oracle(key, value, [[30], [17]], *index))
+
+
+@on_gpu
+def test_vmap(name):
+    sets = []
+    for seed in (5, 6):
+        key, value, cursor, *index = problem(seed, [10])
+        sets.append((key, value, cursor[:, None] - 1, cursor, *index))
+    run = storing(name)
+    together = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*sets)))
+    for i, one in enumerate(sets):
+        for got, want in zip(together, run(*one)):
+            np.testing.assert_array_equal(got[i], want)
+
+
+def test_what_the_kernel_takes_and_errors():
+    key, value, cursor, *index = problem(7, [10, 5])
+
+    def resolved(tokens, dim=16):
+        cut = key[..., :dim], value[..., :dim], jnp.zeros((2, tokens), jnp.int32), cursor, index[0][..., :dim], *index[1:]
+        return STORE_BUCKETS.resolve(*cut, platform="gpu")
+
+    assert resolved(1) == "pallas_triton"
+    assert resolved(2) == resolved(1, 12) == "xla"
+    with pytest.raises(ValueError, match="store_buckets: got key .* expected"):
+        store_buckets(key, value, cursor[:, None], cursor[:1], *index)

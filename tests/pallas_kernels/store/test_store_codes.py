@@ -1,0 +1,123 @@
+"""The index that ParisKV keeps: every implementation against rebuilding it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats.key_codes import cluster_counts
+from pallas_kernels.store.store_codes import STORE_CODES, pallas_triton, store_codes
+from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
+from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+LOCAL, BUFFER = 4, 3
+
+
+def storing(name, dim, rotate=True):
+    fixed = {"num_local": LOCAL, "buffer": BUFFER, "scale": dim**-0.5 if rotate else 1.0}
+    if name == "interpreted":
+        return compiled(pallas_triton.store_codes, **fixed, interpret=True)
+    return compiled(store_codes, **fixed, implementation=name)
+
+
+@every_body
+@pytest.mark.parametrize(("heads", "rotate"), one_shape((3, True), (2, False)))
+def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
+    """Rows grow at their own pace, and one row has empty slots."""
+    dim, slots, steps = 16, 40, 16
+    key, valid = keys_to_encode(7, dim, slots, heads=heads)
+    valid[0] = True
+    key = jnp.nan_to_num(jnp.asarray(key))
+    rng = np.random.default_rng(0)
+    cursor, stop = np.array([11, 13]), np.array([5, 9])  # sinks, then whatever has left the local window: 7 and 9
+    counted = np.maximum(cursor - LOCAL, stop)
+    make = encoding("xla" if name == "interpreted" else name, dim, rotate)
+    codes = make(key, jnp.asarray(valid), signs_of(dim, rotate))
+    written = np.arange(slots) < cursor[:, None]
+    index = [jnp.where(written[:, None, :, None], x, jnp.zeros_like(x)) for x in codes]
+
+    def count(low, high):
+        live = valid & (np.arange(slots) >= low[:, None, None]) & (np.arange(slots) < high[:, None, None])
+        return cluster_counts(codes[0], jnp.asarray(live))
+
+    state = (*index, count(np.array([2, 2]), stop), count(stop, counted), jnp.asarray(stop, jnp.int32))
+    step = storing(name, dim, rotate)
+    for _ in range(steps):
+        active = rng.random(2) < 0.8
+        cursor = cursor + active
+        position = np.where(valid & (np.arange(slots) < cursor[:, None, None]), np.arange(slots), -1).astype(np.int32)
+        # The token of a step is stored in every head.
+        newest = (np.arange(slots) == cursor[:, None] - 1)[:, None] & active[:, None, None]
+        position = np.where(newest, np.arange(slots), position).astype(np.int32)
+        valid = valid | newest
+        codes = make(key, jnp.asarray(valid), signs_of(dim, rotate))
+        here = jnp.asarray(np.where(active, cursor - 1, -1)[:, None], jnp.int32)
+        state = step(key, jnp.asarray(position), here, jnp.asarray(cursor, jnp.int32), signs_of(dim, rotate), *state)
+        beyond = np.maximum(cursor - stop - LOCAL, 0)
+        stop = stop + beyond // BUFFER * BUFFER
+        np.testing.assert_array_equal(state[4], stop)
+        np.testing.assert_array_equal(state[2], count(np.array([2, 2]), stop))
+        np.testing.assert_array_equal(state[3], count(stop, np.maximum(cursor - LOCAL, stop)))
+        for got, want in zip(state[:2], codes):
+            below = (np.arange(slots) < cursor[:, None])[:, None, :, None]
+            np.testing.assert_array_equal(got, jnp.where(below, want, jnp.zeros_like(want)))
+
+
+@on_gpu
+def test_vmap(name):
+    dim, slots = 16, 24
+    sets = []
+    for seed in (1, 2):
+        key, valid = keys_to_encode(seed, dim, slots, rows=1)
+        codes = encoding("xla", dim)(jnp.asarray(key), jnp.asarray(valid), signs_of(dim))
+        position = np.where(valid, np.arange(slots), -1).astype(np.int32)
+        zero = jnp.zeros((1, 2, 2, 256), jnp.int32)
+        numbers = [jnp.asarray(x, jnp.int32) for x in ([[9]], [16], [8])]
+        key, position = jnp.nan_to_num(jnp.asarray(key)), jnp.asarray(position)
+        sets.append((key, position, *numbers[:2], signs_of(dim), *codes, zero, zero, numbers[2]))
+    step = storing(name, dim)
+    together = jax.jit(jax.vmap(step))(*(jnp.stack(x) for x in zip(*sets)))
+    for i, one in enumerate(sets):
+        for a, b in zip(step(*one), together):
+            np.testing.assert_array_equal(a, b[i])
+
+
+def test_several_tokens_take_the_plain_way():
+    arrays = [
+        ((2, 2, 24, 16), "float32"),
+        ((2, 2, 24), "int32"),
+        ((2, 3), "int32"),
+        ((2,), "int32"),
+        ((16,), "float32"),
+        ((2, 2, 24, 2), "uint8"),
+        ((2, 2, 24, 16), "uint8"),
+        ((2, 2, 2, 256), "int32"),
+        ((2, 2, 2, 256), "int32"),
+        ((2,), "int32"),
+    ]
+    structs = [jax.ShapeDtypeStruct(*x) for x in arrays]
+    fixed = {"num_local": 4, "buffer": 3, "scale": 0.1, "platform": "gpu"}
+    assert STORE_CODES.resolve(*structs, **fixed) == "xla"
+    structs[2] = jax.ShapeDtypeStruct((2, 1), "int32")
+    assert STORE_CODES.resolve(*structs, **fixed) == "pallas_triton"
+
+
+@on_gpu
+def test_copies_of_an_offloaded_cache_do_as_well(name):
+    dim, slots = 16, 40
+    rng = np.random.default_rng(2)
+    key = jnp.asarray(rng.normal(size=(2, 2, slots, dim)), jnp.float32)
+    cursor, stop = jnp.asarray([31, 18], jnp.int32), jnp.asarray([20, 9], jnp.int32)
+    position = jnp.where(jnp.arange(slots)[None, None] < cursor[:, None, None], jnp.arange(slots), -1)
+    position = jnp.broadcast_to(position, (2, 2, slots)).astype(jnp.int32)
+    codes = [jnp.zeros((2, 2, slots, n), jnp.uint8) for n in (2, dim)]
+    state = (*codes, *[jnp.zeros((2, 2, 2, 256), jnp.int32)] * 2, stop)
+    run = storing(name, dim)
+    rest = position, (cursor - 1)[:, None], cursor, signs_of(dim), *state
+    want = run(key, *rest)
+    got = run(near(key, cursor, 9), *rest, rows=offloaded(cursor))
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)

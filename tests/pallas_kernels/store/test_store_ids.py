@@ -1,0 +1,75 @@
+"""`store_ids` against float64 NumPy: every implementation; rows that wait or are full, copies of an offloaded cache."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import bit_codes
+from pallas_kernels.store.store_ids import STORE_IDS, pallas_triton, store_ids
+from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, one_shape
+
+STORE = implementations(store_ids, functools.partial(pallas_triton.store_ids, interpret=True))
+
+
+def numbers_of(key, centroids):
+    """The first of the nearest centroids of each part of a key [D], in float64."""
+    parts = np.asarray(key, np.float64).reshape(len(centroids), -1)
+    away = np.round(((np.asarray(centroids, np.float64) - parts[:, None]) ** 2).sum(axis=2), 5)
+    return away.argmin(axis=1)
+
+
+@every_body
+@pytest.mark.parametrize(
+    ("count", "parts", "dim", "copies"),
+    one_shape((6, 2, 24, None), (64, 2, 16, 5), (4, 3, 12, None), (2, 1, 8, 7), (5, 4, 16, 5)),
+)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+def test_codes_are_those_of_float64(name, count, parts, dim, copies, dtype):
+    """Tokens come one by one; rows wait at times, one never has a token, and one is full from the beginning."""
+    rng, slots = np.random.default_rng(count), 24
+    key, centroids = rng.normal(size=(4, 3, slots, dim)), rng.normal(size=(4, 3, parts, count, dim // parts))
+    centroids[:, :, :, -1] = centroids[:, :, :, 0]
+    key, centroids = jnp.asarray(key, dtype), jnp.asarray(centroids, jnp.float32)
+    bits = parts * bit_codes.bits_of(count)
+    cursor, wanted = np.array([0, 9, 5, slots]), np.zeros((4, 3, slots), np.int32)
+    ids = bit_codes.pack(jnp.asarray(wanted), bits)
+    for _ in range(8):
+        active = (rng.random(4) < 0.8) & [True, True, False, True]
+        cursor = cursor + active
+        for r in np.flatnonzero(active & (cursor <= slots)):
+            slot = cursor[r] - 1
+            for h in range(3):
+                number = numbers_of(key[r, h, slot].astype(jnp.float32), centroids[r, h])
+                wanted[r, h, slot] = (number << np.arange(parts) * bit_codes.bits_of(count)).sum()
+        end = jnp.asarray(cursor, jnp.int32)
+        here = jnp.asarray(np.where(active, cursor - 1, -1)[:, None], jnp.int32)
+        held = key.at[2].set(jnp.nan)  # a row without tokens may hold anything
+        held, rows = (held, None) if copies is None else (near(held, cursor, copies), offloaded(end))
+        ids = compiled(STORE[name])(held, here, end, centroids, ids, rows=rows)
+        np.testing.assert_array_equal(bit_codes.unpack(ids, slots, bits), wanted)
+
+
+@pytest.mark.thorough
+def test_several_tokens_at_once_are_plain_jax():
+    rng = np.random.default_rng(0)
+    key = jnp.asarray(rng.normal(size=(2, 1, 12, 8)), jnp.float32)
+    centroids = jnp.asarray(rng.normal(size=(2, 1, 2, 4, 4)), jnp.float32)
+    ids = bit_codes.pack(jnp.zeros((2, 1, 12), jnp.int32), 4)
+    cursor, active = jnp.array([7, 4]), jnp.array([[4, 5, 6], [3, -1, -1]])
+    made = bit_codes.unpack(store_ids(key, active, cursor, centroids, ids), 12, 4)
+    wanted = np.zeros((2, 1, 12), int)
+    for r, slot in ((0, 4), (0, 5), (0, 6), (1, 3)):
+        wanted[r, 0, slot] = (numbers_of(key[r, 0, slot], centroids[r, 0]) << np.arange(2) * 2).sum()
+    np.testing.assert_array_equal(made, wanted)
+    chosen = [STORE_IDS.resolve(key, active[:, :n], cursor, centroids, ids, platform="gpu") for n in (1, 3)]
+    assert chosen == ["pallas_triton", "xla"]
+
+
+def test_errors():
+    key, centroids, ids = jnp.zeros((1, 2, 8, 8)), jnp.zeros((1, 2, 2, 4, 4)), jnp.zeros((1, 2, 4, 1), jnp.uint8)
+    with pytest.raises(ValueError, match=r"store_ids: got key .*expected \[B, H, S, D\].* \[B, H, N, 1\]"):
+        store_ids(key[..., 1:], jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), centroids, ids)

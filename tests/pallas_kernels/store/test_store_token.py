@@ -1,0 +1,122 @@
+"""Storing a token: every implementation against NumPy loops."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.store.store_token import pallas_triton, reference, store_token
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_shape, rotated
+
+RUN = {
+    "xla": reference.store_token,
+    "interpreted": functools.partial(pallas_triton.store_token, interpret=True),
+    "pallas_triton": pallas_triton.store_token,
+}
+
+
+def case(batch, heads, group, dim=16, slots=9, dtype="float32", rotating=True, seed=0):
+    """Arguments; places include none, cursors include a full row."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    place = rng.integers(0, 120_000, batch)
+    cursor = rng.integers(0, slots, batch)
+    if batch > 2:
+        place[1], cursor[2] = -1, slots
+    arrays = {
+        "cache_key": normal(batch, heads, slots, dim),
+        "cache_value": normal(batch, heads, slots, dim),
+        "cache_position": jnp.asarray(rng.integers(-1, 9, (batch, heads, slots)), jnp.int32),
+        "cursor": jnp.asarray(cursor, jnp.int32),
+        "query": normal(batch, heads, group, dim) if rotating else None,
+        "inv_freq": jnp.asarray(10.0 ** -np.arange(dim // 2), jnp.float32) if rotating else None,
+    }
+    return (normal(batch, heads, dim), normal(batch, heads, dim), jnp.asarray(place, jnp.int32)), arrays
+
+
+def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq):
+    keys, values = (np.array(x, np.float64) for x in (cache_key, cache_value))
+    positions, moved = np.array(cache_position), np.array(cursor)
+    asked = None if query is None else np.zeros(query.shape)
+    for row, at in enumerate(np.asarray(place)):
+        if query is not None:
+            asked[row] = rotated(query[row][..., None, :], [at], inv_freq)[..., 0, :]
+        if at < 0:
+            continue
+        moved[row] += 1
+        slot = int(cursor[row])
+        if slot >= keys.shape[2]:
+            continue
+        for head in range(keys.shape[1]):
+            new = key[row, head]
+            keys[row, head, slot] = new if query is None else rotated(new[None], [at], inv_freq)[0]
+            values[row, head, slot] = value[row, head]
+            positions[row, head, slot] = at
+    return keys, values, positions, moved, asked
+
+
+CASES = {
+    "one row": {"batch": 1, "heads": 2, "group": 4},
+    "rows, one without a token, one full": {"batch": 4, "heads": 2, "group": 3},
+    "bfloat16": {"batch": 3, "heads": 2, "group": 4, "dtype": "bfloat16"},
+    "not rotated": {"batch": 3, "heads": 3, "group": 1, "rotating": False},
+}
+
+
+@every_body
+@pytest.mark.parametrize("label", CASES)
+def test_matches_a_loop_over_rows_and_heads(name, label):
+    args, kwargs = case(**CASES[label])
+    tolerance = 2e-2 if CASES[label].get("dtype") else 2e-6
+    for got, want in zip(compiled(RUN[name])(*args, **kwargs), oracle(*args, **kwargs), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance)
+
+
+@every_kernel
+def test_under_vmap(name):
+    args, kwargs = case(batch=2, heads=2, group=4)
+    del kwargs["cursor"], kwargs["query"]
+    cursors = jnp.asarray([[0, 1], [2, 3], [4, 8]], jnp.int32)
+    queries = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 2, 4, 16)), jnp.float32)
+    got = jax.jit(jax.vmap(lambda c, q: RUN[name](*args, **kwargs, cursor=c, query=q)))(cursors, queries)
+    for lane in range(3):
+        want = oracle(*args, **kwargs, cursor=cursors[lane], query=queries[lane])
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(x[lane], np.float64), y, atol=2e-6, rtol=2e-6)
+
+
+def test_wrong_shapes_are_refused():
+    args, kwargs = case(batch=2, heads=2, group=4)
+    with pytest.raises(ValueError, match="got cursor int32 .1,., expected int32 .2,."):
+        store_token(*args, **{**kwargs, "cursor": kwargs["cursor"][:1]})
+    with pytest.raises(ValueError, match="got one of query and inv_freq"):
+        store_token(*args, **{**kwargs, "query": None})
+    with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
+        args, kwargs = case(batch=1, heads=1, group=1, dim=24)
+        store_token(*args, **kwargs, implementation="pallas_triton", platform="gpu")
+
+
+@every_kernel
+@pytest.mark.parametrize("full_keys", one_shape(True, False))
+def test_copies_of_an_offloaded_cache_do_as_well(name, full_keys):
+    """Each array by its own number of rows: values may be few while keys are all there."""
+    args, kwargs = case(4, 2, 4, slots=24)
+    kwargs["cursor"] = jnp.asarray([1, 9, 24, 17], jnp.int32)
+    whole = compiled(RUN[name])(*args, **kwargs)
+    copies = {x: near(kwargs[x], kwargs["cursor"], 7) for x in ("cache_key", "cache_value")}
+    copies = copies if not full_keys else {**copies, "cache_key": kwargs["cache_key"]}
+    few = compiled(RUN[name])(*args, **{**kwargs, **copies}, rows=offloaded(kwargs["cursor"]))
+    for at in (2, 3, 4):
+        np.testing.assert_array_equal(few[at], whole[at])
+    end = jnp.minimum(whole[3], 24)  # a full row stores nothing, though its cursor moves
+    np.testing.assert_array_equal(few[1], near(whole[1], end, 7))
+    np.testing.assert_array_equal(few[0], whole[0] if full_keys else near(whole[0], end, 7))
