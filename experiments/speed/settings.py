@@ -83,10 +83,7 @@ class SpeedSettings(Settings):
     kv_dtype: tuple[str, ...] = option((), parse=names)
 
     def __post_init__(self) -> None:
-        _check_names(self.model, self.methods)
-        for kind in self.kv_dtype:
-            check_kv_dtype(kind)
-        check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
+        _check_shared(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
         if sum(vars(self)[name] for name in _MODES) > 1:
             raise ValueError(f"expected at most one of {', '.join(_MODES[:-1])} and {_MODES[-1]}")
         for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
@@ -177,10 +174,7 @@ class OffloadSettings(Settings):
     kv_dtype: tuple[str, ...] = option((), parse=names)
 
     def __post_init__(self) -> None:
-        _check_names(self.model, self.methods)
-        for kind in self.kv_dtype:
-            check_kv_dtype(kind)
-        check_positive(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
+        _check_shared(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
         if self.share != "fit" and (isinstance(self.share, str) or not 0 < self.share <= 1):
             raise ValueError(f"share must be 'fit' or a number above 0 and at most 1, got {self.share!r}")
         if self.chunk_size is not None and not self.prompts:
@@ -210,12 +204,16 @@ def _in_each(variants: Iterable[str], kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for name in variants for text in (name, *(f"{name}@{kind}" for kind in kinds)))
 
 
-def _check_names(model: str, methods: Sequence[str]) -> None:
-    if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}, expected one of {', '.join(MODELS)}")
-    for name in _variants(methods):
+def _check_shared(settings: SpeedSettings | OffloadSettings, fields: Sequence[str]) -> None:
+    """Refuses an unknown model, method or dtype, and a number below 1 in any of the fields."""
+    if settings.model not in MODELS:
+        raise ValueError(f"unknown model {settings.model!r}, expected one of {', '.join(MODELS)}")
+    for name in _variants(settings.methods):
         if name not in VARIANTS:
             raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
+    for kind in settings.kv_dtype:
+        check_kv_dtype(kind)
+    check_positive(settings, fields)
 
 
 def check_positive(settings: Settings, fields: Sequence[str]) -> None:
