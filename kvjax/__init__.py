@@ -5,6 +5,7 @@
 """
 
 from kvjax import methods as methods
+from kvjax import moved as moved
 from kvjax.accounting.memory import memory_needed as memory_needed
 from kvjax.accounting.memory import offload_share as offload_share
 from kvjax.accounting.stats import Stats as Stats

@@ -1,12 +1,70 @@
-"""Kernels that depend on JAX alone.
+"""Kernels that depend on JAX alone, in rooms by what they do: attend, score, choose, store, query.
 
-Each folder holds one operation, which has one public function of the folder's name:
+A folder of a room holds one operation, which has one public function of the folder's name:
 
 * ``__init__.py``: the public function, its checks, and the table of its implementations (`dispatch.Operation`);
 * ``reference.py``: plain JAX, the implementation "xla", which runs everywhere;
-* ``pallas_triton.py``, ``jax_triton.py``, ``cudnn.py``: implementations for a GPU.
+* ``pallas_triton.py``, ``jax_triton.py``, ``cudnn.py``, ``pallas_tpu.py``: implementations for a GPU or a TPU.
 
-``_triton`` holds what the bodies of several kernels share, ``formats`` the layouts of data that several operations read.
+``from pallas_kernels import gather_attention`` finds the function in its room, and imports nothing before it is asked for.
+``_triton`` and ``_mosaic`` hold what the bodies of several kernels share, ``formats`` the layouts of data that several
+operations read.
 """
 
 from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+ROOMS = ("attend", "score", "choose", "store", "query")
+
+
+def operations() -> Iterator[tuple[str, str]]:
+    """Yield the room and the name of every operation; nothing of them is imported."""
+    for room in ROOMS:
+        spec = importlib.util.find_spec(f"{__name__}.{room}")
+        places = None if spec is None else spec.submodule_search_locations
+        yield from ((room, found.name) for found in pkgutil.iter_modules(places))
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Import the public function of the operation ``name``."""
+    for room, operation in operations():
+        if operation == name:
+            return getattr(importlib.import_module(f"{__name__}.{room}.{name}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the operations beside what is imported already."""
+    return sorted({*globals(), *(name for _, name in operations())})
+
+
+class Moved(importlib.abc.MetaPathFinder):
+    """Tells where a module is now, once no other finder knows it.
+
+    Args:
+        places: new names by old names. They are read when an import fails.
+    """
+
+    def __init__(self, places: Callable[[], Mapping[str, str]]) -> None:
+        self._places = places
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Refuse a name that has moved.
+
+        Raises:
+            ModuleNotFoundError: the message has the new name.
+        """
+        if name.startswith("_") or (new := self._places().get(name)) is None:
+            return
+        raise ModuleNotFoundError(f"{name} has moved: import {new}", name=name)
+
+
+# The last finder is asked only about modules that nobody has found: an import that succeeds never meets it.
+sys.meta_path.append(Moved(lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()}))

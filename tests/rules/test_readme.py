@@ -72,18 +72,3 @@ def test_paths_in_code_spans_exist(page):
         for path in paths.findall(span):
             made = f"--out {path}" in span or "<" in span or "*" in span
             assert made or (ROOT / path).exists(), f"{page.name} names {path}"
-
-
-def test_the_file_map_is_true():
-    """ARCHITECTURE.md lists every module of kvjax and models and every package of experiments, and nothing that is gone."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    tree = text.partition("```\n")[2].partition("```")[0]
-    parts = {part.split(" ", 1)[0].rstrip("/"): part for part in re.split(r"\n(?=\S)", tree)}
-    for package in ("kvjax", "models"):
-        there = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
-        named = re.findall(r"(?m)(?:^|  )(\w+\.py)\b", parts[package])
-        assert set(named) == there, f"{package}: {sorted(set(named) ^ there)}"
-    operations = {path.parent.name for path in (ROOT / "pallas_kernels").glob("[a-z]*/__init__.py")}
-    assert operations - set(re.findall(r"\w+", parts["pallas_kernels"])) == set()
-    packages = {path.parent.name for path in (ROOT / "experiments").glob("*/__init__.py")}
-    assert set(re.findall(r"(?m)^  (\w+)/", parts["experiments"])) == packages
