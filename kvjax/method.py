@@ -82,7 +82,7 @@ class Step:
     tokens: Array  # int32 [B, T], token ids
     shared: Any  # the method's shared state
     guess: Array | None = None  # [B, H, G, T, D], rotated, where there is `Inputs.guess`
-    told: Any = None  # in `update` of one token: what `select` put into `Selection.told`
+    select_aux: Any = None  # in `update` of one token: what `select` put into `Selection.select_aux`
 
 
 @pytree

@@ -116,7 +116,7 @@ class ScanRetrieval(SlotMethod):
         self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Any]:
         aux = self.join(aux, cache, step.position)
-        return cache, aux if step.told is None else self.joined(aux, step.told)
+        return cache, aux if step.select_aux is None else self.joined(aux, step.select_aux)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         stored, _ = count_all(cache)
@@ -176,7 +176,7 @@ class ScoredScan(ScanRetrieval):
         attended = own(at_slots(score, chosen.slots), chosen.slots[:, :, None]) | always
         bias = jnp.where(attended, 0, -jnp.inf)
         found = jnp.where(step.position >= 0, jnp.sum(listed, axis=2, dtype=jnp.int32), EMPTY)
-        return dataclasses.replace(chosen, bias=bias, told=found)
+        return dataclasses.replace(chosen, bias=bias, select_aux=found)
 
 
 def region_list(cache: LayerStorage, num_sink: int, regions: Regions, best: Array, found: Array) -> Selection:

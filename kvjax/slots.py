@@ -122,7 +122,7 @@ class SlotAttention(LayerMethod):
         seen, mass = cache, None
         if inputs.query.shape[3] == 1:
             chosen = self.select(cache, state.aux, step)
-            step = step if chosen is None else dataclasses.replace(step, told=chosen.told)
+            step = step if chosen is None else dataclasses.replace(step, select_aux=chosen.select_aux)
             if chosen is not None:
                 out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
             elif self.observes_steps and cache.parts == 1:

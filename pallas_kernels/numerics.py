@@ -89,23 +89,23 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     return merged, maximum + jnp.log(total)
 
 
-def merge_beside(
-    out: jax.Array, lse: jax.Array, beside: jax.Array, beside_lse: jax.Array
+def merge_with(
+    out: jax.Array, lse: jax.Array, partials: jax.Array, partials_lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`merge_partials` of one part and N parts beside it.
 
     Args:
         out: [B, H, G, D], of any dtype.
         lse: float32 [B, H, G].
-        beside: float32 [B, H, N, G, D].
-        beside_lse: float32 [B, H, N, G].
+        partials: float32 [B, H, N, G, D].
+        partials_lse: float32 [B, H, N, G].
 
     Returns:
         out [B, H, G, D] in the dtype of the first, and lse float32 [B, H, G].
     """
     merged, lse = merge_partials(
-        jnp.concatenate([out.astype(jnp.float32)[None], jnp.moveaxis(beside, 2, 0)]),
-        jnp.concatenate([lse[None], jnp.moveaxis(beside_lse, 2, 0)]),
+        jnp.concatenate([out.astype(jnp.float32)[None], jnp.moveaxis(partials, 2, 0)]),
+        jnp.concatenate([lse[None], jnp.moveaxis(partials_lse, 2, 0)]),
     )
     return merged.astype(out.dtype), lse
 

@@ -19,7 +19,7 @@ from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from pallas_kernels.numerics import finite_or_zero, merge_beside, merge_pair, product_precision
+from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -39,8 +39,8 @@ class Selection:
     bias: Array | None = None
     # Attention to what is in no slot, under the same softmax, in N parts: output float32 [B, H, N, G, D] and lse float32
     # [B, H, N, G]. Only where each device has all slots of its rows.
-    beside: tuple[Array, Array] | None = None
-    told: Any = None  # for `Step.told`
+    partials: tuple[Array, Array] | None = None
+    select_aux: Any = None  # for `Step.select_aux`
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
         """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
@@ -64,7 +64,7 @@ def attend_selected(
     """
     if implementation == "mask":
         out, lse = _attend_masked(query, cache, chosen)
-        return (out, lse) if chosen.beside is None else merge_beside(out, lse, *chosen.beside)
+        return (out, lse) if chosen.partials is None else merge_with(out, lse, *chosen.partials)
     if cache.older is not None:
         return _attend_widened(query, cast("ThinCache", cache), chosen, implementation)
     out, lse = gather_attention(
@@ -77,7 +77,7 @@ def attend_selected(
         page_size=chosen.page_size,
         position=cache.position if chosen.page_size > 1 else None,
         rows=cache.rows,
-        beside=chosen.beside,
+        partials=chosen.partials,
         implementation=implementation,
     )
     return merged(out, lse, cache)
@@ -96,7 +96,7 @@ def _attend_widened(
         mask,
         scale=1 / math.sqrt(query.shape[-1]),
         bias=chosen.bias,
-        beside=chosen.beside,
+        partials=chosen.partials,
         implementation=implementation,
     )
     return out, lse
@@ -194,7 +194,7 @@ def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
         position=older.position,
         limit=older.limit,
         scale=scale,
-        beside=attend_held(query, cache.newer),
+        partials=attend_held(query, cache.newer),
     )
     return out, lse
 

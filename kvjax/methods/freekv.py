@@ -118,7 +118,7 @@ class FreeKV(SlotMethod):
         pages = jnp.concatenate(parts, axis=2)
         listed = jnp.concatenate([jnp.ones_like(parts[0], bool), found, jnp.ones_like(parts[2], bool)], axis=2)
         listed = listed & (pages * size < cache.cursor[:, None, None])
-        return Selection(slots=jnp.where(listed, pages, 0), mask=listed, page_size=size, told=turned)
+        return Selection(slots=jnp.where(listed, pages, 0), mask=listed, page_size=size, select_aux=turned)
 
     def update(
         self, cache: LayerStorage, aux: Speculation, step: Step, mass: Array | None
@@ -130,7 +130,7 @@ class FreeKV(SlotMethod):
             between = self._near(cache) - self.num_sink // self.page_size
             counts = (real > 0) & aux.known & (between > self.budget // self.page_size)
             # `select` has compared the queries already, unless the step attended to all.
-            turned = self._turned(aux, query) if step.told is None else step.told
+            turned = self._turned(aux, query) if step.select_aux is None else step.select_aux
             compared = compared + counts.astype(jnp.int32)
             corrected = corrected + (counts[:, None] & turned).astype(jnp.int32)
         _, box = self._pages.update(cache, aux.box, step, mass)

@@ -132,12 +132,12 @@ class MagicPIG(SlotMethod):
         )
         if slots is None:
             slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], mask.shape)
-        return Selection(slots=slots, mask=mask, bias=bias, told=(jnp.minimum(sampled, room), sampled > room))
+        return Selection(slots=slots, mask=mask, bias=bias, select_aux=(jnp.minimum(sampled, room), sampled > room))
 
     def update(self, cache: LayerStorage, aux: Tables, step: Step, mass: Array | None) -> tuple[LayerStorage, Tables]:
-        if step.told is None:  # these tokens attended to all
+        if step.select_aux is None:  # these tokens attended to all
             return cache, aux
-        (sampled, over), active = step.told, step.position >= 0
+        (sampled, over), active = step.select_aux, step.position >= 0
         return cache, Tables(
             buckets=aux.buckets,
             centre=aux.centre,

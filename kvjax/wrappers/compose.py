@@ -311,7 +311,7 @@ class DenseBelow(Around):
             slots=jnp.where(short, everything, jnp.pad(slots, grow)),
             mask=jnp.where(short, jnp.pad(cache.valid[:, :, :held], more), jnp.pad(mask, grow)),
             bias=None if bias is None else jnp.where(short[:, :, None], 0, jnp.pad(bias, ((0, 0), *grow))),
-            told=chosen.told,
+            select_aux=chosen.select_aux,
         )
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:

@@ -62,7 +62,7 @@ def decode(methods, q, guess, k, v, modes):
             outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
             slots, mask = chosen.tokens(cache)
             attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
-            _, aux = method.update(cache, aux, dataclasses.replace(given, told=chosen.told), None)
+            _, aux = method.update(cache, aux, dataclasses.replace(given, select_aux=chosen.select_aux), None)
             (state,) = settle_due((method,), (SlotState(cache=cache, aux=aux),))
             return (state.cache, state.aux), (outs, attended)
 
@@ -171,8 +171,8 @@ def test_what_cannot_be_cut_or_clustered_is_refused():
     with pytest.raises(ValueError, match="PQCache: a key must have at most 16 bits, got num_subvectors=4 .*=64.* are 24"):
         PQCache(num_subvectors=4)
     key, used = jax.ShapeDtypeStruct((1, 1, 10, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 10), bool)
-    for parts, count, told in ((2, 11, "got 10 keys and 11 centroids"), (3, 4, "multiple of the 3 parts .* head_dim=8")):
-        with pytest.raises(ValueError, match=told):
+    for parts, count, said in ((2, 11, "got 10 keys and 11 centroids"), (3, 4, "multiple of the 3 parts .* head_dim=8")):
+        with pytest.raises(ValueError, match=said):
             jax.eval_shape(functools.partial(kmeans, parts=parts, count=count, iterations=1), key, used)
 
 

@@ -132,15 +132,15 @@ def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     key, value = (quantise(normal(seed, rows, heads, slots, dim, dtype="bfloat16"), kind) for seed in (3, 4))
     out, lse = normal(5, rows, heads, group, dim), np.array(3 * normal(6, rows, heads, group))
     lse[0, 0], lse[1, 1, 2:] = -np.inf, -np.inf
-    beside = jnp.where((lse == -np.inf)[..., None], jnp.nan, out).astype("bfloat16"), jnp.asarray(lse)
+    partials = jnp.where((lse == -np.inf)[..., None], jnp.nan, out).astype("bfloat16"), jnp.asarray(lse)
     rest = {"position": jnp.zeros((rows, heads, slots), jnp.int32), "limit": jnp.asarray([slots, 0], jnp.int32)}
     gap = jnp.asarray([[[16, 33], [0, 0]], [[0, 37], [9, 9]]], jnp.int32)
     rest["position"] = rest["position"].at[0, 0, 16:33].set(-1).at[1, 0].set(-1)
     config = dense_kernel.Config(block=16, splits=splits)
     own = functools.partial(dense_kernel.dense_decode, config=config, interpret=True)
     run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
-    got = run(query, key, value, **rest, beside=beside, gap=gap)
-    want = dense_decode(query, whole(key), whole(value), **rest, beside=beside, scale=SCALE, implementation="xla")
+    got = run(query, key, value, **rest, partials=partials, gap=gap)
+    want = dense_decode(query, whole(key), whole(value), **rest, partials=partials, scale=SCALE, implementation="xla")
     for a, b in zip(got, want, strict=True):
         close(a, np.asarray(b, np.float64), "bfloat16")
     assert not np.any(got[0][1, 1, 2:]) and np.all(got[1][1, 1, 2:] == -np.inf)
@@ -209,13 +209,13 @@ def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
         rest["position"] = jnp.asarray(np.where(held, every, -1), jnp.int32)
     arguments = jnp.asarray(listed), mask
     want = compiled(GATHER[name], **fixed)(query, key, value, *arguments, **rest)
-    beside = np.concatenate([np.asarray(x.codes) for x in ((value,) if values_only else (key, value))], axis=3)
-    hosted, copies = beside.copy(), np.full((batch, heads, sinks + ring, beside.shape[3]), MOST[kind], beside.dtype)
+    partials = np.concatenate([np.asarray(x.codes) for x in ((value,) if values_only else (key, value))], axis=3)
+    hosted, copies = partials.copy(), np.full((batch, heads, sinks + ring, partials.shape[3]), MOST[kind], partials.dtype)
     for row, end in enumerate(newest):
         for slot in every[:end]:
             if slot < sinks or slot >= end - ring:
                 at = slot if slot < sinks else sinks + (slot - sinks) % ring
-                copies[row, :, at], hosted[row, :, slot] = beside[row, :, slot], MOST[kind]
+                copies[row, :, at], hosted[row, :, slot] = partials[row, :, slot], MOST[kind]
     near = Quantised(codes=jnp.asarray(copies[..., -dim:]), scale=value.scale, of=value.of)
     near_key = key if values_only else Quantised(codes=jnp.asarray(copies[..., :dim]), scale=key.scale, of=key.of)
     hosted = jax.device_put(hosted, jax.memory.Space.Host)

@@ -178,14 +178,14 @@ class RetroInfer(SlotMethod):
             most=min(room, cache.num_slots),
             newest=self.num_local + self.buffer,
         )
-        beside = cluster_estimate(logits, considered, exact, aux.size, aux.value_sum)
-        return Selection(slots=slots, mask=mask, beside=beside, told=ends[:, :, -1])
+        partials = cluster_estimate(logits, considered, exact, aux.size, aux.value_sum)
+        return Selection(slots=slots, mask=mask, partials=partials, select_aux=ends[:, :, -1])
 
     def update(
         self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Clusters]:
         active = (step.position >= 0).any(axis=1)
-        exact = jnp.where(active[:, None], EMPTY if step.told is None else step.told, aux.exact)
+        exact = jnp.where(active[:, None], EMPTY if step.select_aux is None else step.select_aux, aux.exact)
         aux = dataclasses.replace(aux, exact=exact)
         if step.position.shape[1] == 1 or not self._grows(cache):
             return cache, aux

@@ -127,7 +127,7 @@ class ShadowKV(LayerMethod):
             page_size=self.chunk_size,
             inv_freq=jnp.asarray(inputs.inv_freq),
             scale=1 / math.sqrt(query.shape[-1]),
-            beside=attend_held_parts(query, cache),
+            partials=attend_held_parts(query, cache),
         )
         return out[..., None, :], dataclasses.replace(state, cache=cache)
 

@@ -26,11 +26,11 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(run)
-    def joined(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
+    def joined(query, key, value, *, partials=None, gap=None, rotation=None, parts=False, mass=False, **options):
         if rotation is not None:
             key = rotated_keys(key, options["position"], rotation)
         found = run(query, key, value, **options)
-        out, lse = found if beside is None else merge_pair(*found, *beside)
+        out, lse = found if partials is None else merge_pair(*found, *partials)
         if mass:
             return out, lse, reference.slot_mass(query, key, lse, **options)
         return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
@@ -41,7 +41,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
 
-    def checked(query, key, value, *, beside=None, gap=None, rotation=None, parts=False, mass=False, **options):
+    def checked(query, key, value, *, partials=None, gap=None, rotation=None, parts=False, mass=False, **options):
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
@@ -70,7 +70,7 @@ def dense_decode(
     position: jax.Array,
     limit: jax.Array,
     scale: float,
-    beside: tuple[jax.Array, jax.Array] | None = None,
+    partials: tuple[jax.Array, jax.Array] | None = None,
     gap: jax.Array | None = None,
     rotation: Rotation | None = None,
     parts: bool = False,
@@ -89,7 +89,7 @@ def dense_decode(
         position: int32 [B, H, S], negative for an empty slot.
         limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
         scale: factor of the logits, a Python number.
-        beside: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
+        partials: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
             where that is nothing; it is joined to that of the slots. None: there is nothing else.
         gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
             S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
@@ -120,9 +120,9 @@ def dense_decode(
             f"limit {limit.shape}, expected [B, H, G, E], [B, H, S, E], [B, H, S, D], [B, H, S], [B]"
         )
     whole = (*query.shape[:3], value.shape[3])
-    if beside is not None and [x.shape for x in beside] != [whole, whole[:3]]:
+    if partials is not None and [x.shape for x in partials] != [whole, whole[:3]]:
         raise ValueError(
-            f"dense_decode: got beside {[x.shape for x in beside]}, expected [B, H, G, D] and [B, H, G], {whole}"
+            f"dense_decode: got partials {[x.shape for x in partials]}, expected [B, H, G, D] and [B, H, G], {whole}"
         )
     if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
         raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
@@ -143,7 +143,7 @@ def dense_decode(
         position=position,
         limit=limit,
         scale=scale,
-        beside=beside,
+        partials=partials,
         gap=gap,
         rotation=rotation,
         parts=parts,

@@ -53,7 +53,7 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """As `pallas_triton`'s kernel; keys and values are `operands`, their kinds are ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, stored, position_ref, limit_ref, beside, gap_ref = jax.tree.unflatten(structure, refs)
+    query_ref, stored, position_ref, limit_ref, partials, gap_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group = query_ref.shape[1:3]
@@ -96,13 +96,13 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
     maximum = jnp.full((rows,), -jnp.inf, jnp.float32)  # of logits to base 2
     outs = tuple(jnp.zeros((fold * rows, dim // 2), jnp.float32) for _ in halves)  # even and odd channels
     unit = codes.UNIT[value_kind]
-    if beside is not None:
-        out_beside, lse_beside = beside
-        maximum = jnp.where(split == 0, lse_beside[b, h, head], -jnp.inf) * LOG2_E
+    if partials is not None:
+        out_partial, lse_partial = partials
+        maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
         place = jnp.arange(block, dtype=jnp.int32)[None, :]
         total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
         some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere what is beside may be anything
-        outs = tuple(jnp.where(some, out_beside[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
+        outs = tuple(jnp.where(some, out_partial[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
     total, maximum, outs = lax.fori_loop(first, last, add, (total, maximum, outs))

@@ -71,7 +71,7 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
     # These are a tree of `structure`, since keys and values may be codes with scales. Then out [B*H, N, G, D]; lse
     # [B*H, N, G]; and logits [B, H, G, S], if they are wanted.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, key_ref, value_ref, position_ref, limit_ref, beside, gap_ref, *turned = jax.tree.unflatten(structure, refs)
+    query_ref, key_ref, value_ref, position_ref, limit_ref, partials, gap_ref, *turned = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, width = query_ref.shape[1:]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
@@ -110,8 +110,8 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
     sums = online_softmax.nothing(repeated.shape[0], dim)
-    if beside is not None:
-        out, lse = (ref[b, h, repeated] for ref in beside)
+    if partials is not None:
+        out, lse = (ref[b, h, repeated] for ref in partials)
         sums = online_softmax.one_part(out, jnp.where(split == 0, lse, -jnp.inf))
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
@@ -129,7 +129,7 @@ def dense_decode(
     position,
     limit,
     scale,
-    beside=None,
+    partials=None,
     gap=None,
     rotation=None,
     parts=False,
@@ -151,7 +151,7 @@ def dense_decode(
     if rotation is not None:
         body = functools.partial(body, early=rotation.first)
     turned = () if rotation is None else (rotation.inv_freq, rotation.origin)
-    operands, structure = jax.tree.flatten((query, *stored, position, limit, beside, gap, *turned))
+    operands, structure = jax.tree.flatten((query, *stored, position, limit, partials, gap, *turned))
     whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
     out, lse, *logits = triton_call(
         functools.partial(
@@ -180,7 +180,7 @@ def dense_decode(
     return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *more
 
 
-def check(query, key, value, *, position, limit, scale, beside=None, gap=None, rotation=None, parts=False, mass=False):
+def check(query, key, value, *, position, limit, scale, partials=None, gap=None, rotation=None, parts=False, mass=False):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):

@@ -38,7 +38,7 @@ def gather_attention(
     place: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
     rows: Rows | None = None,
-    beside: tuple[jax.Array, jax.Array] | None = None,
+    partials: tuple[jax.Array, jax.Array] | None = None,
     logits: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
@@ -68,7 +68,7 @@ def gather_attention(
         rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
-        beside: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
+        partials: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
             their denominators, float32 [B, H, N, G].
         logits: True: the result has the logits too. Only with ``page_size`` 1.
         implementation: "pallas_triton" (GPU; D a power of two), "jax_triton" (the same kernel through the package of that
@@ -90,10 +90,10 @@ def gather_attention(
     _check(query, key, value, lists, position, inv_freq, rows)
     if page_size != 1 and (page_size < 1 or bias is not None or place is not None or logits):
         raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place or logits")
-    if beside is not None:
-        parts, lse = (x.shape for x in beside)
+    if partials is not None:
+        parts, lse = (x.shape for x in partials)
         if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
-            raise ValueError(f"gather_attention: got beside {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
+            raise ValueError(f"gather_attention: got partials {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
     return GATHER_ATTENTION.run(
         query,
         key,
@@ -107,7 +107,7 @@ def gather_attention(
         place=place,
         inv_freq=inv_freq,
         rows=rows,
-        beside=beside,
+        partials=partials,
         logits=logits,
         implementation=implementation,
         platform=platform,

@@ -43,11 +43,11 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
     return merged(out, lse, query)
 
 
-def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, beside=None, logits=False, **_):
+def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, partials=None, logits=False, **_):
     """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     refuse_codes(key, value)
-    if logits or any(x is not None for x in (bias, place, rows, beside)):
+    if logits or any(x is not None for x in (bias, place, rows, partials)):
         raise NotImplementedError("got bias, place, host rows, parts beside or logits, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")

@@ -239,10 +239,10 @@ def _cost(query, key, pages, page_size):
     )
 
 
-def check(query, key, value, slots, mask, *, page_size=1, position=None, rows=None, beside=None, logits=False, **_):
+def check(query, key, value, slots, mask, *, page_size=1, position=None, rows=None, partials=None, logits=False, **_):
     """Raise ``NotImplementedError`` for dtypes, head dims, pages and lists that the kernel does not take."""
     check_dtypes(query, key, value)
-    if logits or rows is not None or beside is not None:
+    if logits or rows is not None or partials is not None:
         raise NotImplementedError("got rows in host memory, parts beside or logits, expected none of them")
     check_cache(key)
     if position is None:

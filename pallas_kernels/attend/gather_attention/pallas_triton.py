@@ -27,7 +27,7 @@ from pallas_kernels._triton.split import Config, partial_shapes
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
-from pallas_kernels.numerics import merge_beside, product_precision
+from pallas_kernels.numerics import merge_with, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, whose shared memory holds no more at once
 MOST_SPLITS = 64  # every partial adds to the work of the merge
@@ -183,7 +183,7 @@ def gather_attention(
     interpret=False,
     page_size=1,
     rows=None,
-    beside=None,
+    partials=None,
     logits=False,
     **optional,
 ):
@@ -192,7 +192,7 @@ def gather_attention(
     lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
         nothing = jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-        nothing = nothing if beside is None else merge_beside(*nothing, *beside)
+        nothing = nothing if partials is None else merge_with(*nothing, *partials)
         return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
     if config is None:
         config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
@@ -202,7 +202,7 @@ def gather_attention(
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
     # One split without parts beside it writes the result itself, and there is no merge.
-    whole = config.splits == 1 and beside is None
+    whole = config.splits == 1 and partials is None
     out, lse, *products = triton_call(
         functools.partial(
             _kernel,
@@ -226,7 +226,7 @@ def gather_attention(
         interpret=interpret,
     )(*leaves)
     if not whole:
-        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        parts = () if partials is None else (x.reshape(lists, *x.shape[2:]) for x in partials)
         out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
 

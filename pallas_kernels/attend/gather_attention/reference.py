@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero, merge_beside, rotate_halves
+from pallas_kernels.numerics import finite_or_zero, merge_with, rotate_halves
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, beside=None,
+    query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, partials=None,
     logits=False,
 ):  # fmt: skip
     """See ``pallas_kernels.attend.gather_attention.gather_attention``."""
@@ -35,7 +35,7 @@ def gather_attention(
     total = jnp.sum(weight, axis=-1)
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
     out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
-    out, lse = (out, lse) if beside is None else merge_beside(out, lse, *beside)
+    out, lse = (out, lse) if partials is None else merge_with(out, lse, *partials)
     return (out.astype(query.dtype), lse, *([products] if logits else []))
 
 

@@ -30,7 +30,7 @@ def low_rank_attention(
     page_size: int,
     inv_freq: jax.Array,
     scale: float,
-    beside: tuple[jax.Array, jax.Array] | None = None,
+    partials: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def low_rank_attention(
         page_size: slots per page.
         inv_freq: float32 [D/2], radians per slot.
         scale: factor of the logits, a Python number.
-        beside: N parts of attention to other tokens, which enter the same softmax, as in `gather_attention`; or None.
+        partials: N parts of attention to other tokens, which enter the same softmax, as in `gather_attention`; or None.
         implementation: "pallas_triton" (GPU; D a power of two, R a multiple of 16), "xla", or None for the first that runs.
         platform: see ``Operation.run``. ``LOW_RANK_ATTENTION.resolve`` tells which implementation a call uses.
 
@@ -87,10 +87,10 @@ def low_rank_attention(
             f"low_rank_attention: got query, left, right, value of {dtypes} and pages, mask, inv_freq of {others}, "
             "expected one dtype, and int32, bool, float32"
         )
-    if beside is not None:
-        out, lse = (x.shape for x in beside)
+    if partials is not None:
+        out, lse = (x.shape for x in partials)
         if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or out != (*lse, dim):
-            raise ValueError(f"low_rank_attention: got beside {out}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
+            raise ValueError(f"low_rank_attention: got partials {out}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
     return LOW_RANK_ATTENTION.run(
         query,
         left,
@@ -101,7 +101,7 @@ def low_rank_attention(
         page_size=page_size,
         inv_freq=inv_freq,
         scale=scale,
-        beside=beside,
+        partials=partials,
         implementation=implementation,
         platform=platform,
     )

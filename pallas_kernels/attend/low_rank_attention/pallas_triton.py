@@ -92,7 +92,7 @@ def low_rank_attention(
     page_size,
     inv_freq,
     scale,
-    beside=None,
+    partials=None,
     config: Config | None = None,
     interpret=False,
 ):
@@ -103,7 +103,7 @@ def low_rank_attention(
         config = fitted(default_config(lists, listed, rotating=True), query, right.shape[2])
     operands, structure = jax.tree.flatten((query, left, right, value, pages, mask, inv_freq))
     # One split without parts beside it writes the result itself, and there is no merge.
-    whole = config.splits == 1 and beside is None
+    whole = config.splits == 1 and partials is None
     out, lse = triton_call(
         functools.partial(
             _kernel, structure=structure, scale=scale, block=config.block, splits=config.splits, page_size=page_size
@@ -116,7 +116,7 @@ def low_rank_attention(
         interpret=interpret,
     )(*operands)
     if not whole:
-        parts = () if beside is None else (x.reshape(lists, *x.shape[2:]) for x in beside)
+        parts = () if partials is None else (x.reshape(lists, *x.shape[2:]) for x in partials)
         out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 

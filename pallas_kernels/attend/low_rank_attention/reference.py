@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention.reference import listed_tokens, rotate_rows
 from pallas_kernels.host import take_rows
-from pallas_kernels.numerics import merge_beside, product_precision
+from pallas_kernels.numerics import merge_with, product_precision
 
 
-def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv_freq, scale, beside):
+def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv_freq, scale, partials):
     """See ``pallas_kernels.attend.low_rank_attention.low_rank_attention``."""
     slots, listed = listed_tokens(pages, mask, page_size, value.shape[2], None)
     slots = jnp.where(listed, slots, 0)
@@ -23,7 +23,7 @@ def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv
         limit=jnp.full(slots.shape[:1], slots.shape[2], jnp.int32),
         scale=scale,
     )
-    return (out, lse) if beside is None else merge_beside(out, lse, *beside)
+    return (out, lse) if partials is None else merge_with(out, lse, *partials)
 
 
 def rebuild(left: jax.Array, right: jax.Array, slots: jax.Array, inv_freq: jax.Array) -> jax.Array:

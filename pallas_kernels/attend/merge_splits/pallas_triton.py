@@ -87,7 +87,7 @@ def _merge(refs, merged_ref, whole_ref, row, head, first, piece):
         whole_ref[row, head] = maximum + jnp.log(total)
 
 
-def merge_splits(out, lse, *beside, dtype, received=None, interpret=False):
+def merge_splits(out, lse, *partials, dtype, received=None, interpret=False):
     """See ``pallas_kernels.attend.merge_splits.merge_splits``; ``interpret=True`` runs anywhere, slowly.
 
     ``beside`` is one more out [L, M, G, D] and lse [L, M, G], whose parts join those of the first.
@@ -102,14 +102,14 @@ def merge_splits(out, lse, *beside, dtype, received=None, interpret=False):
     call = functools.partial(triton_call, name="merge_splits", num_stages=1, interpret=interpret)
     if received is None:
         grid = (lists, group, dim // piece)
-        return call(functools.partial(_kernel, piece=piece), grid=grid, out_shape=shapes)(out, lse, *beside)
+        return call(functools.partial(_kernel, piece=piece), grid=grid, out_shape=shapes)(out, lse, *partials)
     logits, position, limit = received
     rows, heads, slots = position.shape
     *merged, mass = call(
         functools.partial(_mass_kernel, piece=piece, heads=heads),
         grid=(lists, group * (dim // piece) + pl.cdiv(slots, SLOTS)),
         out_shape=(*shapes, jax.ShapeDtypeStruct((lists, slots), jnp.float32)),
-    )(out, lse, *beside, logits.reshape(lists, group, slots), position.reshape(lists, slots), limit)
+    )(out, lse, *partials, logits.reshape(lists, group, slots), position.reshape(lists, slots), limit)
     return *merged, mass.reshape(rows, heads, slots)
 
 

@@ -62,14 +62,14 @@ def test_clusters_without_room_are_estimated():
     def select(aux, position):
         query = jnp.ones((len(cases), 1, 1, 1, 2), jnp.float32)
         found = method.select(cache, aux, Step(query=query, position=position, tokens=position, shared=None))
-        return found.slots, found.mask, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in found.beside))[0], found.told
+        return found.slots, found.mask, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in found.partials))[0], found.select_aux
 
-    slots, mask, beside, told = jax.jit(select)(aux, jnp.zeros((len(cases), 1), jnp.int32))
+    slots, mask, partials, select_aux = jax.jit(select)(aux, jnp.zeros((len(cases), 1), jnp.int32))
     for row, (sizes, exact, estimated) in enumerate(cases):
         want = [33 * c + i for c in exact for i in range(sizes[c])]
         assert np.asarray(slots[row, 0])[np.asarray(mask[row, 0])].tolist() == want
-        assert np.flatnonzero(beside[row, 0, 0]).tolist() == estimated
-        assert told[row, 0] == len(want)
+        assert np.flatnonzero(partials[row, 0, 0]).tolist() == estimated
+        assert select_aux[row, 0] == len(want)
 
 
 @pytest.mark.thorough

@@ -83,15 +83,15 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
     out, lse = rng.normal(size=(*query.shape[:3], dim)).astype(np.float32), rng.normal(size=query.shape[:3]) * 3
     lse[0, 1], lse[1, 0, 1:], lse[2, 1, 0] = -np.inf, -np.inf, -np.inf
     out[lse == -np.inf] = np.nan
-    beside = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
+    partials = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
     config = pallas_triton.Config(block=16, splits=splits)
     own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
     run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
-    got = run(query, key, value, **rest, beside=beside)
+    got = run(query, key, value, **rest, partials=partials)
     among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
     alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
     assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
-    for a, b in zip(got, joined(beside, *alone)):
+    for a, b in zip(got, joined(partials, *alone)):
         close(a, b, dtype)
     assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
 
@@ -303,8 +303,8 @@ def test_bad_arguments():
     (query, key, value), rest, _ = cache(1)
     with pytest.raises(ValueError, match="dense_decode: got query"):
         dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)
-    with pytest.raises(ValueError, match=r"got beside .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
-        dense_decode(query, key, value, **rest, scale=SCALE, beside=(query[..., :16], query[..., 0]))
+    with pytest.raises(ValueError, match=r"got partials .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
+        dense_decode(query, key, value, **rest, scale=SCALE, partials=(query[..., :16], query[..., 0]))
     with pytest.raises(ValueError, match=r"got gap int32 \(2, 2\), expected int32 .B, H, 2., \(3, 2, 2\)"):
         dense_decode(query, key, value, **rest, scale=SCALE, gap=jnp.zeros((2, 2), jnp.int32))
     with pytest.raises(ValueError, match="dense_decode: got position float32"):

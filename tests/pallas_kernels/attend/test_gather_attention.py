@@ -103,11 +103,11 @@ def test_parts_beside_the_list_join(name, config):
     options = {"config": config} if name == "interpreted" else {}
     run = compiled(GATHER[name], scale=SCALE, **options)
     for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
-        got = run(query, key, value, slots[..., :many], mask[..., :many], beside=(out, lse))
+        got = run(query, key, value, slots[..., :many], mask[..., :many], partials=(out, lse))
         for x, y in zip(got, want, strict=True):
             close(x, y, "float32")
-    with pytest.raises(ValueError, match="gather_attention: got beside"):
-        gather_attention(query, key, value, slots, mask, scale=SCALE, beside=(out[0], lse))
+    with pytest.raises(ValueError, match="gather_attention: got partials"):
+        gather_attention(query, key, value, slots, mask, scale=SCALE, partials=(out[0], lse))
 
 
 @every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM

@@ -57,7 +57,7 @@ def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="flo
     arrays = [jnp.asarray(x, dtype) for x in (query, left, right, value)]
     pages = jnp.asarray(np.where(mask, pages, rng.choice([-(2**31), 2**31 - 1], pages.shape)), jnp.int32)
     inv_freq = jnp.asarray(1e4 ** (-np.arange(dim // 2) / (dim // 2)), jnp.float32)
-    rest = {"inv_freq": inv_freq, "beside": tuple(jnp.asarray(x, jnp.float32) for x in (out, lse))}
+    rest = {"inv_freq": inv_freq, "partials": tuple(jnp.asarray(x, jnp.float32) for x in (out, lse))}
     return [*arrays, pages, jnp.asarray(mask)], rest, seen
 
 
@@ -67,9 +67,9 @@ def oracle(args, rest, seen):
     key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
     among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[2]))
     found = softmax_attention(query, key, value, among)[:2]
-    if rest["beside"] is not None:
+    if rest["partials"] is not None:
         for part in range(3):
-            found = joined([x[:, :, part] for x in rest["beside"]], *found)
+            found = joined([x[:, :, part] for x in rest["partials"]], *found)
     return found
 
 
@@ -97,7 +97,7 @@ def test_attention_is_that_of_float64(name, dtype, group, dim, rank, page, liste
 def test_nothing_beside_blocks_and_splits(name, block, splits):
     """At positions around 100,000: an angle is a product of float32 everywhere."""
     args, rest, seen = given(1, page=16, rank=16, listed=9, slots=100_000)
-    rest["beside"] = None
+    rest["partials"] = None
     config = pallas_triton.Config(block=block, splits=splits)
     own = functools.partial(pallas_triton.low_rank_attention, config=config, interpret=True)
     got = compiled(own if name == "interpreted" else RUN[name], scale=SCALE, page_size=16)(*args, **rest)
@@ -143,7 +143,7 @@ def test_resolve_from_shapes_alone(platform, dtype, dim, rank, expected):
     factors = shape((1, 64, rank), dtype), shape((1, 2, rank, dim), dtype)
     lists = shape((1, 2, 4), "int32"), shape((1, 2, 4), bool)
     args = shape((1, 2, 4, dim), dtype), *factors, shape((1, 2, 64, dim), dtype), *lists
-    rest = {"page_size": 8, "inv_freq": shape((dim // 2,), "float32"), "scale": SCALE, "beside": None}
+    rest = {"page_size": 8, "inv_freq": shape((dim // 2,), "float32"), "scale": SCALE, "partials": None}
     assert LOW_RANK_ATTENTION.resolve(*args, **rest, platform=platform) == expected
 
 
@@ -158,5 +158,5 @@ def test_bad_arguments():
         run(*args[:4], *(x[..., :0] for x in args[4:]), **rest, page_size=4)
     with pytest.raises(ValueError, match="got query, left, right, value of .*'float16'.* expected one dtype"):
         run(args[0].astype(jnp.float16), *args[1:], **rest, page_size=4)
-    with pytest.raises(ValueError, match="low_rank_attention: got beside"):
-        run(*args, **(rest | {"beside": rest["beside"][::-1]}), page_size=4)
+    with pytest.raises(ValueError, match="low_rank_attention: got partials"):
+        run(*args, **(rest | {"partials": rest["partials"][::-1]}), page_size=4)
