@@ -147,3 +147,10 @@ def test_a_step_is_nine_frames_from_generate():
     frames = frames_to(SlotAttention.attend, lambda: kvjax.generate(params, cache, max_new_tokens=3))
     assert frames[0] == "kvjax/api/generate.py:generate" and frames[-1] == "kvjax/slots.py:attend"
     assert len(frames) <= 9, frames
+    drawing = (ROOT / "ARCHITECTURE.md").read_text().partition("## One decode step")[2].partition("## One prefill")[0]
+    at = -1
+    for path, name in (frame.split(":") for frame in frames if ":_" not in frame):
+        where = [line for line in drawing.splitlines() if name in line and path.removeprefix("kvjax/") in line]
+        assert where, f"ARCHITECTURE.md draws no {name} in {path}"
+        assert drawing.index(where[0]) > at, f"ARCHITECTURE.md draws {name} too early"
+        at = drawing.index(where[0])
