@@ -21,7 +21,8 @@ from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.settings import SpeedSettings
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import registry
-from kvjax.accounting import memory, stats
+from kvjax.accounting import memory
+from kvjax.api.measure import measure
 from kvjax.decoding.decode import run_decode
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import run_prefill
@@ -91,7 +92,7 @@ def check_filled(name, config):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), got, want)
     assert jax.tree.all(same), jax.tree.leaves_with_path(same)
-    costs = [jax.jit(stats.measure)(cache) for cache in (got, want)]
+    costs = [jax.jit(measure)(cache) for cache in (got, want)]
     # What is attended is fixed by sizes, but for sentences, whose number is random.
     np.testing.assert_allclose(costs[0].attended, costs[1].attended, rtol=0.05)
     np.testing.assert_array_equal(got.length, want.length)
