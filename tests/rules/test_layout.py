@@ -132,7 +132,8 @@ def frames_to(target, run):
             return
         while frame is not None:
             path = pathlib.Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT / "kvjax") or path.is_relative_to(ROOT / "pallas_kernels"):
+            ours = path.is_relative_to(ROOT / "kvjax") or path.is_relative_to(ROOT / "pallas_kernels")
+            if ours and not path.is_relative_to(ROOT / "kvjax" / "testing"):
                 found.append(f"{path.relative_to(ROOT)}:{frame.f_code.co_name}")
             frame = frame.f_back
 
