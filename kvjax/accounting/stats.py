@@ -38,7 +38,7 @@ class Stats:
     kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
     metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
     bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
-    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` if no layer has a window
+    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` if there are no windows
     full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
     counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
