@@ -274,8 +274,8 @@ def check_memory(
     said, fewer = f"{names[0]}{where} needs {needed}", ""
     if len(methods) > 1:
         alone = "; ".join(f"{name} {_sum([one]).brief}" for name, one in zip(names, each, strict=True))
-        said = f"{len(methods)} methods that read a prompt together{where} need {needed} ({alone})"
-        fewer = "read it for fewer methods at once, "
+        said = f"{len(methods)} methods that share one prefill{where} need {needed} ({alone})"
+        fewer = "prefill fewer methods at once, "
     if needed.device + needed.staged > free:
         raise MemoryError(
             f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "

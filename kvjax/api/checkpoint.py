@@ -166,8 +166,8 @@ def load_cache(
     # A field whose meaning changes gets another name.
     if str(structure) != made or names != [leaf["name"] for leaf in leaves]:
         raise ValueError(
-            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; read "
-            "the prompt again with this version"
+            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; "
+            "prefill again with this version"
         )
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
@@ -209,7 +209,7 @@ def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: lis
             if slots % (step := plan.parts * not_none("slot_block", of_layer.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "
-                    "where each device has the same number of slots; a prompt that is read on that mesh gets such a number"
+                    "where each device has the same number of slots; prefill on that mesh gives such a number"
                 )
 
 

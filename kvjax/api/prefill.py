@@ -185,6 +185,6 @@ def _read_together(methods: Sequence[Method | str]) -> list[Method]:
     own = [describe(method) for method in chosen if not method.dense_prompt]
     if own and len(chosen) > 1:
         raise ValueError(
-            f"methods that read a prompt together must attend to it densely, got {', '.join(own)}: prefill each alone"
+            f"methods that share one prefill must attend to the prompt densely, got {', '.join(own)}: prefill each alone"
         )
     return chosen

@@ -84,8 +84,8 @@ class SparsePrompt:
         """
         if query.shape[3] % self.block and not isinstance(start, int):
             raise ValueError(
-                f"Prefill: prompts must be read in pieces of whole blocks of {self.block} tokens, but another layer reads "
-                f"{query.shape[3]} at once"
+                f"Prefill: prompt chunks must be whole blocks of {self.block} tokens, got chunks of {query.shape[3]} tokens, "
+                "which another layer needs"
             )
         lists = self.lists(query, key, start, length)
         return sparse_attention(
