@@ -2,7 +2,7 @@
 
 The annotation of a field gives its kind: ``int`` is a whole number of int32, ``float`` a finite number of float32. `Limits`
 give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: traced
-numbers, shapes without numbers, arrays that were consumed.
+values, shapes without values, arrays that were consumed.
 """
 
 from __future__ import annotations

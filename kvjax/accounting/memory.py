@@ -253,7 +253,7 @@ def check_memory(
 ) -> None:
     """Refuse caches that cannot fit together, and make pinned memory ready.
 
-    Does nothing if the device does not report its memory.
+    It does nothing if the device does not report its memory.
 
     Args:
         methods: one method, or several that share one prefill.

@@ -2,7 +2,7 @@
 
 All of them are jitted with static shapes, so each shape is compiled once. They consume (donate) their cache: go on with the
 cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
-concrete numbers.
+concrete values.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def spread(
         in_specs: the specs of ``args``.
         out_specs: the specs of the result.
     """
-    # An array without numbers is made inside: XLA's partitioner in JAX 0.11 crashes on an input that has no use.
+    # An array of size 0 is made inside: XLA's partitioner in JAX 0.11 crashes on an input that is not used.
     empty = {at: x for at, x in enumerate(args) if isinstance(x, jax.Array) and x.size == 0}
 
     def one(params: Any, *args: Any) -> Any:

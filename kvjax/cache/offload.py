@@ -64,7 +64,7 @@ class OffloadedLayerCache(LayerStorage):
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token
     host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or only values, [B, H, S, D]; or codes
-    sinks: int = static(default=0)  # first slots that have copies; behind them is a ring of the newest tokens' copies
+    sinks: int = static(default=0)  # first slots that have copies; the other copies are a ring of the newest tokens
 
     @property
     def codes(self) -> tuple[Quantised, Quantised] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
