@@ -190,7 +190,7 @@ def test_caches():
     ids = np.zeros(3, np.int32)
     for message, call in (
         (
-            "this cache was made by Full.* cannot be read as Quest.*prefill with the method you generate with",
+            "this cache was made by Full.*, got the method Quest.*prefill with the method you generate with",
             lambda: kvjax.generate(params, cache, method=example("quest")),
         ),
         (

@@ -428,10 +428,10 @@ def check_refusals():
         kvjax.decoding.checks.check_params(params(), cache)
     with refused("and the parameters are on the mesh data=1 x model=8"):
         kvjax.decoding.checks.check_params(spread("1x8"), cache)
-    with refused("with axes .*Explicit.* with axes .*Auto.*, which has other axis types"):
+    with refused("meshes of different axis types: .* with axes .*Explicit.* with axes .*Auto"):
         kvjax.decoding.checks.check_params(spread("2x4", AxisType.Auto), cache)
     other = Mesh(mesh.devices.reshape(2, 4)[::-1], ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with refused("which has other devices, or another order of them"):
+    with refused("on different devices, or in a different device order"):
         kvjax.decoding.checks.check_params(sharding.shard_params(params(), other), cache)
     leaves, tree = jax.tree.flatten(given)
     at = next(i for i, x in enumerate(leaves) if x.sharding.spec == PartitionSpec(None, "model"))

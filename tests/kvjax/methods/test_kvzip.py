@@ -226,7 +226,7 @@ def test_what_it_cannot_do_is_refused():
     tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
     with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
         kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
-    told = r"prompt of 100 \+ 107 tokens in which KVzip reads it again = 207 tokens exceeds .*max_position_embeddings=160"
+    told = r"KVzip rereads the prompt in chunks of 107 tokens: 100 \+ 107 = 207 exceeds .*max_position_embeddings=160"
     with pytest.raises(ValueError, match=told):
         check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11))
     check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11, chunk=40))
