@@ -31,7 +31,7 @@ def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps
 
 
 def add_norm(x, update, scale, *, eps, num_warps: int = 16, interpret=False):
-    """See ``pallas_kernels.add_norm.add_norm``; ``interpret=True`` runs anywhere, slowly."""
+    """Add an update, and normalise the sum; ``interpret=True`` runs anywhere, slowly."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     row = pl.BlockSpec((None, width), lambda i: (i, 0))
     out = jax.ShapeDtypeStruct((rows, width), x.dtype)

@@ -14,6 +14,6 @@ def rms_norm(x, scale, eps):
 
 
 def add_norm(x, update, scale, *, eps):
-    """See ``pallas_kernels.add_norm.add_norm``."""
+    """Add an update, and normalise the sum, in plain JAX."""
     x = x + update
     return x, rms_norm(x, scale, eps)

@@ -143,7 +143,7 @@ def cluster_rank(
     query, centroid, size, used, best, considered, *, scale, capacity, room, config: Config | None = None, part: int = PART,
     interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.choose.cluster_rank.cluster_rank``; ``interpret=True`` runs anywhere, slowly."""
+    """Rank the clusters of each KV head by the attention of its query heads; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, _ = centroid.shape
     logits, lse = logits_kernel.page_logits(query, centroid, used, scale=scale, config=config, interpret=interpret)
     chunk = min(chunk_for(clusters, capacity, MOST_CLUSTERS) or part, part)

@@ -11,7 +11,7 @@ from pallas_kernels.score.page_logits.reference import page_logits
 
 
 def cluster_rank(query, centroid, size, used, best, considered, *, scale, capacity, room):
-    """See ``pallas_kernels.choose.cluster_rank.cluster_rank``."""
+    """Rank the clusters of each KV head by the attention of its query heads, in plain JAX."""
     clusters = size.shape[2]
     logits, _ = page_logits(query, centroid, used, None, scale=scale)
     exists = jnp.arange(clusters, dtype=jnp.int32)[None, None] < used[:, None, None]

@@ -46,7 +46,7 @@ def _kernel(
 def cluster_tokens(
     listed, ends, start, order, near, count, *, first, most, newest, block: int = BLOCK, interpret=False
 ):
-    """See ``pallas_kernels.choose.cluster_tokens.cluster_tokens``; ``interpret=True`` runs anywhere, slowly."""
+    """List the tokens of the listed clusters and of both ends of the row; ``interpret=True`` runs anywhere, slowly."""
     shape = (*listed.shape[:2], first + most + newest)
     return triton_call(
         functools.partial(_kernel, first=first, most=most, newest=newest, block=block),

@@ -173,7 +173,7 @@ def _list(
 def code_select(
     query, centroids, ids, stop, length, wanted, *, first, capacity, room, config: Config | None = None, interpret=False
 ):
-    """See ``pallas_kernels.choose.code_select.code_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the best searched and the last slots by their codes; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     batch, heads, group, _ = query.shape
     parts, count = centroids.shape[2:4]

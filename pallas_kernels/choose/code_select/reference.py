@@ -15,7 +15,7 @@ from pallas_kernels.numerics import group_share, product_precision
 
 
 def code_select(query, centroids, ids, stop, length, wanted, *, first, capacity, room):
-    """See ``pallas_kernels.choose.code_select.code_select``."""
+    """List the first, the best searched and the last slots by their codes, in plain JAX."""
     batch, heads, group, dim = query.shape
     parts, count = centroids.shape[2:4]
     bits = bit_codes.bits_of(count)

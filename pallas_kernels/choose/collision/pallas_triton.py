@@ -316,7 +316,7 @@ def collision(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.collision.collision``; ``interpret=True`` runs anywhere, slowly."""
+    """List the keys of the zone with the most votes; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, slices = ids.shape
     begins = []
     if part is not None:

@@ -10,7 +10,7 @@ from pallas_kernels.formats.key_codes import rotation
 
 
 def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
-    """See ``pallas_kernels.choose.collision.collision``."""
+    """List the keys of the zone with the most votes, in plain JAX."""
     if part is not None:
         first, stop = part.zone(first, stop, ids.shape[2])
     query = query.astype(jnp.float32).mean(axis=2)

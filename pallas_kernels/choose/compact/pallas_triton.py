@@ -102,7 +102,7 @@ def _row(size):
 
 
 def compact(mask, capacity, *, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.choose.compact.compact``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first true entries of each row of a mask; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     slots, lists = mask.shape[-1], math.prod(mask.shape[:-1])
     flat = mask.reshape(lists, slots)

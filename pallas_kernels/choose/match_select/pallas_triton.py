@@ -93,7 +93,7 @@ def _list(
 def match_select(
     query, ids, near, length, *, first, capacity, room, num_bits, config: Config | None = None, interpret=False
 ):
-    """See ``pallas_kernels.choose.match_select.match_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the sampled and the last slots of each KV head; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config
     group, entries = query.shape[2], first + capacity + room

@@ -67,7 +67,7 @@ def partial_select(
     chosen: kth.Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.partial_select.partial_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the newest token and the best others by their partial keys; ``interpret=True`` runs anywhere, slowly."""
     config, chosen = config or scores.Config(), chosen or kth.Config()
     slots, given = position.shape[2], (query, key, position, cursor)
     if kth.is_direct(slots, capacity, chosen):

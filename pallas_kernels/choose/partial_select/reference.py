@@ -14,6 +14,6 @@ def wanted(near, stored, budget, query_heads):
 
 
 def partial_select(query, key, position, cursor, alpha, budget, *, scale, capacity, total, query_heads):
-    """See ``pallas_kernels.choose.partial_select.partial_select``."""
+    """List the newest token and the best others by their partial keys, in plain JAX."""
     score, near, stored = partial_score(query, key, position, cursor, alpha, scale=scale)
     return kth_select_mask(score, wanted(total(near)[:, None], stored, budget, query_heads), capacity)

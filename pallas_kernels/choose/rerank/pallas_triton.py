@@ -154,7 +154,7 @@ def rerank(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.rerank.rerank``; ``interpret=True`` runs anywhere, slowly."""
+    """List the best candidates by estimate between the first and the last slots; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best, batch * heads) if config is None else config
     least = PACK * 32 * config.num_warps // query.shape[-1]
@@ -213,7 +213,7 @@ def _keys(query, slots, count, rows, config, two, scale, interpret):
 
 
 def estimates(query, slots, count, rows, *, scale, interpret=False):
-    """See ``pallas_kernels.choose.rerank.estimates``; ``interpret=True`` runs anywhere, slowly."""
+    """Estimate the product of the query with each candidate; ``interpret=True`` runs anywhere, slowly."""
     candidates = slots.shape[2]
     many = slots.shape[0] * slots.shape[1] * candidates > 1 << 17
     (keys,) = _keys(query, slots, count, rows, Config(parts=4 if many else 1), False, scale, interpret)

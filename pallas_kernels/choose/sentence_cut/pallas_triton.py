@@ -65,7 +65,7 @@ def _kernel(
 def sentence_cut(
     score, sentence, position, count, length, cursor, event, budget, *, rules, num_warps: int | None = None, interpret=False
 ):  # fmt: skip
-    """See ``pallas_kernels.choose.sentence_cut.sentence_cut``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the newest and the best slots between them by sentence; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, num_slots = sentence.shape
     lists, size = rows * heads, pl.next_power_of_2(num_slots)
     warps = min(max(size // 256, 1), 16) if num_warps is None else num_warps

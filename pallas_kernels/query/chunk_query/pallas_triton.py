@@ -33,7 +33,7 @@ def _kernel(query_ref, real_ref, first_ref, inv_freq_ref, rotated_ref, sum_ref, 
 
 
 def chunk_query(query, real, first, inv_freq, *, num_local, interpret=False):
-    """See ``pallas_kernels.query.chunk_query.chunk_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Rotate the queries of several tokens, and average their scoring queries; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, tokens, dim = query.shape
     flat, splits = (batch, heads * group, tokens, dim), pl.cdiv(tokens, BLOCK)
     rotated, total = triton_call(

@@ -45,7 +45,7 @@ def _kernel(query_ref, basis_ref, parts_ref, *, group):
 
 
 def project_query(query, basis, *, dtype, interpret=False):
-    """See ``pallas_kernels.query.project_query.project_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Project queries onto the basis of every segment; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     segments, terms = basis.shape[2], TERMS[str(dtype)]
 

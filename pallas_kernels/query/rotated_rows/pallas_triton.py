@@ -45,7 +45,7 @@ def _kernel(*refs, structure):
 
 
 def rotated_rows(key, value, token, inv_freq, *, interpret=False):
-    """See ``pallas_kernels.query.rotated_rows.rotated_rows``; ``interpret=True`` runs anywhere, slowly."""
+    """Gather listed keys and values, and rotate the keys; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, dim = key.shape
     width = token.shape[1]
     rows = jax.ShapeDtypeStruct((batch, heads, width, dim), key.dtype)

@@ -84,7 +84,7 @@ def step_query(
     num_local,
     interpret=False,
 ):
-    """See ``pallas_kernels.query.step_query.step_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Rotate the query of a decode step, and decide whether the step selects; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     flat = batch, heads * group, dim
     row, sums = jax.ShapeDtypeStruct((batch,), jnp.bool_), jax.ShapeDtypeStruct((batch,), jnp.int32)

@@ -157,7 +157,7 @@ def words(query, ids, near, *, first, counted=False, config: Config | None = Non
 
 
 def bucket_matches(query, ids, near, *, first, num_bits, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.bucket_matches.bucket_matches``; ``interpret=True`` runs anywhere, slowly."""
+    """Mark the query heads that share a token's bucket in two tables or more; ``interpret=True`` runs anywhere, slowly."""
     (word,) = words(query, ids, near, first=first, config=config, interpret=interpret)
     head = jnp.arange(query.shape[2], dtype=jnp.int32).reshape(1, 1, -1, 1)
     return (word[:, :, None] >> head) & 1 > 0

@@ -19,5 +19,5 @@ def equal_buckets(query: Array, ids: Array, near: Array, first: int) -> Array:
 
 
 def bucket_matches(query, ids, near, *, first, num_bits):
-    """See ``pallas_kernels.score.bucket_matches.bucket_matches``."""
+    """Mark the query heads that share a token's bucket in two tables or more, in plain JAX."""
     return equal_buckets(query, ids, near, first) > 0

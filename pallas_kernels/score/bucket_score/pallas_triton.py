@@ -188,7 +188,7 @@ def bucket_score(
     query, planes, temperature, ids, norm, position, cursor, *, first, num_local,
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.score.bucket_score.bucket_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Add up the soft votes for each token's buckets, times its value's norm; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots = position.shape
     tables, bits = planes.shape[:2]
     searched = max(slots - num_local, 1)

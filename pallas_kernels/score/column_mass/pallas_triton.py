@@ -58,7 +58,7 @@ def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, 
 
 
 def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, reduce, interpret=False):
-    """See ``pallas_kernels.score.column_mass.column_mass``; ``interpret=True`` runs anywhere, slowly."""
+    """Sum each slot's attention probability, or take the largest; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, tokens, dim = query.shape
     slots, pairs = key.shape[2], group * tokens
     tile = _tile(query)

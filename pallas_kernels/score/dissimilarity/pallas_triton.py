@@ -55,7 +55,7 @@ def _products_kernel(sums_ref, counts_ref, key_ref, position_ref, out_ref):
 
 
 def dissimilarity(key, position, *, interpret=False):
-    """See ``pallas_kernels.score.dissimilarity.dissimilarity``; ``interpret=True`` runs anywhere, slowly."""
+    """Score each stored key by minus its cosine with the mean direction; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, dim = key.shape
     parts = pl.cdiv(slots, PART)
     grid = (batch, heads, parts)

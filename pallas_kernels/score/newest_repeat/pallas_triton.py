@@ -86,7 +86,7 @@ def _kernel(key_ref, valid_ref, threshold_ref, out_ref, *, block, tile, strip):
 
 
 def newest_repeat(key, valid, *, threshold, config: Config | None = None, interpret: bool = False):
-    """See ``pallas_kernels.score.newest_repeat.newest_repeat``; ``interpret=True`` runs anywhere, slowly."""
+    """Find the newest other slot whose key is near each slot's key; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, dim = key.shape
     config = fitted(default_config(key), key) if config is None else config
     lists = batch * heads

@@ -16,7 +16,7 @@ TILES = 1024, 2048  # slots, and slots that they are compared with, in memory at
 
 
 def newest_repeat(key, valid, *, threshold, whole: int = WHOLE, tiles: tuple[int, int] = TILES):
-    """See ``pallas_kernels.score.newest_repeat.newest_repeat``."""
+    """Find the newest other slot whose key is near each slot's key, in plain JAX."""
     slots = key.shape[2]
     order = jnp.arange(slots, dtype=jnp.int32)
     rows, columns = (slots, slots) if slots * slots <= whole else (min(size, slots) for size in tiles)

@@ -9,7 +9,7 @@ from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpac
 
 
 def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
-    """See ``pallas_kernels.score.packed_score.packed_score``."""
+    """Multiply queries with packed vectors in the basis of each segment, in plain JAX."""
     query = join_terms(parts)
     rows, blocks, segments = query.shape[0], values.shape[2], query.shape[2]
     number = jnp.arange(blocks, dtype=jnp.int32)

@@ -78,7 +78,7 @@ def _kernel(*refs, structure, scale, block):
 
 
 def page_logits(query, vector, limit, held=None, *, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.page_logits.page_logits``; ``interpret=True`` runs anywhere, slowly."""
+    """Compute the logits of pages and their log-sum-exp; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, pages, _ = vector.shape
     config = fitted(default_config(rows * heads, pages), query) if config is None else config
     operands, structure = jax.tree.flatten((query, vector, limit, held))

@@ -102,7 +102,7 @@ def page_score(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.score.page_score.page_score``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    """Score every page for every KV head; ``interpret`` as in ``pallas_call`` runs anywhere."""
     del position, first  # only for "each", which `check` refuses
     config = default_config(low) if config is None else config
     options = {"page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}

@@ -141,7 +141,7 @@ def page_score(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.score.page_score.page_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Score every page for every KV head; ``interpret=True`` runs anywhere, slowly."""
     config = fitted(Config(), query, low, high) if config is None else config
     rows, heads, group, dim = query.shape
     lists, pages, padded = rows * heads, low.shape[2], pl.next_power_of_2(group)

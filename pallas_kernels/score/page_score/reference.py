@@ -9,7 +9,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def page_score(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
-    """See ``pallas_kernels.score.page_score.page_score``."""
+    """Score every page for every KV head, in plain JAX."""
     # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low, so a bound is two matrix products.
     if reduce == "each" and high is None and added is None and query.dtype == low.dtype:
         return _used(_products(query, low, product_precision(low.dtype)), limit, page_size, newest, position, first)

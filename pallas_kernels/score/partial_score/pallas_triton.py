@@ -198,7 +198,7 @@ def score_blocks(query, key, position, cursor, *, scale, config, wanted=0, inter
 
 
 def partial_score(query, key, position, cursor, alpha, *, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.partial_score.partial_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Score tokens by partial keys, and count those near the largest logit; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     given = query, key, position, cursor
     logits, score, most, count, near = score_blocks(*given, scale=scale, config=config, interpret=interpret)

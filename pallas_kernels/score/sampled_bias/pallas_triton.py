@@ -65,7 +65,7 @@ def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num
 
 
 def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num_bits, interpret=False):
-    """See ``pallas_kernels.score.sampled_bias.sampled_bias``; ``interpret=True`` runs anywhere, slowly."""
+    """Compute the corrections of the listed slots' logits; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, entries = own.shape
     block = _block(group, query.shape[3], query.dtype)
     lists = [] if slots is None else [slots]

@@ -29,7 +29,7 @@ def correction(cosine: Array, num_tables: int, num_bits: int) -> Array:
 
 
 def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num_bits):
-    """See ``pallas_kernels.score.sampled_bias.sampled_bias``."""
+    """Compute the corrections of the listed slots' logits, in plain JAX."""
     if slots is None:
         key, slots = whole(key), jnp.arange(key.shape[2], dtype=jnp.int32)[None, None]
     else:

@@ -174,7 +174,7 @@ def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
 
 
 def token_vote(query, key, *, start, stop, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.token_vote.token_vote``; ``interpret=True`` runs anywhere, slowly."""
+    """Add up the softmax of every query head over the candidates; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     tokens, rows = key.shape[2], pl.next_power_of_2(group)
     config = fitted(default_config(batch * heads, tokens), query, key) if config is None else config

@@ -9,7 +9,7 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def token_vote(query: jax.Array, key: jax.Array, *, start: jax.Array | int, stop: jax.Array) -> jax.Array:
-    """See ``pallas_kernels.score.token_vote.token_vote``. Where no row has a candidate, no key is read."""
+    """Add up the softmax of every query head over the candidates, in plain JAX; without a candidate no key is read."""
     rows, _, tokens, _ = key.shape
     place = jnp.arange(tokens, dtype=jnp.int32)[None]
     candidate = (place >= jnp.asarray(start, jnp.int32).reshape(-1, 1)) & (place < stop[:, None])

@@ -124,7 +124,7 @@ def window_score(
     config: Config | None = None,
     interpret: bool = False,
 ):
-    """See ``pallas_kernels.score.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Sum the attention probability of each slot over the window of queries; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape
     lists, num_slots = rows * heads, key.shape[2]
     config = fitted(default_config(lists, num_slots), query) if config is None else config

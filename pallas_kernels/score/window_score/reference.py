@@ -18,7 +18,7 @@ def of_all(total, maximum, axis):
 
 
 def window_score(query, key, *, query_position, key_position, scale, axis=None, block: int = BLOCK):
-    """See ``pallas_kernels.score.window_score.window_score``."""
+    """Sum the attention probability of each slot over the window of queries, in plain JAX."""
     rows, heads, group, window, _ = query.shape
     num_slots = key.shape[2]
     block = max(min(block, num_slots), 1)

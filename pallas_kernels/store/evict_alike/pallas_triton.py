@@ -111,7 +111,7 @@ def _wait(interpret):
 
 
 def evict_alike(key, value, position, cursor, total, done, *, newest, budget, interpret=False):
-    """See ``pallas_kernels.store.evict_alike.evict_alike``; ``interpret=True`` runs anywhere, slowly."""
+    """Evict the key of each head that is most alike to the mean direction; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots = position.shape
     parts = pl.cdiv(slots, PART)
     arrays, structure = jax.tree.flatten((key, value, position, cursor, total, done))

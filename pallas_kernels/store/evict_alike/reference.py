@@ -36,13 +36,13 @@ def _one(slots):
 
 
 def direction_sum(key, position):
-    """See ``pallas_kernels.store.evict_alike.direction_sum``."""
+    """Sum the directions of the stored keys, in plain JAX."""
     key = jnp.where((position >= 0)[..., None], key, 0).astype(jnp.float32)
     return jnp.stack([jnp.sum(x, axis=2, dtype=jnp.int32) for x in words(unit(key), position.shape[2])], axis=2)
 
 
 def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
-    """See ``pallas_kernels.store.evict_alike.evict_alike``."""
+    """Evict the key of each head that is most alike to the mean direction, in plain JAX."""
     batch, heads, slots = position.shape
     b, h, held = jnp.arange(batch)[:, None], jnp.arange(heads)[None], position >= 0
     direction = unit(jnp.where(held[..., None], whole(key), 0).astype(jnp.float32))

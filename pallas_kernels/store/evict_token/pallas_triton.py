@@ -74,7 +74,7 @@ def _kernel(*refs, tokens, scored, gained, first, any_age):
 def evict_token(
     key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0, num_warps: int = 8, interpret=False
 ):
-    """See ``pallas_kernels.store.evict_token.evict_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Evict the token of each head with the lowest score; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = position.shape[:2]
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(recent, jnp.int32)])
     tokens, structure = jax.tree.flatten((key, value))

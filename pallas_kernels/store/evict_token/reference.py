@@ -19,7 +19,7 @@ def worst_slot(score, valid, position):
 
 
 def evict_token(key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0):
-    """See ``pallas_kernels.store.evict_token.evict_token``."""
+    """Evict the token of each head with the lowest score, in plain JAX."""
     batch, heads, slots = position.shape
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
     last = jnp.broadcast_to(jnp.clip(cursor - 1, 0, slots - 1)[:, None], (batch, heads))

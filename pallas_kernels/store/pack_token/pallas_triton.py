@@ -75,7 +75,7 @@ def _largest(y, rank, channels):
 def pack_token(
     key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels, interpret=False
 ):
-    """See ``pallas_kernels.store.pack_token.pack_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Pack one token of a buffer and the mean of its block into a store; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = key.shape[:2]
     lists = rows * heads
     per_row = [x.reshape(rows, 1) for x in (place, packed, last)]

@@ -49,7 +49,7 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
 
 
 def sentence_add(key, query, cursor, event, state, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.sentence_add.sentence_add``; ``interpret=True`` runs anywhere, slowly."""
+    """Add a token to the open sentence, and close the sentence where it ends; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = query.shape[:2]
     lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, query, *state)]

@@ -10,7 +10,7 @@ from pallas_kernels.host import Rows, copy_row
 
 
 def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
-    """See ``pallas_kernels.store.store_buckets.store_buckets``."""
+    """Store the buckets of new tokens and the norms of their values, in plain JAX."""
     slots, real = norm.shape[2], active >= 0
     order = jnp.arange(active.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
     slot = jnp.where(real, cursor[:, None] + order, slots)

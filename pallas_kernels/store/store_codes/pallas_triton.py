@@ -86,7 +86,7 @@ def store_codes(
     key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
     rows=None, interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.store.store_codes.store_codes``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the codes of new tokens, and count tokens that left the local window; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, slices = ids.shape
     flat = (batch, heads, slices * CLUSTERS)
     small = [key, position, active, cursor, *(() if signs is None else (signs,))]

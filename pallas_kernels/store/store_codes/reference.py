@@ -14,7 +14,7 @@ def store_codes(
     key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
     rows=None,
 ):  # fmt: skip
-    """See ``pallas_kernels.store.store_codes.store_codes``."""
+    """Store the codes of new tokens, and count tokens that left the local window, in plain JAX."""
     tokens, slots = active.shape[1], position.shape[2]
     order = jnp.arange(tokens, dtype=jnp.int32)[None]
     arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)

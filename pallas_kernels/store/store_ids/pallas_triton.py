@@ -53,7 +53,7 @@ def _kernel(key_ref, active_ref, cursor_ref, centroid_ref, _, ids_ref, *, sinks)
 
 
 def store_ids(key, active, cursor, centroids, ids, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.store_ids.store_ids``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the codes of new tokens; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = ids.shape[:2]
     flat = ids.reshape(batch, heads, -1)
     own_row = pl.BlockSpec((1,), lambda b, h: (b,))

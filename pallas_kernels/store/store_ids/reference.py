@@ -35,7 +35,7 @@ def code_of(numbers: Array, count: int) -> Array:
 
 
 def store_ids(key, active, cursor, centroids, ids, *, rows=None):
-    """See ``pallas_kernels.store.store_ids.store_ids``."""
+    """Store the codes of new tokens, in plain JAX."""
     parts, count = centroids.shape[2:4]
     bits = parts * bit_codes.bits_of(count)
     end = ids.shape[2] * bit_codes.together(bits)[0]

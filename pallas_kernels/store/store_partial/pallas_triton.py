@@ -42,7 +42,7 @@ def _kernel(cursor_ref, place_ref, key_ref, position_ref, matrix_ref, query_ref,
 
 
 def store_partial(key, position, cursor, matrix, query, place, partial, last, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.store_partial.store_partial``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the partial key of the newest token and the step's query; ``interpret=True`` runs anywhere, slowly."""
     lists, stored = (key, position, matrix, query), (partial, last)
     return triton_call(
         functools.partial(_kernel, sinks=sinks_of(rows)),

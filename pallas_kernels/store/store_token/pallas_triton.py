@@ -87,7 +87,7 @@ def _counted(count):
 def store_token(
     key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None, interpret=False
 ):
-    """See ``pallas_kernels.store.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Store one token per row, and rotate its key and query; ``interpret=True`` runs anywhere, slowly."""
     batch = key.shape[0]
     rotating = query is not None
     # In the shapes of the projection's slices, [B, 1, H, P, D]: XLA then sees that neighbours are joined again, and copies

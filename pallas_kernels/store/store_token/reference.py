@@ -11,7 +11,7 @@ from pallas_kernels.numerics import rotate_halves
 
 
 def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
-    """See ``pallas_kernels.store.store_token.store_token``; returns the fields of `Stored`."""
+    """Store one token per row, and rotate its key and query, in plain JAX; return the fields of `Stored`."""
     batch, heads, _ = key.shape
     slots = cache_position.shape[2]
     if query is not None:

@@ -33,7 +33,7 @@ def _kernel(
 
 
 def widen_page(key, position, cursor, low, high, *, page_size, rows=None, interpret=False):
-    """See ``pallas_kernels.store.widen_page.widen_page``; ``interpret=True`` runs anywhere, slowly."""
+    """Widen the bounds of the newest page by the newest key; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = key.shape[:2]
     lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, position, low, high)]
