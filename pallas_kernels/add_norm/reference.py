@@ -7,7 +7,7 @@ from jax import lax
 
 
 def rms_norm(x, scale, eps):
-    """Root-mean-square norm of [..., D] times ``scale`` [D] or [N, D], in float32, returned in the dtype of ``x``."""
+    """Normalise ``x`` [..., D] by its root mean square, times ``scale`` [D] or [N, D]: in float32, cast back to its dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)

@@ -29,7 +29,7 @@ def match_select(query, ids, near, length, *, first, capacity, room, num_bits):
 
 
 def _each(counts, slots):
-    """Of ``counts`` [B, H, G, N] those at ``slots`` int32 [B, H, E], which are in range: [B, H, G, E]."""
+    """Take ``counts`` [B, H, G, N] at ``slots`` int32 [B, H, E], which are in range: [B, H, G, E]."""
 
     def one(counts, slots):
         return counts.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -9,7 +9,7 @@ from pallas_kernels.score.partial_score.reference import partial_score
 
 
 def wanted(near, stored, budget, query_heads):
-    """How many tokens are listed, the newest among them; see ``pallas_kernels.choose.partial_select.partial_select``."""
+    """Count the tokens to list, the newest among them; see ``pallas_kernels.choose.partial_select.partial_select``."""
     return jnp.where(stored <= budget, stored, jnp.minimum(near // query_heads, budget)) + 1
 
 

@@ -1,7 +1,7 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
 A search over the scores, read as integers of the same order, finds the threshold (`pallas_kernels._triton.kth_best`). The
-tokens of a sentence share a score, so few numbers are left after the first step of the search. Slots of the cut sentence are
+tokens of a sentence share a score, so few scores are left after the first step of the search. Slots of the cut sentence are
 taken while there is space. One running sum gives both the rank among equal scores and the entry of the list.
 """
 
@@ -46,7 +46,7 @@ def _kernel(
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
     threshold, _, left = threshold_of(key, space, 0, threads, interpret, repeated=True)
-    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the number may be below some keys
+    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the threshold may be below some keys
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)

@@ -32,7 +32,7 @@ def _kernel(query_ref, basis_ref, parts_ref, *, group):
         half = len(projected) // 2
         projected = [jnp.stack(pair, axis=-1) for pair in zip(projected[:half], projected[half:], strict=True)]
     rest = projected[0].reshape(ROWS, padded)
-    # Heads that pad the group repeat the last one and write the same numbers to its rows.
+    # Heads that pad the group repeat the last head and write the same values to its rows.
     number = jnp.minimum(jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], rest.shape), group - 1)
     row = jnp.broadcast_to(row[:, None], rest.shape)
     # Each term takes the leading bits of the rest. After three terms the rest is zero; the fourth only makes a power of two.

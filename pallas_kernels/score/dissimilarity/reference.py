@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-LEAST = 1e-8  # norms below count as this
+LEAST = 1e-8  # the least norm; smaller norms count as this one
 
 
 def dissimilarity(key, position):

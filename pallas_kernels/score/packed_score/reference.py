@@ -15,7 +15,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     number = jnp.arange(blocks, dtype=jnp.int32)
     segment = segments_of(jnp.broadcast_to(number[None], (rows, blocks)), owner, last, span)[:, None, None, None]
     scores, piece = [], span if owner is None else blocks
-    # Where segments are equal pieces of the list, a piece meets its own query only.
+    # Where segments are equal pieces of the list, each piece is multiplied with its own query only.
     for index, first in enumerate(range(0, blocks, piece)):
         at = slice(first, min(first + piece, blocks))
         mean = unpack(values[:, :, at], bitmap[:, :, at], query.shape[-1]).astype(jnp.float32)

@@ -16,7 +16,7 @@ def token_vote(query: jax.Array, key: jax.Array, *, start: jax.Array | int, stop
 
     def votes() -> jax.Array:
         wide = candidate[:, None, None]
-        # Other keys are set to zero here, and not only masked afterwards: a NaN of theirs must not reach a sum.
+        # Other keys are set to zero here, and not only masked afterwards: a NaN in them must not reach a sum.
         keys = jnp.where(candidate[:, None, :, None], key, 0).astype(jnp.float32)
         full = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), keys, precision=full)

@@ -1,4 +1,4 @@
-"""Packing one token in plain JAX: the largest channels by sorting."""
+"""One token, packed in plain JAX: the largest channels by sorting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain JAX: as many tokens as there are, and those without a slot are dropped."""
+"""Plain JAX, for any number of tokens; tokens without a slot are dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
 
 
 def _at(store: Array, slot: Array, slots: int, rows: Rows | None) -> Array:
-    """Of ``store`` [B, H, S or R, D] what is in ``slot`` int32 [B, T]: [B, H, T, D]; anything where there is no such slot."""
+    """Take ``slot`` int32 [B, T] of ``store`` [B, H, S or R, D]: [B, H, T, D]; anything where there is no such slot."""
     at = jnp.minimum(slot, slots - 1)
     at = at if rows is None else copy_row(at, rows.sinks, store.shape[2])
     return jnp.take_along_axis(store, at[:, None, :, None], axis=2, mode="clip")

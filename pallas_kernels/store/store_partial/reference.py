@@ -1,4 +1,4 @@
-"""Storing the newest partial key and query in plain JAX."""
+"""The store of the newest partial key and query in plain JAX."""
 
 from __future__ import annotations
 

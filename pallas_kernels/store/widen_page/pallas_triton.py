@@ -1,4 +1,4 @@
-"""Widening the bounds of the newest page as one Pallas Triton kernel: a program per list, which writes them in place."""
+"""The bounds of the newest page, widened in place by one Pallas Triton kernel: a program per list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Widening the bounds of the newest page in plain JAX."""
+"""The bounds of the newest page, widened in plain JAX."""
 
 from __future__ import annotations
 
