@@ -21,7 +21,7 @@ KERNELS_FROM = (8, 0)  # the oldest compute capability that kernels run on
 # Shared memory that one program may have, in KiB, by compute capability: table "Technical Specifications per Compute
 # Capability" of NVIDIA's CUDA programming guide, "maximum amount of shared memory per thread block".
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
-_LEAST_SHARED_KIB = 99  # of all that kernels run on
+_LEAST_SHARED_KIB = 99  # the least of all GPUs that kernels run on
 
 _LOG = logging.getLogger(__name__)
 

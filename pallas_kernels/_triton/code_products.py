@@ -7,7 +7,7 @@ Half the bytes leave half the time for every code, and a conversion of each code
 * Other codes are read in pairs of neighbouring channels, 16 bits each. A tensor core wants registers with two slots of one
   channel, and moves 16 bits at a time: a register with two pairs becomes one of the even and one of the odd channel, by
   arithmetic on both halves at once. Even channels and odd channels are products of their own.
-* A tensor core multiplies 16 rows, of which a thread has two, 8 rows apart. If both were the same number the compiler would
+* A tensor core multiplies 16 rows; a thread has two of them, 8 rows apart. If both were the same value the compiler would
   copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
 
 A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16

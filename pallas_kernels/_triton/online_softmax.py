@@ -50,7 +50,7 @@ def add_block(
 def store_logits(
     refs: Sequence[Any], at: tuple[Any, Any], heads: jax.Array, slots: jax.Array, logits: jax.Array, mask: jax.Array
 ) -> None:
-    """Store a block's logits float32 [G, N] in arrays [B, H, G, S], of which there are one or none.
+    """Store a block's logits float32 [G, N] in arrays [B, H, G, S]: one array or none.
 
     Args:
         refs: the arrays.

@@ -48,7 +48,7 @@ def _shares(logits_ref, lse_ref, cluster, used):
 
 def _share(logits_ref, lse_ref, size_ref, used_ref, key_ref, *refs, chunk):
     # Of one head: logits [G, C]; lse [N, G]; size [C]; used [1]. Of this program: key [P]; most [P / chunk], where it is
-    # asked for. Of one head: exact [C], all of which begin as false.
+    # asked for. Of one head: exact [C], false at first.
     *most_ref, exact_ref = refs
     clusters, part = size_ref.shape[0], key_ref.shape[0]
     cluster = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)

@@ -55,7 +55,7 @@ class Table:
         pack = min(self._slices, _PACK)
         words = pack // _WORD
         # Tables of 256 bytes begin at multiples of 256, so a byte of ids replaces the lowest byte of its table's address. All
-        # votes are added to the first number of a pack; the others are zero.
+        # votes are added to the first number of a pack; all other numbers are zero.
         lines = [".reg .b32 at, found;", *(f"mov.b32 ${i}, 0;" for i in range(pack))]
         for i in range(pack):
             lines.append(f"prmt.b32 at, ${pack + i // _WORD}, ${pack + words}, {0x7650 + i % _WORD:#x};")

@@ -1,6 +1,6 @@
 """The best entries of score rows by threshold search, as one Pallas Triton kernel, or three for long rows.
 
-One program handles a row of up to ``direct`` entries, or a row of which a large part is wanted: it holds the keys in
+One program handles a row of up to ``direct`` entries, or a row with a large part wanted: it holds the keys in
 registers, searches the threshold, and writes the list. For a longer row there are three kernels:
 
 1. ``maxima``: entry i belongs to node i mod N, and each node keeps its maximum. Neighbours, which often score high together,
@@ -43,7 +43,7 @@ class Config:
     """How the work is divided; sizes are powers of two.
 
     Attributes:
-        direct: longest row that one program reads whole, at most 2**14. It is 2**14 for rows of which a quarter is wanted.
+        direct: longest row that one program reads whole, at most 2**14. It is 2**14 where a quarter of the row is wanted.
         nodes: maxima per row; None takes twice the capacity, and at least 512.
         width: nodes per program of ``maxima``.
         depth: entries per node that ``maxima`` loads at once.

@@ -56,7 +56,7 @@ def _kernel(
     chosen = sure | (equal & (equals <= left))
     end = (run >> _BITS) + jnp.minimum(equals, left)  # how many are chosen up to here
     taken = jnp.max(end)
-    # Chosen slots go to the front, and the others behind them as zeros, so every entry is written exactly once.
+    # Chosen slots go to the front, and zeros for all other slots behind them, so every entry is written exactly once.
     place = jnp.where(chosen, end - 1, taken + slot - end)
     plt.store(slots_ref.at[place], jnp.where(chosen, slot, 0), mask=place < num_slots)
     plt.store(listed_ref.at[place], chosen, mask=place < num_slots)

@@ -26,7 +26,7 @@ from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.machine import current_machine
 from pallas_kernels.score.bucket_score import lookup
 
-_MULTIPROCESSORS = 132  # of an H100 or H200, each of which holds one program of the second kernel
+_MULTIPROCESSORS = 132  # of an H100 or H200; each holds one program of the second kernel
 _HOPPER = 9, 0
 _START = 2048  # tokens that a program could score in the time that it takes to begin
 _MOST_PAGES = 4  # more would not fit the registers: a page takes four of each thread
