@@ -264,8 +264,8 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, *refs, tile, 
     def list_tile(step, carry):
         above_before, level_before, *held = carry
         ahead = words(jnp.minimum(step + 1, block // tile - 1)) if tile < block else held
-        # In four bytes at once: adding 127 - cut sets the eighth bit of bytes above the cut, and 128 - cut sets it in bytes at
-        # the cut or above.
+        # In four bytes at once: adding 127 - cut sets the eighth bit of bytes above the cut, and 128 - cut sets it in
+        # bytes at the cut or above.
         above = [((x + (COUNTS - 1 - cut) * EACH_BYTE) >> 7) & EACH_BYTE for x in held]
         level = [(((x + (COUNTS - cut) * EACH_BYTE) >> 7) & EACH_BYTE) - y for x, y in zip(held, above, strict=True)]
         # Times EACH_BYTE, each byte of a word becomes the sum of itself and the lower bytes: these are ranks within the word,

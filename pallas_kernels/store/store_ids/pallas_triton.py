@@ -79,5 +79,5 @@ def check(key, active, cursor, centroids, ids, *, rows=None):
     if pl.next_power_of_2(count) * pl.next_power_of_2(width) > MOST_ELEMENTS:
         raise NotImplementedError(f"got {count} centroids of {width} channels, expected at most {MOST_ELEMENTS} elements")
     if bit_codes.together(parts * bit_codes.bits_of(count))[1] > 4:
-        raise NotImplementedError(f"got {parts} parts of {count} centroids, expected codes of which some fill up to 4 bytes")
+        raise NotImplementedError(f"got {parts} parts of {count} centroids, expected groups of codes of up to 4 bytes")
     check_bytes(ids)
