@@ -315,7 +315,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, partials or logits"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 

@@ -117,7 +117,7 @@ def test_what_the_kernel_takes_and_what_it_refuses():
         ({"page_size": 1024, "slots": 4096}, "got page_size 1024, .* or a multiple of 128 up to 512"),
         ({"page_size": 1}, "got page_size 1, expected a multiple of 16"),
         ({"dtype": "float16"}, "got dtypes .'float16'., expected bfloat16 or float32"),
-        ({"position": None}, "got no position, expected one"),
+        ({"position": None}, "got position=None, expected an array"),
         ({"listed": 1 << 17}, "got 1,048,576 bytes of page numbers, expected at most 262,144"),
     ):
         args, options = given(**refused)
