@@ -190,7 +190,7 @@ def test_flags_replace_the_values_of_a_file(tmp_path):
         (("--name", "n", "--shares", "1,x"), "expected numbers with commas between them, got '1,x'"),
         (("--name", "n", "--words", "a,,b"), "expected names with commas between them, got 'a,,b'"),
         (("--name", "n", "--colour", "green"), "invalid choice: 'green'"),
-        (("--name", "n", "--set-variable", "quiet"), "takes NAME=VALUE, got 'quiet'"),
+        (("--name", "n", "--set-variable", "quiet"), "expected NAME=VALUE, got 'quiet'"),
         (("--name", "n", "--slow", "--fast"), "not allowed with argument --slow"),
         (("--name", "n", "--siz", "3"), "unrecognized arguments: --siz 3"),
         (("--name", "n", "--size", "0"), "kvjax: error: size must be at least 1, got 0"),
