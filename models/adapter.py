@@ -42,7 +42,7 @@ KERNELS = ("attention/qkv/kernel", "attention/out/kernel", "mlp/gate_up/kernel",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What an adapter belongs to, and what it changes besides the kernels.
+    """The base of an adapter, and the adapter's changes besides the kernels.
 
     Attributes:
         base: the name of the model that the adapter was trained on, for messages.
@@ -270,7 +270,7 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
         if any(other.startswith(f"{name}/") for other in factors):
             raise ValueError(f"{directory / WEIGHTS} is damaged: {name} is both a factor and a folder of factors")
         if not np.isfinite(leaf).all():
-            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} has numbers that are not finite")
+            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} has values that are not finite")
     try:
         about = AdapterConfig(**{name: described[name] for name in names})
     except ValueError as error:

@@ -154,7 +154,7 @@ def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List what is wrong with the tensors of a file, one line each: missing, unused, or of another shape than expected."""
+    """List the problems of a file's tensors, one line each: missing, unused, or of another shape than expected."""
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     for name, shape in found.items():
         if name not in expected:

@@ -34,7 +34,7 @@ class GenerateSettings(MeshSettings):
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
-        top_k: sample among so many most likely tokens
+        top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
         stream: show the text as it is generated

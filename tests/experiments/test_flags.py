@@ -322,8 +322,8 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     """PyYAML would take the last."""
     file = tmp_path / "settings.yaml"
     for text, told in (
-        ("samples: 2\ntasks: [vt]\nsamples: 3\n", "the key 'samples' stands in lines 1 and 3"),
-        ("methods:\n- quest:\n    budget: 3\n    budget: 4\n", "the key 'budget' stands in lines 3 and 4"),
+        ("samples: 2\ntasks: [vt]\nsamples: 3\n", "expected keys once, got 'samples' in lines 1 and 3"),
+        ("methods:\n- quest:\n    budget: 3\n    budget: 4\n", "expected keys once, got 'budget' in lines 3 and 4"),
         ("a: [1", "line 1"),
         ("[" * 500, "recursion"),
         ("when: 2024-13-45", "month"),
