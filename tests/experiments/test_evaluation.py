@@ -94,7 +94,7 @@ def test_long_contexts_are_cut_and_questions_are_not(mode):
     assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
     assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
     assert whole.cut == (0,) and made.keys == whole.keys
-    with pytest.raises(ValueError, match="question and answer alone take"):
+    with pytest.raises(ValueError, match="question and answer must fit"):
         encode([example()], limit=10)
     with pytest.raises(ValueError, match="token"):
         encode([example()], limit=size, truncation="error")

@@ -341,8 +341,8 @@ def test_an_implementation_that_does_not_exist():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_layers": 3}, 'params must be those of this model of 3 layers .* got others: .*"/layers_2'),
-        ({"hidden_size": 64}, "params must be those of this model of .* hidden_size=64, got others: .*embedding"),
+        ({"num_layers": 3}, 'params must belong to this model of 3 layers .* got other parameters: .*"/layers_2'),
+        ({"hidden_size": 64}, "params must belong to this model of .* hidden_size=64, got other parameters: .*embedding"),
     ],
 )
 def test_parameters_of_another_model(change, message):
@@ -353,8 +353,8 @@ def test_parameters_of_another_model(change, message):
 @pytest.mark.parametrize(
     "params, message",
     [
-        (None, "params must be those of this model"),
-        ({}, "params must be those of this model"),
+        (None, "params must belong to this model"),
+        ({}, "params must belong to this model"),
         ({"embed": np.ones(3, np.int32)}, "params must be floating-point numbers, got int32"),
         ({"embed": np.array(["a"])}, r"params must be a tree of arrays, got <U1\[1\] \['a'\] in it"),
     ],

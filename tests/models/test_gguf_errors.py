@@ -131,7 +131,7 @@ def test_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("factors", "message"),
     [
-        (np.geomspace(1, 8, 8), "rope_freqs.weight: its factors are not those of the llama3 rule"),
+        (np.geomspace(1, 8, 8), "rope_freqs.weight: expected factors of the llama3 rule"),
         (np.ones(4), r"rope_freqs.weight must have shape \[8\], got \[4\]"),
     ],
 )

@@ -199,10 +199,10 @@ def test_rows_of_the_embedding(tmp_path):
         ({"pre": "kimi-k2"}, "unsupported tokenizer.ggml.pre 'kimi-k2', expected one of .*smollm"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),
         ({"tokens": None, "merges": None}, "lacks tokenizer.ggml.tokens, tokenizer.ggml.merges"),
-        ({"tokens": ["a", "b", "a"]}, "has 3 tokens, of which 2 are different"),
+        ({"tokens": ["a", "b", "a"]}, "repeats tokens: got 2 different ones, expected 3"),
         ({"merges": ["a zz"]}, "merges do not fit its tokens: .*zz"),
         ({"merges": ["azz"]}, "merges do not fit its tokens"),
-        ({"bos_token_id": 10000}, f"bos_token_id is 10000, but there are {len(VOCABULARY)} tokens"),
+        ({"bos_token_id": 10000}, f"bos_token_id must be an id of {len(VOCABULARY)} tokens, got 10000"),
     ],
 )
 def test_what_is_refused(change, message, tmp_path):
