@@ -100,7 +100,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2"]
     out = tmp_path / "heads.json"
     assert heads.main([*given, "--out", str(out)]) == 2
-    assert "heads are measured on right answers, and model has none of 2 right" in capsys.readouterr().err
+    assert "heads are measured on right answers, got none from model in 2 samples" in capsys.readouterr().err
     monkeypatch.setattr(heads, "score", lambda example, prediction: 1.0)
     assert heads.main([*given, "--out", str(out)]) == 0
     assert "16 heads, 2 of 2 samples" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_a_head_gets_the_candidate_that_keeps_most():
     assert table == ((known[0], known[4]), (known[5], known[2])) and scores == [[0, 0.7], [0.5, 0.3]]
     with pytest.raises(ValueError, match="scale must be a finite number above 0, got 0"):
         patterns.PatternSettings(scale=0)
-    with pytest.raises(ValueError, match="at most one of with_model and out, got out=x"):
+    with pytest.raises(ValueError, match="at most one of with_model and out, got with_model=True and out=x"):
         patterns.PatternSettings(with_model=True, out=pathlib.Path("x"))
 
 

@@ -53,7 +53,7 @@ def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys):
         ("streamingllm", 4), ("streamingllm", 4),  # it reads alone
     ]  # fmt: skip
     said = capsys.readouterr().err
-    assert "out of memory: passkey 512: 3 methods no longer read together, but 2 and 1" in said
+    assert "out of memory: passkey 512: 3 methods no longer prefill together, but 2 and 1" in said
     assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
 
 
