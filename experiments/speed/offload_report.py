@@ -34,7 +34,7 @@ _PROMPT_HEAD = (
 
 
 def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """The tables of a record, and a line for each run.
+    """Write the tables of a record, and a line for each run.
 
     Args:
         metrics: the record's rows.
@@ -78,7 +78,7 @@ def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 
 def _prompt_line(row: Row) -> list[Any]:
-    """A row of the table of prompts."""
+    """Format a row of the table of prompts."""
     key = [row[name] for name in ("method", "length", "batch", "chunk_size")]
     if row["error"] is not None:
         return [*key, *[""] * 6, failure(row, 80)]
@@ -93,12 +93,12 @@ def _prompt_line(row: Row) -> list[Any]:
 
 
 def _note(row: Row) -> str:
-    """A row's note without the part that holds for the whole table."""
+    """Return a row's note without the part that holds for the whole table."""
     return "; ".join(part for part in row["note"].split("; ") if part != "offload=True")
 
 
 def _line(row: Row, metrics: Sequence[Row]) -> list[Any] | None:
-    """A row of the table of a model; None for a resident row that is shown beside its offloaded row."""
+    """Format a row of the table of a model; None for a resident row that is shown beside its offloaded row."""
     key = {name: row[name] for name in ("method", "length", "batch")}
     if row["error"] is not None:
         return [*key.values(), *[""] * 9, f"{row['name']}: {failure(row, 80)}"]

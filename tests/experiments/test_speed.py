@@ -250,7 +250,7 @@ def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
         (["--out", "record.md"], "expected a file that ends in .json, got 'record.md'"),
         (["--lengths", "1k"], "argument --lengths: expected comma-separated whole numbers of at least 1, got '1k'"),
         (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
-        (["--methods", "snapkv", "--set", "quest.budget=16"], "a knob of 'quest', which is none of the methods full, snapkv"),
+        (["--methods", "snapkv", "--set", "quest.budget=16"], "one of full, snapkv, got a knob of 'quest'"),
         (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "expected a finite number"),
         (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget must be"),
         (["--prefill", "--largest-batch"], "not allowed with"),
