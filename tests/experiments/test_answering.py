@@ -81,12 +81,12 @@ def test_batches_are_equal_and_bounded():
 
 
 @pytest.mark.parametrize("share", ["inf", "1e400", "nan", "-1", "0", "3/2", "x"])
-def test_what_is_no_budget(share):
+def test_a_budget_that_is_no_share_is_refused(share):
     with pytest.raises(ValueError, match="a budget is a share such as 1/8"):
         budget_tokens(share, 512)
 
 
-def test_interval():
+def test_an_interval_covers_the_mean():
     assert interval([1.0] * 5) == [100, 100]
     low, high = interval([0.0, 1.0] * 50)
     assert 35 < low < 45 and 55 < high < 65

@@ -144,7 +144,7 @@ def test_budgets_share_a_program_and_nothing_else(name):
         )
 
 
-def test_shared_room():
+def test_methods_share_the_room_of_the_largest_setting():
     assert shared_room([Quest(budget=16), Quest(budget=64), Quest(budget=512)], 512) == 64, "512 attends to everything"
     assert shared_room([Full()], 512) is None
     assert shared_room([example("mosaickv", fraction=f) for f in (0.1, 0.5)], 512) == 0.5
@@ -225,7 +225,7 @@ def run(directory, out, *more):
 
 
 @pytest.mark.slow
-def test_the_command(directory, tmp_path, capsys):
+def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(directory, out, "--methods", "snapkv", "--no-plot", "--quiet", "--streams", "prose") == 0
     record = json.loads((out / "metrics.json").read_text())
@@ -267,7 +267,7 @@ def test_the_command(directory, tmp_path, capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_command_refuses(directory, tmp_path, capsys, flags, expected):
+def test_wrong_flags_are_refused_in_a_line(directory, tmp_path, capsys, flags, expected):
     assert run(directory, tmp_path / "out", "--no-plot", "--quiet", *flags) == 2
     said = capsys.readouterr().err
     assert expected in said and said.count("\n") == 1
@@ -307,7 +307,7 @@ def test_full_alone_has_no_usual_figure():
     assert plots.figures({"metrics": [*rows, {"method": "quest", "value": 0.1}]})[1] == ["fidelity", "along"]
 
 
-def test_pieces():
+def test_pieces_average_positions_and_values():
     assert pieces([1.0, 3.0]) == ([1.0, 2.0], [1.0, 3.0])
     at, means = pieces(list(range(32)))
     assert at[0] == 1.5 and means[0] == 0.5 and len(at) == 16

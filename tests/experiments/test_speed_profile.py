@@ -88,7 +88,7 @@ def test_the_table_names_the_rest_of_the_kernels():
         ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
     ],
 )
-def test_settings_refuse(given, told):
+def test_wrong_settings_are_refused(given, told):
     with pytest.raises(ValueError, match=told):
         ProfileSettings(**given)
 

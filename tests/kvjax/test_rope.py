@@ -145,7 +145,7 @@ def test_every_way_of_rotating_has_the_attention_factor():
     np.testing.assert_allclose(*outputs, rtol=0, atol=2e-5)
 
 
-def test_unknown_rule():
+def test_an_unknown_rule_is_refused():
     class Other:
         rope_type = "axial"
 

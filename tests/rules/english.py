@@ -1,7 +1,7 @@
 """Plain English that a machine can check; ``python -m tests.rules.english PATH ...`` lists what breaks a rule.
 
 * The docstring of a function begins with a verb, as an order: "Return", "Refuse". Properties are nouns, and tests state laws.
-* No text points at a thing that it could name: no "those of", "that of", "likewise".
+* No text points at a thing that it could name; `POINTING` lists the words.
 * No sentence has more than 35 words.
 """
 

@@ -48,7 +48,7 @@ def build_site(folder, **environment):
 
 
 @pytest.mark.slow
-def test_site(tmp_path):
+def test_the_site_builds_without_a_warning(tmp_path):
     """One test, because one build takes most of its time: no warning, nothing is missing, notebooks print what they say."""
     site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
     check_method_pages(site)
@@ -192,7 +192,7 @@ def test_every_record_is_listed():
 
 
 def test_tables_are_those_of_their_records():
-    """Those of result folders too, whose predictions are not in the repository: `examples.npz` holds what they need."""
+    """Tables of result folders, too: their predictions are not in the repository, but `examples.npz` holds what tables need."""
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
@@ -258,7 +258,7 @@ def test_worked_example_is_the_code_of_the_library():
 
 @pytest.fixture
 def worked_example(tmp_path, monkeypatch):
-    """`TOVA` and its oracle as the page has them, instead of those of the library."""
+    """`TOVA` and its oracle as the page has them, instead of the library's."""
     method, oracle, *_ = blocks_of_the_page()
     made = {}
     for module, text in (("kvjax.methods.tova", method), ("tests.oracles.tova", oracle)):

@@ -138,7 +138,7 @@ def frames_to(target, run):
 
 
 def test_a_step_is_nine_frames_from_generate():
-    """Both ends count. Sizes are those of no other test, so that nothing is traced already."""
+    """Both ends count. No other test has these sizes, so that nothing is traced already."""
     import models
     from kvjax.slots import SlotAttention
 

@@ -291,7 +291,7 @@ def test_saved_forked_swept_and_streamed(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["chess", "pariskv", "quest", "tokenselect"])
-def test_offloaded_layers_beside_windows(name):
+def test_offloaded_layers_beside_windows_equal_resident_layers(name):
     resident, away = (asked(FIRST, example(name, offload=share)) for share in (False, True))
     np.testing.assert_array_equal(resident.tokens, away.tokens)
     assert away.stats.host_bytes > 0

@@ -52,7 +52,7 @@ def ask(dim, **options):
     return column_mass(query, key, lse, query_position=asked, key_position=position, scale=1.0, **options)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     with pytest.raises(NotImplementedError, match="got head_dim 48 and 21 slots, expected a power of two"):
         ask(48, implementation="pallas_triton", platform="gpu")
     with pytest.raises(ValueError, match="column_mass: got reduce='mean', expected 'sum' or 'max'"):
