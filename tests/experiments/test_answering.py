@@ -56,7 +56,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make)
         make(model)
 
 
-def test_scores_along_a_text_under_full_are_those_of_one_pass():
+def test_scores_along_a_text_under_full_equal_one_pass():
     """Of rows that end early, too, behind whose text nothing is fed."""
     params = models.random_params(CONFIG, jax.random.key(2))
     texts = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (3, 49)).astype(np.int32)

@@ -107,7 +107,7 @@ def test_suites_shows_what_a_file_holds(tmp_path, capsys):
     assert "did you mean 'kvpress'?" in capsys.readouterr().err
 
 
-def test_the_version_is_that_of_pyproject(capsys, monkeypatch):
+def test_the_version_equals_pyproject(capsys, monkeypatch):
     """It is known in a checkout that is not installed, too."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert main(["--version"]) == 0

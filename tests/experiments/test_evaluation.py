@@ -384,7 +384,7 @@ def test_what_is_left_out_is_said():
     assert tables.left_out(comparison.beside_full(cells[:2])) == []
 
 
-def test_differences_are_paired():
+def test_differences_pair_the_same_samples():
     rng = np.random.default_rng(0)
     base = rng.random(60).round(3).tolist()
     worse = [score - 0.1 for score in base]

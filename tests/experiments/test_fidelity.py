@@ -83,7 +83,7 @@ def test_a_method_equal_to_full_is_at_no_distance():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", repeated(METHODS, but=("quest",)))
-def test_forced_decoding_is_that_of_decode_steps(name):
+def test_forced_decoding_equals_decode_steps(name):
     """Step by step, with rows that end early; and the row of the table is what float64 makes of the steps."""
     method = any_example(name)
     config = tiny_model(name)
@@ -189,7 +189,7 @@ def test_answers_stand_behind_the_template_and_the_question(model):
     assert short.steps < 100 and short.steps == short.counts.max(), "no steps behind the longest answer"
 
 
-def test_greedy_answers_are_those_of_full(model):
+def test_greedy_answers_equal_full(model):
     settings = FidelitySettings(samples=2, tokens=8, lengths=(512,))
     asked = texts.answers(model, settings, 512, None)
     made = texts.greedy(model, asked, 2)
@@ -280,7 +280,7 @@ def test_a_short_file_is_refused(directory, tmp_path, capsys):
     assert "use shorter lengths or a longer text" in capsys.readouterr().err
 
 
-def test_differences_are_paired():
+def test_differences_pair_the_same_texts():
     ones = Distance(**dict.fromkeys(("kl", "agrees", "loss", "full_loss"), np.ones((2, 3))))
 
     def row(method, kl, bytes_read):

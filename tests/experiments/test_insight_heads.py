@@ -82,7 +82,7 @@ def test_similarity_of_layers_equals_float64():
 
 
 @pytest.mark.thorough
-def test_what_heads_pay_is_that_of_the_sentence_alone():
+def test_shares_count_the_attention_to_the_sentence_alone():
     """A sentence of the whole prompt gets all attention to the prompt, in every head of every layer."""
     params = random_params(CONFIG, jax.random.key(0))
     model = LoadedModel("tiny", params, CONFIG, None, None)

@@ -93,7 +93,7 @@ def greedy_text(model, context, count):
 
 
 @pytest.mark.slow
-def test_scores_under_full_are_those_of_one_dense_pass(tiny):
+def test_scores_under_full_equal_one_dense_pass(tiny):
     pairs = [*PAIRS, (PAIRS[1][0], greedy_text(tiny, PAIRS[1][0], 3))]
     lm = make(tiny, "full")
     got = lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)

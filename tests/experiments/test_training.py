@@ -250,7 +250,7 @@ def test_a_run_goes_on_with_its_own_base_and_rank(tmp_path, key):
     again.close()
 
 
-def test_evaluation_prompts_fit():
+def test_evaluation_prompts_fit_into_the_context():
     prompts = encode_cell(Reading(TOKENIZER / "tokenizer.json"), Cell("vt", 1024, 2, 0)).wholes
     assert all(len(tokens) + 40 <= 1024 for tokens in prompts)
 

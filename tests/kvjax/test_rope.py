@@ -68,7 +68,7 @@ def random_rule(rng, kind):
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
-def test_rules_against_float64(kind):
+def test_every_rule_equals_float64(kind):
     """Every row of a batch has the frequencies of its own length."""
     rng = np.random.default_rng(7)
     cls = {"yarn": YarnScaling, "dynamic": DynamicScaling, "longrope": LongRopeScaling}[kind]

@@ -65,7 +65,7 @@ def decode(states, q, k, v):
     return {name: run(name, state) for name, state in states.items()}
 
 
-def test_steps_are_those_of_the_oracles():
+def test_steps_equal_the_oracles():
     """NaN in empty slots; rows shorter than everything that stays whole; test_oracles.py also reads prompts."""
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
     at = np.arange(PROMPT + STEPS)

@@ -117,7 +117,7 @@ def test_a_model_is_divided_by_heads_and_widths():
         config.local(3)
 
 
-def test_memory_is_that_of_each_device():
+def test_memory_is_counted_per_device():
     sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8}
     whole = memory_needed(Full(), CONFIG, **sizes)
     for data, model in ((1, 8), (2, 4), (4, 2)):

@@ -31,7 +31,7 @@ def load(tmp_path, pre, **values):
 
 
 @pytest.mark.parametrize("pre", sorted(GOLDEN["ids"]))
-def test_ids_are_those_of_transformers(pre, tmp_path):
+def test_ids_equal_transformers(pre, tmp_path):
     tokenizer = load(tmp_path, pre)
     for text, ids in zip(GOLDEN["texts"], GOLDEN["ids"][pre], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
@@ -95,7 +95,7 @@ def oracle(text, pre):
 
 
 @pytest.mark.parametrize("pre", sorted(PATTERNS))
-def test_ids_are_those_of_plain_loops(pre, tmp_path):
+def test_ids_equal_plain_loops(pre, tmp_path):
     tokenizer = load(tmp_path, pre)
     for text in GOLDEN["texts"]:
         if "<|im_" not in text:

@@ -24,7 +24,7 @@ RUN = {
 @every_body
 @pytest.mark.parametrize("shape", [[3, 2, 80], *one_shape([5], [1, 1, 64], [1, 4096])])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_sum_and_norm_are_those_of_numpy(name, shape, dtype):
+def test_sum_and_norm_equal_numpy(name, shape, dtype):
     rng, shape = np.random.default_rng(0), tuple(shape)
     x, update = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     scale = jnp.asarray(rng.normal(size=shape[-1:]), dtype)

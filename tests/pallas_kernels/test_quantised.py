@@ -319,7 +319,7 @@ def test_evict_token_moves_codes_and_scales(name, kind):
         np.testing.assert_array_equal(a, b)
 
 
-def test_which_gpus_read_codes():
+def test_gpus_without_float8_read_float8_codes_by_xla():
     shape = jax.ShapeDtypeStruct
     query, position, limit = shape((1, 2, 4, 64), "bfloat16"), shape((1, 2, 32), "int32"), shape((1,), "int32")
 

@@ -173,7 +173,7 @@ def test_scores_of_result_folders_are_on_the_page():
     assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
 
-def test_measured_rows_are_those_of_the_speed_record():
+def test_measured_rows_equal_the_speed_record():
     record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
     text = method_costs.speed("pariskv", DOCS)
@@ -191,8 +191,8 @@ def test_every_record_is_listed():
         assert record["date"][:10] in line and record["device"]["kind"] in line
 
 
-def test_tables_are_those_of_their_records():
-    """Tables of result folders, too: their predictions are not in the repository, but `examples.npz` holds what tables need."""
+def test_tables_equal_their_records():
+    """Tables of result folders, too: without their predictions, `examples.npz` holds what the tables need."""
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
@@ -217,7 +217,7 @@ def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
     assert pages.draw_figures(tmp_path, again=False) == [] and pages.draw_figures(tmp_path) == [file]
 
 
-def test_parts_of_pages_are_those_of_their_records():
+def test_parts_of_pages_equal_their_records():
     made = pages.marked_pages(DOCS)
     assert {ROOT / "README.md", DOCS / "quality.md", DOCS / "quality-toy.md", DOCS / "choosing.md"} <= made.keys()
     for file, text in made.items():

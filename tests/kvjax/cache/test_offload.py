@@ -132,7 +132,7 @@ def offloaded_layers(method, num_layers):
     return [is_offloaded(method.for_layer(layer, num_layers), layer, num_layers) for layer in range(num_layers)]
 
 
-def test_which_layers_a_share_is():
+def test_a_share_is_the_nearest_number_of_last_layers():
     """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
     quest = example("quest", num_dense_layers=2, offload=0.7)
     made = offloaded_layers(quest, 4)
@@ -180,7 +180,7 @@ def test_the_least_share_that_fits(monkeypatch):
         kvjax.offload_share(example("pariskv"), model, **sizes)
 
 
-def test_the_least_share_of_a_wrapper_is_that_of_the_method_in_it():
+def test_a_wrapper_has_the_least_share_of_its_method():
     """The wrapper's bytes count, because a wrapper may store more than its method."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 WIDE = {"max_beta": 0.6, "capacity": 6}  # allocated for the shares and budgets of several tests, which share a program
 
 
-STREAM = 100  # decode steps of `test_regions_stream`
+STREAM = 100  # decode steps of `test_regions_follow_the_stream`
 
 
 # ---- regions ------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ STREAM = 100  # decode steps of `test_regions_stream`
 @pytest.mark.parametrize(
     "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (2, 1)))]
 )
-def test_regions_stream(num_local, buffer):
+def test_regions_follow_the_stream(num_local, buffer):
     """A hundred steps with the buffer shorter than, as long as, and longer than the local window."""
     lengths = np.array([33, 5])
     q, k, v = random_tokens(buffer, 2, 1, 2, 33 + STREAM, 16)

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 @pytest.mark.parametrize("rotate", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dim", DIMS)
-def test_codes_are_the_oracles(dim, rotate):
+def test_codes_equal_the_oracle(dim, rotate):
     """Identifiers, magnitudes and weights of random keys of very different length."""
     rng = np.random.default_rng(dim)
     keys = (rng.normal(size=(48, dim)) * 10.0 ** rng.uniform(-3, 3, (48, 1))).astype(np.float32)
@@ -98,7 +98,7 @@ def test_the_estimator_has_its_bias_and_error_on_gaussian_keys():
     assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.992, abs=1.5e-3)
 
 
-def test_estimate_is_the_oracles():
+def test_estimates_equal_the_oracle():
     rng = np.random.default_rng(3)
     keys, query = rng.normal(size=(40, 64)).astype(np.float32), rng.normal(size=(2, 64)).astype(np.float32)
     got = np.asarray(estimated(query, encoded(keys)))

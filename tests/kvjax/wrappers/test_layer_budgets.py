@@ -44,7 +44,7 @@ def test_budgets_of_heads_have_the_mean_that_is_asked_for(budget, window, beta):
 
 
 @pytest.mark.thorough
-def test_a_traced_budget_of_heads_is_that_of_numbers():
+def test_a_traced_budget_of_heads_equals_a_static_budget():
     method = HeadKV(budget=900, capacity=900, scores=SCORES)
 
     def traced(budget):
@@ -179,7 +179,7 @@ def test_a_missing_or_empty_file_of_scores_is_refused(tmp_path):
 # ---- LayerBudgets -------------------------------------------------------------------------------------------------
 
 
-def test_shares_are_those_of_the_best_groups():
+def test_shares_belong_to_the_best_groups():
     """Against all ways to give each layer a group."""
     rng = np.random.default_rng(1)
     for size in (3, 4, 6, 7):

@@ -191,7 +191,7 @@ def wanted(at, row, length):
 
 
 @pytest.mark.thorough
-def test_redundancy_is_that_of_the_oracle():
+def test_redundancy_equals_the_oracle():
     """Also with keys that repeat each other, and empty slots behind them."""
     key = np.array(rows()[1][:1, :, :40])
     key[:, :, 20:] = key[:, :, :20]

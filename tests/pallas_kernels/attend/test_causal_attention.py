@@ -16,7 +16,7 @@ from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, dense_oracle, po
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("blocked", [False, True])
-def test_attention_and_gradient_are_those_of_float64(dtype, blocked, monkeypatch):
+def test_attention_and_gradient_equal_float64(dtype, blocked, monkeypatch):
     if blocked:
         monkeypatch.setattr(causal, "WHOLE", 8)
         monkeypatch.setattr(causal, "BLOCK", 16)

@@ -35,7 +35,7 @@ def clusters(seed, count, group=3, dim=16, dtype="float32"):
 @every_body
 @pytest.mark.parametrize(("count", "dim"), one_shape((128, 16), (1, 16), (50, 64)))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_estimates_are_those_of_float64(name, count, dim, dtype):
+def test_estimates_equal_float64(name, count, dim, dtype):
     logits, chosen, left_out, size, sums = clusters(count, count, dim=dim, dtype=dtype)
     out, lse = compiled(ESTIMATE[name])(logits, chosen, left_out, size, sums)
     assert np.isfinite(out).all() and out.dtype == lse.dtype == jnp.float32

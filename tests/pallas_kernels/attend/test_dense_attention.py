@@ -16,7 +16,7 @@ from tests.pallas_kernels.cases import SCALE, close, compiled, dense_oracle, one
 @pytest.mark.parametrize("block", [7, 1024])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "length"), one_shape((4, 64, 5), (1, 128, 1)))
-def test_attention_and_column_mass_are_those_of_float64(block, dtype, group, dim, length):
+def test_attention_and_column_mass_equal_float64(block, dtype, group, dim, length):
     (query, key, value), positions = positioned_cache(group, group, dim, length, dtype=dtype)
     expected = dense_oracle(query, key, value, **positions)
     run = compiled(dense_attention, scale=SCALE, block=block)

@@ -55,7 +55,7 @@ def cache(seed, group=3, dim=32, slots=75, dtype="float32", rows=3, heads=2, hol
     ("group", "dim", "slots"),
     one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130), (4, 128, 300), (1, 128, 128)),
 )
-def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
+def test_attention_equals_float64(name, dtype, group, dim, slots):
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
     run = compiled(DENSE[name], scale=SCALE)
     out, lse = run(*arrays, **rest)

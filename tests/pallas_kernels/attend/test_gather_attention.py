@@ -77,7 +77,7 @@ def gather_oracle(query, key, value, slots, mask, bias=None):
     ("group", "dim", "listed", "biased"),
     one_shape((3, 32, 37, True), (1, 64, 37, False), (4, 64, 37, True), (8, 128, 64, False), (3, 128, 5, True)),
 )
-def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
+def test_attention_equals_float64(name, dtype, group, dim, listed, biased):
     *args, bias = lists(group, group, dim, listed, dtype)
     bias = bias if biased else None
     run = compiled(GATHER[name], scale=SCALE)
@@ -112,7 +112,7 @@ def test_parts_beside_the_list_join(name, config):
 
 @every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=16), marks=thorough)])
-def test_logits_are_those_of_the_softmax(name, config):
+def test_logits_belong_to_the_softmax(name, config):
     *args, bias = lists(4)
     query, key, _, slots, mask = args
     options = {"config": config} if name == "interpreted" else {}

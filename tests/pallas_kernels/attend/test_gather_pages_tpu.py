@@ -55,7 +55,7 @@ CASES = [  # dtype, page size, listed pages, slots, one list for all heads, grou
 
 
 @pytest.mark.parametrize(("dtype", "page_size", "listed", "slots", "shared", "group", "dim", "config"), CASES)
-def test_attention_is_that_of_float64(dtype, page_size, listed, slots, shared, group, dim, config):
+def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group, dim, config):
     """Rows with lists of several lengths, an empty list, holes, a last page that is cut; NaN in all that is not seen."""
     args, position, seen = pages(page_size, page_size, shared, listed, slots=slots, dim=dim, group=group)
     mask = np.array(args[4])

@@ -79,7 +79,7 @@ SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16,
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
-def test_attention_is_that_of_float64(name, dtype, group, dim, rank, page, listed, slots):
+def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, slots):
     args, rest, seen = given(slots, group, dim, rank, page, listed, slots, dtype)
     run = compiled(RUN[name], scale=SCALE, page_size=page)
     out, lse = run(*args, **rest)

@@ -33,7 +33,7 @@ def partials(seed, parts, dim=64, lists=3, group=3):
 @every_body
 @pytest.mark.parametrize(("parts", "dim"), one_shape((5, 80), (1, 64), (49, 128)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merge_is_that_of_float64(name, parts, dim, dtype):
+def test_merge_equals_float64(name, parts, dim, dtype):
     out, lse = partials(parts, parts, dim)
     merged, whole = compiled(MERGE[name], dtype=dtype)(out, lse)
     weight = np.exp(np.float64(lse))

@@ -160,7 +160,7 @@ def run_attention(run, given, parts, span=None, granule=None):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape):
+def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
     parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])

@@ -55,7 +55,7 @@ def expected(query, centroid, size, best, considered, room, capacity):
     one_shape((50, 0.2, 0.5, 35, 12), (50, 0.2, 0.5, 400, 8), (64, 1.0, 1.0, 100, 70), (33, 0.01, 0.01, 1, 1)),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_ranks_are_those_of_float64(name, count, best, considered, room, capacity, dtype):
+def test_ranks_equal_float64(name, count, best, considered, room, capacity, dtype):
     arrays = clusters(count, count, dtype=dtype)
     logits, listed, ends, among, exact = compiled(RANK[name], capacity=capacity, room=room)(
         *arrays, jnp.float32(best), jnp.float32(considered)

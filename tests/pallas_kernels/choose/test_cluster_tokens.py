@@ -33,7 +33,7 @@ def lists(seed, entries, slots=240):
 @pytest.mark.parametrize(
     ("entries", "first", "most", "newest"), one_shape((13, 4, 50, 9), (1, 0, 7, 3), (16, 3, 20, 0), (39, 1, 90, 1))
 )
-def test_tokens_are_those_of_loops(name, entries, first, most, newest):
+def test_tokens_equal_loops(name, entries, first, most, newest):
     arrays = lists(entries, entries)
     slots, mask = compiled(TOKENS[name], first=first, most=most, newest=newest)(*arrays)
     listed, ends, start, order, near, count = map(np.asarray, arrays)

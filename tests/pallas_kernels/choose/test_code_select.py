@@ -60,7 +60,7 @@ def expected(query, centroids, numbers, stop, length, wanted, first, capacity, r
     ),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_lists_are_those_of_float64(name, count, parts, slots, first, capacity, room, dtype):
+def test_lists_equal_float64(name, count, parts, slots, first, capacity, room, dtype):
     query, centroids, ids, numbers = coded(count + slots, count, parts, slots, dtype=dtype)
     length = np.array([slots, slots * 3 // 4, first + 1, max(first - 1, 0)])
     stop = np.maximum(length - 1 - np.array([room // 2, room, 0, 0]), first)

@@ -103,7 +103,7 @@ def oracle(query, ids, zone, capacity):
     ],
     ids=["two rows", "holes", "unrotated", "long"],
 )
-def test_candidates_are_those_of_loops(name, sizes):
+def test_candidates_equal_loops(name, sizes):
     arrays, zone = problem(1, **sizes)
     first, capacity = sizes.get("first", 3), 40 if zone.shape[2] < 1000 else 300
     query, slots, count = run(name, first=first, capacity=capacity)(*arrays)
@@ -138,7 +138,7 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
 @pytest.mark.parametrize(
     "sizes", [{"holes": True, "stop": (200, 3)}, *(pytest.param(x, marks=thorough) for x in ({}, {"stop": (70, 90)}))]
 )
-def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
+def test_candidates_of_parts_equal_the_whole(name, sizes):
     """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
     (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
     want_query, want, number = run(name, first=3, capacity=40)(query, signs, counts, ids, position, stop, shares)

@@ -107,7 +107,7 @@ KINDS = [
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
 )
-def test_lists_are_those_of_a_stable_sort(name, kind):
+def test_lists_equal_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
     run = selecting(name, 13)
     budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]

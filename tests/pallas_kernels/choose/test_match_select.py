@@ -82,7 +82,7 @@ def ragged(slots, first, room):
         (2, 1, 90, 5, 1, 30, 4),
     ),
 )
-def test_lists_are_those_of_loops(name, tables, bits, slots, group, first, capacity, room):
+def test_lists_equal_loops(name, tables, bits, slots, group, first, capacity, room):
     query, ids = wide(hashed(tables, tables, bits, slots, group=group))
     near, length = ragged(slots, first, room)
     sizes = {"first": first, "capacity": capacity, "room": room}
@@ -191,7 +191,7 @@ def corrected(query, key, centre, slots, own, near, first, num_tables, num_bits)
 
 @every_body
 @pytest.mark.parametrize(("dtype", "group", "bits"), one_shape(("float32", 3, 3), ("bfloat16", 4, 10), ("float32", 1, 1)))
-def test_biases_are_those_of_float64(name, dtype, group, bits):
+def test_biases_equal_float64(name, dtype, group, bits):
     query, key, centre, slots, own, every, near = keyed(bits, dtype, group)
     sizes = {"first": 4, "num_tables": 12, "num_bits": bits}
     run, near_of = compiled(BIAS[name], **sizes), np.asarray(near)

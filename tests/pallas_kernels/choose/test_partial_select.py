@@ -78,7 +78,7 @@ def same(got, lists):
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 150), (1, 16, 97), (4, 25, 130), (12, 51, 160)))
-def test_lists_are_those_of_plain_loops(name, dtype, group, channels, slots):
+def test_lists_equal_plain_loops(name, dtype, group, channels, slots):
     args, call = given(slots, group, channels, slots, dtype), run(name, capacity=21, query_heads=4 * group)
     for alpha, budget in ((1.0, 20), (100.0, 20), (3.0, 5), (0.0, 20), (100.0, 0)):
         got = call(*args, jnp.float32(alpha), jnp.int32(budget))

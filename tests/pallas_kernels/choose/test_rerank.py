@@ -118,7 +118,7 @@ def compare(arrays, got, budget, enough):
 @every_body
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("dim", "budget"), one_shape((32, 10), (128, 7)))
-def test_list_is_that_of_loops(name, ties, dim, budget):
+def test_list_equals_loops(name, ties, dim, budget):
     arrays = problem(dim, dim=dim, ties=ties)
     compare(arrays, run(name)(*arrays, jnp.int32(budget), jnp.int32(60)), budget, 60)
 

@@ -75,7 +75,7 @@ def check_cut(name, arrays, cursor, lengths, events, budget, rules):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("rules", [PAPER, CODE], ids=["paper", "code"])
 @pytest.mark.parametrize("budget", [8, 12, 30, 66, 300])
-def test_lists_are_those_of_loops(name, ties, rules, budget):
+def test_lists_equal_loops(name, ties, rules, budget):
     """Open sentences of 1, 8 and 21 tokens, the last of which closes in one of two calls."""
     arrays, cursor = sentences(budget, ties=ties)
     check_cut(name, arrays, cursor, (0, 7, 20), (JOINS, JOINS, JOINS), budget, rules)

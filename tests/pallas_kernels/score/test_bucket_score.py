@@ -68,7 +68,7 @@ def oracle(query, planes, temperature, ids, norm, position, cursor, first=FIRST,
     ("bits", "group", "dtype"),
     one_shape((4, 3, "float32"), (8, 4, "bfloat16"), (3, 1, "float32"), (2, 8, "bfloat16"), (5, 7, "float32")),
 )
-def test_scores_are_those_of_float64_loops(name, bits, group, dtype):
+def test_scores_equal_float64_loops(name, bits, group, dtype):
     arrays = problem(bits, bits=bits, group=group, dtype=dtype)
     got = np.asarray(scoring(name)(*arrays))
     want = oracle(*arrays)

@@ -25,7 +25,7 @@ RUN = implementations(
         (1, 300, 300, "bfloat16"), (8, 9, 70, "float32"),
     ),
 )  # fmt: skip
-def test_mass_is_that_of_float64(name, group, tokens, slots, dtype, reduce):
+def test_mass_equals_float64(name, group, tokens, slots, dtype, reduce):
     rng = np.random.default_rng(slots)
     # The first row's queries stand in order with padding behind; the second row has none but padding, or is in no order.
     asked = np.stack([20 + np.arange(tokens), rng.integers(-1, 60, tokens) if tokens > 1 else [-1]])

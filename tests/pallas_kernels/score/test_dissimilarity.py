@@ -17,7 +17,7 @@ RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilari
 @every_body
 @pytest.mark.parametrize("slots", one_shape(70, 5, 64))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_are_those_of_float64(name, slots, dtype):
+def test_scores_equal_float64(name, slots, dtype):
     rng = np.random.default_rng(slots)
     position = rng.integers(-1, 3, (2, 3, slots))
     position[1, 2] = -1

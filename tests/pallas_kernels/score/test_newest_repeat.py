@@ -53,7 +53,7 @@ def oracle(key, valid, threshold):
 @with_tiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("slots", one_shape(75, 64, 33, 7, 1))
-def test_slots_are_those_of_float64(name, dtype, slots):
+def test_slots_equal_float64(name, dtype, slots):
     run = compiled(RUN[name])
     for kind in KINDS:
         key, valid = given(slots, kind, slots, dtype)

@@ -42,7 +42,7 @@ def oracle(query, vector, seen):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "dim", "pages"), one_shape((3, 16, 90), (1, 64, 5), (8, 128, 200), (4, 32, 48)))
-def test_logits_and_denominators_are_those_of_float64(name, dtype, group, dim, pages):
+def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     (query, vector, limit), held, seen = given(pages, group, dim, max(pages, 8), dtype)
     run = compiled(RUN[name])
     logits, lse = run(query, vector, limit, held=held)

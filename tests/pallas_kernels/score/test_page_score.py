@@ -85,7 +85,7 @@ def oracle(query, low, high, limit, reduce, newest):
         pytest.param(4, 128, 300, True, True, True, marks=thorough),
     ],
 )
-def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
+def test_scores_equal_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
     args = given(group, group=group, dim=dim, pages=pages, dtype=dtype, bounds=bounds, per_head=per_head)
     run = compiled(RUN[name], reduce=reduce, newest=newest)
     got = run(*args)

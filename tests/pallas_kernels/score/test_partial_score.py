@@ -55,7 +55,7 @@ def oracle(query, key, position, cursor):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
-def test_scores_and_counts_are_those_of_float64(name, dtype, group, channels, slots):
+def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     args = given(slots, group, channels, slots, dtype)
     run = compiled(RUN[name])
     got = run(*args, jnp.asarray(ALPHA))

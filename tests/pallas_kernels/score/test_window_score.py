@@ -52,7 +52,7 @@ def oracle(query, key, query_position, key_position):
     ("group", "window", "dim", "slots"),
     one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7)),
 )
-def test_probabilities_are_those_of_float64(name, dtype, group, window, dim, slots):
+def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
     arrays, positions = given(window, group=group, window=window, dim=dim, slots=slots, dtype=dtype)
     got = compiled(RUN[name], scale=SCALE)(*arrays, **positions)
     assert got.dtype == jnp.float32

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 @every_body
 @pytest.mark.parametrize(("dim", "rotate"), [(16, True), *one_shape((64, False), (128, True))])
-def test_codes_are_the_oracles(name, dim, rotate):
+def test_codes_equal_the_oracle(name, dim, rotate):
     key, valid = keys_to_encode(dim, dim)
     ids, rows = encoding(name, dim, rotate)(jnp.asarray(key), jnp.asarray(valid), signs_of(dim, rotate))
     assert ids.dtype == rows.dtype == jnp.uint8 and rows.shape == key.shape

@@ -70,7 +70,7 @@ KNOBS = {
 
 @every_body
 @pytest.mark.parametrize("label", KNOBS)
-def test_a_score_of_all_heads_is_that_of_each_and_does_not_move(name, label):
+def test_a_score_of_all_heads_equals_each_head_and_does_not_move(name, label):
     args, (score, _) = case()
     got = evict(name, *args, score[:, :1], **KNOBS[label])
     want = evict(name, *args, jnp.broadcast_to(score[:, :1], score.shape), **KNOBS[label])

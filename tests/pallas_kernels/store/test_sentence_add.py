@@ -57,7 +57,7 @@ def add_oracle(key, query, cursor, event, state):
 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_is_that_of_loops(name, dtype):
+def test_state_equals_loops(name, dtype):
     args = book(0, dtype=dtype)
     got, want = compiled(ADD[name])(*args), add_oracle(*args)
     for new, right, old in zip(got, want, args[-1]):
