@@ -45,10 +45,10 @@ rows are missing; such systems are in no comparison. "As in the main table": the
 of tokens, all other methods with an eighth of the context."""
 _ABOUT_SUMMARY = (
     "A row for each table and each setting of ours; where the paper prints several models, their numbers stand one after "
-    "the other. Systems: those that we have, of those that can be made. Sign: how many systems differ from Full with the "
-    "paper's sign, with the opposite one, or not beyond noise. Tau: Kendall's tau of the paper's order and ours, 1 for the "
-    "same and -1 for the reverse; theirs: that of the paper's models with each other, over the same systems. Change places: "
-    "pairs of systems whose order differs beyond noise, of all pairs."
+    "the other. Systems: how many we have, of the systems that can be made. Sign: how many systems differ from Full with the "
+    "paper's sign, with the opposite sign, or not beyond noise. Tau: Kendall's tau of the paper's order and ours, 1 for the "
+    "same order and -1 for the reverse; theirs: tau of the paper's models with each other, over the same systems. Change "
+    "places: pairs of systems whose order differs beyond noise, of all pairs."
 )
 
 

@@ -12,13 +12,13 @@ from experiments.speed.rows import Row, failure, run_line, scaled, spread
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
     "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
-    "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
-    "same run, at the same length and batch; a number in brackets is from another run. Cache: gigabytes allocated. Program: "
-    "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor are those of one "
+    "method's own accounting. TB/s: these bytes over the time of the step. Of Full: how many times faster than Full in the "
+    "same run, at the same length and batch; a factor in brackets is from another run. Cache: gigabytes allocated. Program: "
+    "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor belong to one "
     "device."
 )
 _MESH_LEGEND = (
-    " Of one: the time over the time on one device, in brackets if that was measured in another run. Of part: the time over "
+    " Of one: the time over the time on one device, in brackets if the latter is from another run. Of part: the time over "
     "the time of one device's part of the model alone, which waits for no sum. Sums: the variant of sums over devices."
 )
 _SPLIT_LEGEND = (

@@ -44,7 +44,7 @@ def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     ]
     legend = (
         "Floor: the bytes an operation must read over the read bandwidth measured in the same run; data that stays in a "
-        "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32; for "
+        "cache between the runs of a loop can be read faster. Relative error: against a reference in float32; for "
         "rerank and the operations on packed vectors, against their xla implementation on the same arguments."
     )
     about = "How long every implementation of every operation takes at the shapes of an 8B model, beside its floor."
