@@ -10,10 +10,10 @@ from experiments.speed.rows import Row, failure, run_line, scaled, spread
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: TPOT with everything on the device. "
-    "Bus: megabytes that a step reads from host memory, over all rows and layers; GB/s: these bytes over the time by which the "
-    "step is longer than the resident step, if the resident step was measured. Layers: number of layers with rows in host "
-    "memory. Hot: share of the rows attended in these layers that have a copy on the device. Device, host: gigabytes of the "
-    "cache."
+    "Bus: megabytes that a step reads from host memory, over all rows and layers; GB/s: these bytes over the time by which "
+    "the step is longer than the resident step, if the resident step was measured. Layers: number of layers with rows in "
+    "host memory. Hot: share of the rows attended in these layers that have a copy on the device. Device, host: gigabytes "
+    "of the cache."
 )
 _PROMPTS = (
     "Seconds to prefill a prompt into host memory, median (least - most); the largest device memory of the process, the "
