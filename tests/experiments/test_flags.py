@@ -158,7 +158,7 @@ def call(*argv):
     return code, seen, said.getvalue()
 
 
-def test_every_type_of_value():
+def test_every_type_of_value_is_parsed():
     code, (made,), _ = call(
         "--name", "n", "--size", "7", "--shares", "0.25, 1", "--words", "a,b", "--colour", "blue", "--limit", "9",
         "--set-variable", "quiet=true", "--set-variable", "tone=low", "--path", "x/y", "--no-draw", "--loud", "--item", "a,b",

@@ -51,7 +51,7 @@ def test_a_head_gets_the_candidate_that_keeps_most():
         patterns.PatternSettings(with_model=True, out=pathlib.Path("x"))
 
 
-def test_where_the_file_goes(tmp_path, capsys):
+def test_the_file_goes_to_runs_or_beside_the_model(tmp_path, capsys):
     assert patterns._file(patterns.PatternSettings()) == pathlib.Path("runs/patterns.json")
     write_model(tmp_path / "model", CONFIG)
     beside = patterns.PatternSettings(model=str(tmp_path / "model"), with_model=True)
@@ -61,7 +61,7 @@ def test_where_the_file_goes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
+def test_the_command_writes_patterns_that_load(tmp_path, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
     out = tmp_path / "patterns.json"
     given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "1", "--scale", "0.05"]

@@ -186,7 +186,7 @@ def test_damaged_rows_are_not_drawn(tmp_path, name, field, value, got):
             draw("png")
 
 
-def test_rows_are_objects(tmp_path):
+def test_rows_that_are_no_objects_are_refused(tmp_path):
     file = tmp_path / "damaged.json"
     file.write_text(json.dumps({"experiment": "speed", "settings": {}, "metrics": [{}, 3]}))
     with pytest.raises(ValueError, match="damaged.json, row 2: expected an object, got 3"):

@@ -48,7 +48,7 @@ def test_the_trained_tasks_and_their_indices_stay():
     assert set(ROW_TASKS) == set(BUILTIN.recipes)
 
 
-def test_groups():
+def test_groups_name_their_tasks():
     groups = tasks.GROUPS
     assert groups["ruler"] == (*TRAINED[:9], "cwe", "fwe", "qa_1", "qa_2")
     assert groups["infinitebench"] == ("passkey", "number_string", "kv_retrieval", "math_find")
@@ -58,7 +58,7 @@ def test_groups():
     assert not set(groups) & set(tasks.TASKS)  # a name means one thing
 
 
-def test_expand():
+def test_groups_expand_to_tasks_without_repeats():
     assert tasks.expand(["trained"]) == TRAINED
     assert tasks.expand(["listing", "infinitebench", "passkey", "vt"]) == (
         "listing", "passkey", "number_string", "kv_retrieval", "math_find", "vt",
@@ -177,7 +177,7 @@ def test_the_words_of_fwe_follow_the_zeta_law(length):
         assert number == pytest.approx(total / (math.pi**2 / 6) / rank**2, abs=1)
 
 
-def test_zeta_counts():
+def test_zeta_counts_are_rounded_down():
     # 1000 / 1.6449 = 607.9, then a quarter, a ninth and a sixteenth of it, rounded down
     assert ruler_words.zeta_counts(1000, 4) == [607, 151, 67, 37]
     with pytest.raises(ValueError, match="too short"):
@@ -360,7 +360,7 @@ def test_math_find_asks_all_of_one_list():
         document("math_find", num_questions=8)
 
 
-def test_special_numbers():
+def test_special_numbers_are_largest_smallest_and_median():
     numbers = [5, 9, 9, 1, 1, 7]
     found = {kind: math_find.special_number(kind, numbers) for kind in math_find.MATH_KINDS}
     assert found == {
@@ -439,7 +439,7 @@ def test_listing_fills_its_share_up_to_its_most():
 # Scorers
 
 
-def test_scorers():
+def test_scorers_find_answers_numbers_and_words():
     assert scorers.score_any("It is the Nile.", ("Amazon", "nile")) == 1.0
     assert scorers.score_any("It is the Rhine.", ("Amazon", "nile")) == 0.0
     number = scorers.score_first_number

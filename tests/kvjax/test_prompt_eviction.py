@@ -158,7 +158,7 @@ def test_budgets_of_layers_have_the_mean_that_is_asked_for(budget, window, beta,
     assert method.for_layer(0, 1).budget == budget
 
 
-def test_a_traced_budget_is_that_of_numbers_and_no_product_leaves_int32():
+def test_a_traced_budget_equals_a_static_budget_and_stays_in_int32():
     """Under one capacity, at the largest settings."""
     budgets = np.array([100, 101, 9999, 131_071, 1_000_000])
     method = PyramidKV(capacity=1_000_000, budget=1_000_000, beta=100, obs_window=100)

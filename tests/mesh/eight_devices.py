@@ -1,7 +1,7 @@
 """Methods on a mesh: what only a process with many devices can show. `test_methods.py` runs it on eight of a CPU.
 
 ``python -m tests.mesh.eight_devices check ...`` runs these checks and prints a JSON object: by the name of each, the text of
-its exception, or null. A name is that of a function, or ``METHOD on 2x4`` for the laws of a method on a mesh.
+its exception, or null. A check is named by its function, or ``METHOD on 2x4`` for the laws of a method on a mesh.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def collectives(program):
 
 
 def laws(name, shape, method=None):
-    """Laws 1 to 5 of a method on a mesh; ``method`` is the one to run where its programs must not be those of others."""
+    """Laws 1 to 5 of a method on a mesh; ``method`` replaces the example if it must not share programs with other tests."""
     groups, shards = map(int, shape.split("x"))
     rows = 8 if groups == 8 else 4
     options = {"chunk_size": 16} if name in CHUNKED else {}

@@ -96,7 +96,7 @@ def check_calls():
 
 
 def check_offloaded():
-    """Rows in host memory: those of a process's devices. Saved, too."""
+    """Rows in host memory belong to the devices of their process, also after a cache is saved and loaded."""
     method, given = example("quest", offload=True), spread("data=2 model=2")
     cache = read(given, method)
     kvjax.save_cache(DIRECTORY / "offloaded", cache)

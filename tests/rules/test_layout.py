@@ -146,7 +146,7 @@ def frames_to(target, run):
 
 
 def test_a_step_is_nine_frames_from_generate():
-    """Both ends count. Sizes are those of no other test, so that nothing is traced already."""
+    """Both ends count. No other test has these sizes, so that nothing is traced already."""
     model = TinyModel()
     params = model.random_params(0)
     cache = kvjax.prefill(params, [range(5, 42)], config=model, method="quest", max_new_tokens=11)

@@ -1,4 +1,4 @@
-"""The README and the pages beside it are true: tables, commands, links, paths and the file map are those of the code."""
+"""The README and the pages beside it are true: tables, commands, links, paths and the file map agree with the code."""
 
 from __future__ import annotations
 

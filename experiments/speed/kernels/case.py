@@ -27,7 +27,7 @@ class Case:
         make: makes the arguments; the first is a float array.
         run: calls the operation with the arguments, and with ``implementation``.
         bytes_read: bytes that every implementation must read.
-        tolerance: largest relative error of floats; whole numbers and truth values must be equal.
+        tolerance: largest relative error of floats; integers and booleans must be equal.
         reference: makes the result to compare with; None takes "xla" on the same arguments in float32.
         others: implementations that are not in the operation's table, by name.
         defined: the part of a result that is defined, which is compared; None compares all.
@@ -61,7 +61,7 @@ class Sizes:
         return 16 if self.tiny else 128
 
     def count(self, number: int) -> int:
-        """A number of slots or pages; a small number with ``tiny``."""
+        """Return ``number`` slots or pages, or a small number of them with ``tiny``."""
         return max(16, number // 512) if self.tiny else number
 
 
@@ -70,12 +70,12 @@ BYTES = 2  # of a bfloat16
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> Array:
-    """Standard normal values."""
+    """Draw standard normal values."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def store(sizes: Sizes, batch: int, slots: int) -> tuple[Array, Array, Array]:
-    """Query [B, H, G, D], key and value [B, H, S, D]."""
+    """Draw a query [B, H, G, D], a key and a value [B, H, S, D]."""
     rows = (batch, sizes.heads)
     return (
         normal(0, *rows, GROUP, sizes.dim),
@@ -85,7 +85,7 @@ def store(sizes: Sizes, batch: int, slots: int) -> tuple[Array, Array, Array]:
 
 
 def listed(seed: int, rows: tuple[int, ...], most: int, count: int) -> Array:
-    """Lists of ``count`` different numbers below ``most`` in ascending order: int32 [*rows, K]."""
+    """Draw lists of ``count`` different integers below ``most`` in ascending order: int32 [*rows, K]."""
     rng = np.random.default_rng(seed)
     lists = [np.sort(rng.choice(most, count, replace=False)) for _ in range(math.prod(rows))]
     return jnp.asarray(np.reshape(lists, (*rows, count)), jnp.int32)

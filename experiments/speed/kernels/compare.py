@@ -1,4 +1,4 @@
-"""Checks and times every implementation of a case, and keeps the rows in a record."""
+"""Checks and times of every implementation of a case, with their rows in a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLOW = 3e-3  # seconds; a slower call is repeated fewer times
 
 
 def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, str]]:
-    """The implementations that can run a case on this platform, and the reasons why the others cannot.
+    """Find the implementations that can run a case on this platform, and the reasons why other implementations cannot.
 
     Args:
         case: the case.
@@ -43,9 +43,9 @@ def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, 
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest relative error of the float arrays of a result: the norm of the difference over the norm.
+    """Compute the largest relative error of the float arrays of a result: the norm of the difference over the norm.
 
-    It is infinite if arrays of whole numbers or truth values differ, or if the infinite numbers of a float array do.
+    The error is infinite if arrays of integers or booleans differ, or if the infinite values of a float array differ.
 
     Args:
         got: the result.
@@ -67,7 +67,7 @@ def error(got: Any, want: Any) -> float:
 
 
 def reference(case: Case, args: tuple) -> Any:
-    """The reference of a case, on the host."""
+    """Compute the reference of a case, on the host."""
     if case.reference is not None:
         made = case.reference(*args)
     else:

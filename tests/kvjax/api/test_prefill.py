@@ -30,7 +30,7 @@ def read_each(methods, **options):
         pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
     ],
 )
-def test_each_cache_is_that_of_its_method_alone(names, options):
+def test_each_cache_equals_its_method_alone(names, options):
     methods = [example(name) for name in names]
     for method, together in zip(methods, read_each(methods, **options), strict=True):
         alone = read(method, **options)

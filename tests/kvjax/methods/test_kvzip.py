@@ -76,7 +76,7 @@ def test_chunks_of_the_first_reading_change_nothing_and_later_tokens_see_what_is
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_ties(layerwise):
+def test_ties_go_where_the_oracle_puts_them(layerwise):
     compare({**oracle.KNOBS, "layerwise": layerwise}, ties=True)
 
 
@@ -146,7 +146,7 @@ def test_the_second_reading_is_a_pass_behind_the_prompt(windows):
 
 @pytest.mark.thorough
 def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
-    """Of 1024 tokens 24 slots stay in each head; those of SnapKV are compressed inside the layers, before."""
+    """Of 1024 tokens 24 slots stay in each head; SnapKV's slots are compressed earlier, inside the layers."""
     tiny = TinyModel(num_layers=2)
     params = jax.eval_shape(lambda: tiny.random_params(0))
     tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))

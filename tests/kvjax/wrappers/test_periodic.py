@@ -70,7 +70,7 @@ def knorm_rule(row, tokens, t, budget):
 
 
 def expectedattention_rule(row, tokens, t, **knobs):
-    """The moments are those of all queries; the shares are among the tokens that are left."""
+    """The moments cover all queries; the shares are among the tokens that are left."""
     given = row.q, row.rotated_k, row.v
     return [expectedattention.keep(*given, h, own, t + 1, row.inv_freq, **knobs) for h, own in enumerate(tokens)]
 
@@ -160,7 +160,7 @@ def positions(methods, q, k, v, inv_freq):
 
 @pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
 def test_what_is_kept_again_is_what_the_oracles_keep(cases):
-    """Each row counts its own tokens: it goes on while others are evicted. By default those of `ALONE`."""
+    """Each row counts its own tokens, and continues while other rows are evicted. By default, the cases in `ALONE` run."""
     methods = [example(at) if at in ALONE else CASES[at][0] for at in cases]
     found = positions([method.for_layer(0, 2) for method in methods], *rows())
     for at, method, (position, outputs) in zip(cases, methods, found, strict=True):
@@ -191,7 +191,7 @@ def wanted(at, row, length):
 
 
 @pytest.mark.thorough
-def test_redundancy_is_that_of_the_oracle():
+def test_redundancy_equals_the_oracle():
     """Also with keys that repeat each other, and empty slots behind them."""
     key = np.array(rows()[1][:1, :, :40])
     key[:, :, 20:] = key[:, :, :20]
