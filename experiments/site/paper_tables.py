@@ -44,11 +44,11 @@ mean is over the tasks that both tables have, where they have the same tasks. "N
 rows are missing; such systems are in no comparison. "As in the main table": the papers' methods with their papers' numbers
 of tokens, all other methods with an eighth of the context."""
 _ABOUT_SUMMARY = (
-    "A row for each table and each setting of ours; where the paper prints several models, their numbers stand one after "
-    "the other. Systems: those that we have, of those that can be made. Sign: how many systems differ from Full with the "
-    "paper's sign, with the opposite one, or not beyond noise. Tau: Kendall's tau of the paper's order and ours, 1 for the "
-    "same and -1 for the reverse; theirs: that of the paper's models with each other, over the same systems. Change places: "
-    "pairs of systems whose order differs beyond noise, of all pairs."
+    "A row for each table and each setting of ours; where the paper prints several models, their values stand one after "
+    "the other. Systems: how many systems we have run, of all systems that can be run. Sign: how many systems differ from "
+    "Full with the paper's sign, with the opposite sign, or not beyond noise. Tau: Kendall's tau between the paper's order "
+    "and ours, 1 for the same and -1 for the reverse; theirs: the tau between the paper's models, over the same systems. "
+    "Change places: pairs of systems whose order differs beyond noise, of all pairs."
 )
 
 

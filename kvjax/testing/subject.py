@@ -39,7 +39,7 @@ class Subject:
         few_programs: compile as little as possible: fewer tokens are a limit.
         copies: how often a row alone is in its batch. As many copies as prompts need no programs for other batch sizes: None
             takes this number with ``few_programs``, and else 1.
-        rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, of which `LAYER_STEPS` are behind the prompt; None takes
+        rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, the last `LAYER_STEPS` tokens after the prompt; None takes
             `tokens_of_layer`.
         lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
     """

@@ -1,6 +1,6 @@
 """Sparse vectors in fixed space: the kept channels of a vector, and a bitmap of their numbers.
 
-A vector of D channels of which r are kept becomes r values in channel order and D/8 bytes. Bit j of byte i stands for channel
+A vector of D channels with r kept ones becomes r values in channel order and D/8 bytes. Bit j of byte i stands for channel
 8 i + j. In storage four bytes are one word (`words_of`). Packing sorts and gathers; unpacking counts bits and gathers.
 Neither scatters, so XLA can fuse both with other operations. Source: MosaicKV (arXiv:2607.00760), packed format with
 per-vector channels.

@@ -165,7 +165,7 @@ class SentenceKV(SlotMethod):
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
-        """Select the best sentences, and the step's own token as a recent one or with all: it joins a sentence in `update`."""
+        """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
         query = step.query[..., 0, :]
         # A sum gives the same ranking as a mean, and is rounded less.
         so_far = None if self.query == "current" else aux.query_sum

@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from kvjax.rope import rotate
 
-_BLOCK = 4096  # tokens of which there are float32 copies at once
+_BLOCK = 4096  # tokens that are copied to float32 at once
 
 
 def landmarks(key: Array, chunks: int, size: int, inv_freq: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from jax import Array, lax
 from kvjax.methods.eigen import eigenvectors
 from pallas_kernels import axes
 
-_BLOCK = 4096  # tokens of which there are float32 copies at once
+_BLOCK = 4096  # tokens that are copied to float32 at once
 _EXACT = lax.Precision.HIGHEST
 
 
