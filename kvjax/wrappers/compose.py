@@ -200,7 +200,7 @@ class Stages(SlotMethod):
             _check_thin(evict, retrieve)
         first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
         if len(first) > 1:
-            raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
+            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(first)}")
 
     @property
     def obs_window(self) -> int:
@@ -367,7 +367,7 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
         plain = "" if weighs else " and attends to these alone, with plain logits"
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")
     if value.sparse_prompt is not None:
-        raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
+        raise ValueError(f"{role} must not prefill sparsely, got {type(value).__name__}, which must be the outer wrapper")
     return value
 
 

@@ -46,8 +46,8 @@ class Prefill(Around):
 
     One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
     ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
-    every pattern is read densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode steps
-    attend as under ``method``; nothing is stored for the pattern.
+    every pattern is prefilled densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode
+    steps attend as under ``method``; nothing is stored for the pattern.
 
     ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
     Two kinds of methods are refused when the wrapper is made (ValueError): methods with storage, positions or a prefill of

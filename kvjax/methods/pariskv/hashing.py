@@ -2,7 +2,7 @@
 
 These are pure functions for methods that search keys by votes (ParisKV). A vector of D channels has N = D/8 *slices* of 8
 channels. The signs of a slice are its *cluster*, one of 256. Only the length of a slice depends on scale, so vectors are
-rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of whole numbers stay exact, and ties and zeros
+rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of integers stay exact, and ties and zeros
 do too.
 
 This module has the parts in plain JAX. A decode step runs operations that combine these parts and have kernels:

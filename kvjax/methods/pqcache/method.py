@@ -114,7 +114,7 @@ class PQCache(ScanRetrieval):
         )
 
     def find(self, cache: LayerStorage, aux: Codebooks, step: Step, regions: Regions) -> Selection:
-        # Slots are filled without a hole, so their number says which of them hold a token.
+        # Slots are filled without a hole, so the count of tokens says which slots hold one.
         slots, mask = code_select(
             step.query[..., 0, :],
             aux.centroids,
