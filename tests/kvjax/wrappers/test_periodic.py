@@ -344,7 +344,7 @@ def test_rkv_is_periodic_by_itself():
         (lambda: kvjax.Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "capacity is that of budget, .*, got capacity=64"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "budget must be given .*, got budget=None, capacity=64"),
         (lambda: kvjax.Periodic(evict=SnapKV(), interval=0), "Periodic: interval must be .* of at least 1, got 0"),
         (lambda: RKV(budget=7), "RKV: budget must be .* at least 8 tokens .the obs_window=8.*, got 7"),
         (lambda: kvjax.Stages(evict=kvjax.Periodic(evict=SnapKV()), retrieve=Quest()), "Periodic moves slots while decoding"),

@@ -235,7 +235,7 @@ def test_what_cannot_be_wrapped_is_refused():
         lambda x: kvjax.Stages(evict=SnapKV(), retrieve=x),
         lambda x: Prefill(method=x),
     ):
-        with pytest.raises(ValueError, match="must not read its prompt sparsely: Prefill goes around all others"):
+        with pytest.raises(ValueError, match="must not prefill sparsely, got Prefill, which must be the outer wrapper"):
             wrap(Prefill(method=Quest()))
 
 
