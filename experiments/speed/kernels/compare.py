@@ -19,7 +19,7 @@ _SLOW = 3e-3  # seconds; a slower call is repeated fewer times
 
 
 def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, str]]:
-    """The implementations that can run a case on this platform, and the reasons why the others cannot.
+    """Find the implementations that can run a case on this platform, and why other implementations cannot.
 
     Args:
         case: the case.
@@ -42,7 +42,7 @@ def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, 
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest relative error of the float arrays of a result: the norm of the difference over the norm.
+    """Compute the largest relative error of the float arrays of a result: the norm of the difference over the norm.
 
     It is infinite if arrays of whole numbers or truth values differ, or if the infinite numbers of a float array do.
 
