@@ -81,7 +81,7 @@ def dense_decode(
 
     Other slots may hold anything, NaN included.
 
-    Differentiable: through ``xla``, up to 2^20 slots, which are one block of keys.
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, E].

@@ -40,7 +40,7 @@ def low_rank_attention(
     ``i * inv_freq[c]`` in float32) and then rounded to the dtype of the query. Tokens that are not listed, or listed and
     masked, never enter, and may hold anything, NaN included. A page that is listed twice counts twice.
 
-    Differentiable: through ``xla``.
+    Not differentiable: ``xla`` runs ``dense_decode``, which loops up to a traced bound.
 
     Args:
         query: [B, H, G, D].
