@@ -169,7 +169,7 @@ NAMED_MODELS = {
 
 
 def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
-    """The directory of the adapter that a name asks for; None for names without one and for all that is no name.
+    """Return the directory of the adapter that a name asks for; None for names without one and for all that is no name.
 
     Raises:
         FileNotFoundError: this installation has no such adapter.

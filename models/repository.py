@@ -185,7 +185,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def hub_is_offline() -> bool:
-    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
+    """Tell whether the user forbids downloads by HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
