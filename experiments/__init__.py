@@ -41,4 +41,4 @@ _PLACES = {
     "experiments.fuzz": "tests.fuzz",
 }
 
-sys.meta_path.append(Moved(lambda: _PLACES))
+sys.meta_path.append(Moved("experiments", lambda: _PLACES))

@@ -47,14 +47,16 @@ def __dir__() -> list[str]:
 
 
 class Moved(importlib.abc.MetaPathFinder):
-    """Tells where a module is now, once no other finder knows it.
+    """Tells where a module of a package is now, once no other finder knows it.
 
     Args:
-        places: new names by old names. They are read when an import fails.
+        package: the package's name. JAX tries hundreds of imports that fail while it lowers a kernel, so names of other
+            packages must cost nothing.
+        places: new names by old names. They are read when an import of this package fails.
     """
 
-    def __init__(self, places: Callable[[], Mapping[str, str]]) -> None:
-        self._places = places
+    def __init__(self, package: str, places: Callable[[], Mapping[str, str]]) -> None:
+        self._prefix, self._places = f"{package}.", places
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """Refuse a name that has moved.
@@ -62,10 +64,12 @@ class Moved(importlib.abc.MetaPathFinder):
         Raises:
             ModuleNotFoundError: the message has the new name.
         """
-        if name.startswith("_") or (new := self._places().get(name)) is None:
+        if not name.startswith(self._prefix) or (new := self._places().get(name)) is None:
             return
         raise ModuleNotFoundError(f"{name} has moved: import {new}", name=name)
 
 
 # The last finder is asked only about modules that nobody has found: an import that succeeds never meets it.
-sys.meta_path.append(Moved(lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()}))
+sys.meta_path.append(
+    Moved(__name__, lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()})
+)

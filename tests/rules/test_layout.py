@@ -160,3 +160,14 @@ def test_a_step_is_nine_frames_from_generate():
         assert where, f"ARCHITECTURE.md draws no {name} in {path}"
         assert drawing.index(where[0]) > at, f"ARCHITECTURE.md draws {name} too early"
         at = drawing.index(where[0])
+
+
+def test_imports_of_other_packages_do_not_ask_where_ours_moved():
+    """JAX tries hundreds of imports that fail while it lowers a kernel: a look at the folders each time took a minute."""
+    asked = []
+    finder = pallas_kernels.Moved("kvjax", lambda: asked.append(1) or {"kvjax.old": "kvjax.new"})
+    for name in ("jaxlib.mlir.dialects._arith_ops_ext", "kvjax_plugin", "kvjaxx.old", "_kvjax"):
+        assert finder.find_spec(name) is None
+    assert not asked and finder.find_spec("kvjax.other") is None
+    with pytest.raises(ModuleNotFoundError, match="kvjax.old has moved: import kvjax.new"):
+        finder.find_spec("kvjax.old")
