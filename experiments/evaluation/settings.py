@@ -181,8 +181,8 @@ class CellSettings(MeshSettings):
         system: text of the template's system turn (default: the template's own)
         template_variables: another value that the template reads, such as enable_thinking=false (Qwen3, which otherwise
             spends the answer's tokens on thinking); repeatable
-        haystack: 'noise', 'prose' or file:PATH for tasks that take a haystack, also TASK=KIND, comma-separated; also the
-            files of qa_1 and qa_2 (default: each task's own)
+        haystack: 'noise', 'prose', 'code' (Python's standard library) or file:PATH for tasks that take a haystack, also
+            TASK=KIND, comma-separated; also the files of qa_1 and qa_2 (default: each task's own)
         max_length: tokens of prompt and answer at most (default: the model's own limit); with more, methods read positions
             that the model was not trained for
         truncation: of longer prompts: drop the middle, keep the head or the tail, or refuse them (error)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records.describe import IDENTITY, text_table
+from experiments.records.library import LIBRARY_FIELD, library_text
 
 _IDENTITY = (*IDENTITY, "haystack", "source", "seed")
 _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measurement
@@ -113,6 +114,9 @@ def _line(key: _Key, names: Sequence[str], mine: Mapping[str, Any], theirs: Mapp
     unlike = [f"{name}={knobs[name]}, there {others[name]}" for name in knobs if knobs[name] != others.get(name, knobs[name])]
     if mine.get("samples") != theirs.get("samples"):
         unlike.append(f"samples {mine.get('samples')}, there {theirs.get('samples')}")
+    libraries = [library_text(row[LIBRARY_FIELD]) if LIBRARY_FIELD in row else "none" for row in (mine, theirs)]
+    if libraries[0] != libraries[1]:
+        unlike.append(f"code of {libraries[0]}, there of {libraries[1]}")
     return {
         **{name: key[name] for name in names},
         "unit": mine.get("unit"),
