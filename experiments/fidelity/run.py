@@ -142,9 +142,10 @@ class Runner:
 
     def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
         """The texts of a stream at a length; those that are in ``made`` are not made again."""
-        if stream in _RUNNING:
-            kind = "code" if stream == "code" else self.settings.haystack
-            return streams.running(self.model, self.settings, length, kind)
+        if stream == "prose":
+            return streams.prose(self.model, self.settings, length)
+        if stream == "code":
+            return streams.passages(self.model, self.settings, length, "code")
         asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
         return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
 

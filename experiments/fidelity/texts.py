@@ -75,8 +75,13 @@ def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[in
     return Texts(padded, lengths, forced, targets, counts)
 
 
-def running(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
-    """Passages of the text that `experiments.tasks` holds out for evaluation, without a template.
+def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
+    """Cut passages of the prose that the settings name; see `passages`."""
+    return passages(model, settings, length, settings.haystack)
+
+
+def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
+    """Cut passages of the text that `experiments.tasks` holds out for evaluation, without a template.
 
     One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but what
     follows them overlaps only if a part is shorter than `tokens`.
@@ -103,8 +108,8 @@ def running(model: LoadedModel, settings: FidelitySettings, length: int, kind: s
     part = (len(ids) - wanted) / settings.samples
     starts = [int((index + rng.random()) * part) for index in range(settings.samples)]
     context = length - settings.tokens
-    passages = [[*first, *ids[start : start + wanted]] for start in starts]
-    return make_texts([p[:context] for p in passages], [p[context:] for p in passages], context, settings.tokens)
+    cut = [[*first, *ids[start : start + wanted]] for start in starts]
+    return make_texts([p[:context] for p in cut], [p[context:] for p in cut], context, settings.tokens)
 
 
 def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:

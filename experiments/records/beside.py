@@ -46,6 +46,9 @@ def beside(
     if any(name in unlike for name in _SAME_MODEL):
         return "\n".join([*lines, f"not compared, because they are of two models: {told}"])
     lines += [f"settings that differ: {told}"] * bool(told)
+    code = [_libraries(record["metrics"]) for record in (here, there)]
+    if all(code) and len({*code[0], *code[1]}) > 1:
+        lines.append(f"rows of code have other texts: of {', '.join(code[0])} here and {', '.join(code[1])} there")
     pairs = _pairs(here["metrics"], there["metrics"])
     if not pairs:
         return "\n".join([*lines, "no row is in both"])
@@ -60,6 +63,11 @@ def beside(
         spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
         lines.append(f"ratio (here over there) of {len(ratios)} row{"s" * (len(ratios) > 1)}: {spread}")
     return "\n".join(lines)
+
+
+def _libraries(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the standard libraries that rows of tasks of code were made from."""
+    return list(dict.fromkeys(library_text(row[LIBRARY_FIELD]) for row in rows if LIBRARY_FIELD in row))
 
 
 def _check(rows: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -114,9 +122,6 @@ def _line(key: _Key, names: Sequence[str], mine: Mapping[str, Any], theirs: Mapp
     unlike = [f"{name}={knobs[name]}, there {others[name]}" for name in knobs if knobs[name] != others.get(name, knobs[name])]
     if mine.get("samples") != theirs.get("samples"):
         unlike.append(f"samples {mine.get('samples')}, there {theirs.get('samples')}")
-    libraries = [library_text(row[LIBRARY_FIELD]) if LIBRARY_FIELD in row else "none" for row in (mine, theirs)]
-    if libraries[0] != libraries[1]:
-        unlike.append(f"code of {libraries[0]}, there of {libraries[1]}")
     return {
         **{name: key[name] for name in names},
         "unit": mine.get("unit"),

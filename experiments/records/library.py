@@ -9,7 +9,7 @@ LIBRARY_FIELD = "library"  # of a row: what `experiments.tasks.library_origin` r
 
 
 def library_text(origin: Mapping[str, Any]) -> str:
-    """Word an origin for people."""
+    """Describe an origin for people."""
     return f"Python {origin.get('python')} ({origin.get('files')} files, sha256 {str(origin.get('sha256'))[:12]})"
 
 

@@ -29,7 +29,7 @@ COMPLETION_QUESTION = "\nNext line of code:\n"
 FIRST_LINE = 40  # lines of the file above the line, at least
 LINE_LETTERS = (12, 100)  # of the line, at least and at most
 _MARKS = ("`", "#", "//")  # LongBench's scorer skips lines with these
-_NAME = re.compile(r"[^\W\d]\w*")
+_NAME = re.compile(r"\b[^\W\d]\w*")
 _KNOWN = frozenset((*keyword.kwlist, *dir(builtins)))
 
 

@@ -3,7 +3,7 @@
 Every machine that runs kvjax has these files, so nothing is downloaded and nothing is copied. Another version of Python has
 other files. So a result of these tasks records `library_origin`.
 
-Tests, tables of data, generated files, and packages that some distributions leave out are skipped.
+Tests, files without a function, files that a build wrote, and packages that some distributions leave out are skipped.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from experiments.tasks.splits import check_split
 
 KIND = "code"  # the haystack of these files
+RENAMED = "_renamed"  # how the name of a task ends whose files get new names
 HEADER = "# file: {path}"
 PIECE_LINES = 8  # the most lines of a piece of a haystack
 _SHORTEST = 20  # lines of a file
@@ -94,11 +95,12 @@ def code_files(split: str) -> tuple[CodeFile, ...]:
 
 
 def _read(path: pathlib.Path, name: str) -> CodeFile | None:
-    """Return the file, or None if it is short, not in UTF-8, or no code of this version of Python."""
+    """Return the file, or None if it is short, not in UTF-8, no code of this version of Python, or without a function."""
     try:
         text = path.read_text(encoding="utf-8").replace("\f", "")
         file = CodeFile(name, text.rstrip() + "\n")
-        return file if len(file.lines) >= _SHORTEST and file.tree else None
+        functions = any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(file.tree))
+        return file if len(file.lines) >= _SHORTEST and functions else None
     except (UnicodeDecodeError, SyntaxError):
         return None
 

@@ -1,7 +1,7 @@
 """New names for the identifiers of some files, so that a model cannot answer from the text that it was trained on.
 
 Renamed is what the files define: functions, classes, parameters, variables, and attributes of ``self``. Kept are keywords,
-names of builtins, names of special methods, names with fewer than `SHORTEST` letters, imported modules and their attributes,
+builtins, special methods, imported modules with their attributes, and names with fewer than `SHORTEST` letters. Kept are also
 methods of builtin types, and keyword arguments of functions that are imported or built in.
 
 A name is replaced wherever it stands as a whole word, in strings and comments, too. So the renamed text has no trace of it.
@@ -35,7 +35,7 @@ _TYPES = (
 
 @functools.cache
 def _kept() -> frozenset[str]:
-    """Names that mean the same in all files."""
+    """List the names that mean the same in all files."""
     names = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls"}
     return frozenset(names.union(*map(dir, _TYPES)))
 

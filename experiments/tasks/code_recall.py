@@ -47,6 +47,7 @@ PREFIXES = {
     "returns": "\nThe return annotation of `{name}` is `",
 }
 NEAREST = 0.75  # of the lines; a function that is asked for is defined above
+DEPTH_WIDTH = 0.05  # of the lines, how far a function may be from the depth
 LETTERS = 90  # of an answer, at most
 _QUESTION_ROOM = 100  # tokens, for the choice of what is asked; the context is as long as the question allows
 _TRIES = 20  # draws of files, because the end of a file may define no function that can be asked for
@@ -74,7 +75,7 @@ class Fact:
     line: int
 
     def question(self) -> Question:
-        """Word the question."""
+        """Write the question."""
         text = RECALL_QUESTION.format(question=QUESTIONS[self.kind].format(name=self.name, parameter=self.parameter))
         prefix = PREFIXES[self.kind].format(name=self.name, parameter=self.parameter)
         return Question(text, prefix, (self.answer,), self.answer + (")`" if self.kind == "parameters" else "`"))
@@ -96,7 +97,7 @@ def code_recall(name: str, new_names: bool, request: Request) -> Document:
     """
     rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
     header = count_tokens(RECALL_CONTEXT.format(context=""))
-    seen = request.length - header - request.num_questions * (_QUESTION_ROOM + RECALL_TOKENS)
+    seen = request.length - header - RECALL_TOKENS - request.num_questions * _QUESTION_ROOM
     facts: list[Fact] = []
     for _ in range(_TRIES):
         # The first file of the order comes last: a short length then has the end of one file.
@@ -140,11 +141,15 @@ def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start:
 def _choose(
     placed: Sequence[tuple[int, Fact]], count: int, depth: float | None, start: int, stop: int, rng: random.Random
 ) -> list[Fact]:
-    """Draw facts about different functions; with a depth, the first is the nearest to it."""
+    """Draw facts about different functions; with a depth, the first is the nearest to it, if it is near enough."""
     left = [(at, fact) for at, fact in placed if at - start <= NEAREST * (stop - start)]
     chosen: list[Fact] = []
-    if depth is not None and placed:
-        chosen.append(min(placed, key=lambda item: abs(item[0] - start - depth * (stop - start)))[1])
+    if depth is not None:
+        at = start + depth * (stop - start)
+        near = [item for item in placed if abs(item[0] - at) <= DEPTH_WIDTH * (stop - start)]
+        if not near:
+            return []
+        chosen.append(min(near, key=lambda item: abs(item[0] - at))[1])
     while len(chosen) < count:
         left = [item for item in left if item[1].name not in {fact.name for fact in chosen}]
         if not left:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from experiments.tasks.base import Document, Request, Sample
-from experiments.tasks.code_files import Library
+from experiments.tasks.code_files import RENAMED, Library
 from experiments.tasks.haystack import Haystack, load_haystack
 from experiments.tasks.qa_data import QaData, load_questions
 from experiments.tasks.registry import get_task
@@ -99,8 +99,9 @@ def make_documents(
     stack = haystack_for(name, haystack, count_tokens, split)
     words = Words(split)
     made = []
+    drawn = name.removesuffix(RENAMED)  # a task with new names asks about the files that the task without them draws
     for index in range(count):
-        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
+        rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")
         first = index * num_questions
         made.append(
             make_document(

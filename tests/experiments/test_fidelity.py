@@ -163,7 +163,7 @@ def words(model, ids):
 
 def test_prose_goes_on_where_its_context_ends(model):
     settings = FidelitySettings(samples=5, tokens=40, lengths=(300,))
-    made = texts.running(model, settings, 300, "prose")
+    made = texts.prose(model, settings, 300)
     assert len(made) == 5 and made.prompts.shape == (5, 384)
     assert (made.lengths == 260).all() and (made.counts == 40).all()
     np.testing.assert_array_equal(made.forced[:, 1:], made.targets[:, :-1])
@@ -171,7 +171,7 @@ def test_prose_goes_on_where_its_context_ends(model):
     said = words(model, [*made.prompts[2, 200:260], *made.forced[2], made.targets[2, -1]])
     assert " ".join(said.split()) in whole, "a passage of the held-out text, without a gap"
     assert len({tuple(row) for row in made.forced.tolist()}) == 5
-    again = texts.running(model, dataclasses.replace(settings, seed=1), 300, "prose")
+    again = texts.prose(model, dataclasses.replace(settings, seed=1), 300)
     assert (again.prompts != made.prompts).any()
 
 
