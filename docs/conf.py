@@ -37,7 +37,7 @@ napoleon_numpy_docstring = False
 
 
 def write_pages(app: Any) -> None:
-    """Writes what is generated into the source folder."""
+    """Write the generated pages into the source folder."""
     from experiments import site
 
     source = pathlib.Path(app.srcdir)
@@ -49,5 +49,5 @@ def write_pages(app: Any) -> None:
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls this once."""
+    """Connect `write_pages`; Sphinx calls this function once."""
     app.connect("builder-inited", write_pages)

@@ -1,4 +1,4 @@
-"""The command ``kvjax``, which is also ``python -m kvjax``; the only file here that knows `experiments`."""
+"""The command ``kvjax``, which is also ``python -m kvjax``; the only file of the library that imports `experiments`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _HOME = pathlib.Path(__file__).resolve().parents[1]  # our packages lie beside e
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code.
+    """Run the command line and return the exit code.
 
     ``python -m`` looks for modules in the current directory first, where a folder "models" is likely and would hide ours. The
-    script ``kvjax`` does not look there. Here neither does.
+    script ``kvjax`` does not look there. So the current directory is taken off the search path.
 
     Args:
-        argv: arguments without the program's name; None takes the process's.
+        argv: arguments without the program's name; None means the arguments of this process.
     """
     here = os.getcwd()
     # A checkout that is not installed is found by the current directory only.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hidden() -> str | None:
-    """A sentence about a foreign package that hides one of ours, or that one of ours is missing; None if all is well."""
+    """Describe a foreign package that hides one of ours, or a package of ours that is missing; None if all is well."""
     for name in ("models", "experiments"):
         found = importlib.util.find_spec(name)
         places = [] if found is None else [pathlib.Path(p).resolve() for p in found.submodule_search_locations or ()]

@@ -12,19 +12,19 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-_SHOWN = 8  # the most numbers of an array that a text shows
+_SHOWN = 8  # the most values of an array that a text shows
 
 
 def is_known(array: Any) -> bool:
-    """Whether ``array`` holds numbers that Python can read; False if it is traced."""
+    """Tell whether ``array`` holds values that Python can read; False if it is traced."""
     return not isinstance(array, Tracer)
 
 
 def describe(method: Any, brief: bool = False) -> str:
-    """A method as ``Name(field=value, ...)``: a small array by its numbers, a large array by its dtype and shape.
+    """Write a method as ``Name(field=value, ...)``: a small array by its values, a large array by its dtype and shape.
 
     Args:
-        method: a dataclass; its fields may hold more of them.
+        method: a dataclass; its fields may hold further dataclasses.
         brief: leave out the static fields; dots stand for them.
     """
     fields = [field for field in dataclasses.fields(method) if not (brief and field.metadata.get("static"))]
@@ -35,14 +35,14 @@ def describe(method: Any, brief: bool = False) -> str:
 
 
 def count_rows(array: jax.Array) -> str:
-    """The rows of ``array`` [B], for example ``2 rows``."""
+    """Write the number of rows of ``array`` [B], for example ``2 rows``."""
     if not isinstance(array, (jax.Array, np.ndarray)):  # a placeholder of a tree that JAX rebuilds
         return "unknown rows"
     return "1 row" if array.shape[:1] in ((), (1,)) else f"{array.shape[0]} rows"
 
 
 def describe_numbers(array: jax.Array) -> str:
-    """Rounded numbers [B] as ``5``, ``5 and 7`` or ``5 to 90``; or a word for the reason why they cannot be read."""
+    """Write rounded values [B] as ``5``, ``5 and 7`` or ``5 to 90``; or one word that says why they cannot be read."""
     if (reason := _unreadable(array)) is not None:
         return reason
     numbers = [round(x) for x in np.asarray(array, np.float64).reshape(-1).tolist()]
@@ -52,12 +52,12 @@ def describe_numbers(array: jax.Array) -> str:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes, for example ``268.4 MB``."""
+    """Write a number of bytes in MB (10^6 bytes), for example ``268.4 MB``."""
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e6:.3f} MB"
 
 
 def _unreadable(array: Any) -> str | None:
-    """Why the numbers of an array cannot be read; None if they can."""
+    """Say why the values of an array cannot be read; None if they can."""
     if not isinstance(array, (jax.Array, np.ndarray, np.generic)):  # a placeholder of a tree that JAX rebuilds
         return "unknown"
     if not is_known(array):
@@ -87,7 +87,7 @@ def show_value(value: Any, brief: bool) -> str:
 
 
 def _rounded(value: Any) -> str:
-    """Numbers, or lists of them, as text. A number of float32 does not have more than seven digits."""
+    """Write a number, or a list of numbers, as text. A float32 does not have more than seven digits."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_rounded, value)) + "]"
     return repr(float(f"{value:.7g}")) if isinstance(value, float) else repr(value)

@@ -1,8 +1,8 @@
-"""Families: with one or two functions of your own they make a whole method.
+"""Families of methods: with one or two functions of your own, a family makes a whole method.
 
 * `Eviction` asks for a score of every prompt slot, and keeps the best slots once, at the prompt's end.
 * `WindowEviction` is an `Eviction` by the votes of the prompt's last queries; it has all functions.
-* `StepEviction` keeps the best slots of the prompt too. After that, every decoded token evicts one token.
+* `StepEviction` keeps the best slots of the prompt too. After the prompt, every decoded token evicts one token.
 * `Retrieval` keeps every slot. It asks for a summary of a page, and for the score of summaries against a query. Each step
   attends to the best pages.
 """
@@ -50,7 +50,7 @@ class AppendOnly(SlotMethod):
 class Eviction(AppendOnly):
     """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
 
-    A budget of int32 [H] has a number for each KV head of the layer, on a mesh for those of all devices.
+    A budget of int32 [H] has an entry for each KV head of the layer; on a mesh, for the KV heads of all devices.
     `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
     """
 
@@ -62,9 +62,9 @@ class Eviction(AppendOnly):
 
     @abc.abstractmethod
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        """The value of each slot: float32 [B, H, S]. Slots of high value are kept, and ``inf`` is kept for certain.
+        """Score each slot: float32 [B, H, S]. Slots of high score are kept, and a slot with ``inf`` is kept for certain.
 
-        A method with a `slot_block` can be given a part of the slots (`kvjax.cache.divided`). It scores the slots of all
+        A method with a `slot_block` can be given one part of the slots (`kvjax.cache.divided`). It scores the slots of all
         parts.
         """
 
@@ -78,13 +78,13 @@ class Eviction(AppendOnly):
 
 
 def of_own_heads(value: Any, heads: int) -> Any:
-    """A number as it is; of an array [H] for the KV heads of all devices the entries of this device's ``heads``."""
+    """Return a scalar unchanged; slice an array [H] over the KV heads of all devices to this device's ``heads``."""
     return lax.dynamic_slice_in_dim(value, axes.index(axes.MODEL) * heads, heads) if jnp.ndim(value) else value
 
 
 @pytree
 class WindowEviction(Eviction):
-    """Keep the last W = ``obs_window`` tokens of the prompt, and the tokens before them that their queries attend to."""
+    """Keep the last W = ``obs_window`` tokens of the prompt, and the earlier tokens that their queries attend to."""
 
     obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
     kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
@@ -101,7 +101,7 @@ class WindowEviction(Eviction):
 class StepEviction(SlotMethod):
     """Keep ``budget`` tokens of each KV head: the best of the prompt at first; later every decoded token evicts one token.
 
-    The prompt is read densely, so all its tokens are stored until its end. Write ``compress`` (with `keep_best`) and
+    Prefill is dense, so all tokens of the prompt are stored until its end. Write ``compress`` (with `keep_best`) and
     ``update`` (with `LayerCache.evict`).
     """
 
@@ -117,14 +117,14 @@ class StepEviction(SlotMethod):
     def keep_best(
         self, cache: LayerCache, score: Array, room: int, carry: Array | None = None
     ) -> tuple[LayerCache, Array | None]:
-        """The cache with the ``budget`` best slots of each head.
+        """Compact the cache to the ``budget`` best slots of each head.
 
         Args:
             cache: the whole prompt, or this device's part of it.
-            score: float32 [B, H, S], of the slots of all devices; those of high score are kept, ``inf`` for certain. Or
-                [B, 1, S], the same of all heads.
+            score: float32 [B, H, S], of the slots of all devices; slots of high score are kept, ``inf`` for certain. Or
+                [B, 1, S], one score for all heads.
             room: tokens that may follow, as in `compress`.
-            carry: float32 [B, H, S], a number for each slot that moves with the slot; None if there is none.
+            carry: float32 [B, H, S], a value for each slot that moves with the slot; None if there is none.
 
         Returns:
             The cache with N slots; and ``carry`` as float32 [B, H, N], which is 0 in empty slots, or None.
@@ -143,7 +143,7 @@ class StepEviction(SlotMethod):
         return None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """All stored slots; metadata are the arrays with a number per slot, see `keep_best`."""
+        """Count all stored slots; metadata are the arrays with a value per slot, see `keep_best`."""
         stored, _ = count_all(cache)
         per_slot = sum(x.dtype.itemsize for x in jax.tree.leaves(aux))
         return stored, stored.astype(jnp.float32) * per_slot
@@ -173,16 +173,16 @@ class Retrieval(SlotMethod):
 
     @abc.abstractmethod
     def summarize(self, key: Array, valid: Array) -> Any:
-        """A summary of each page, from key [B, H, P, C, D] and valid bool [B, H, P, C]: a pytree of [B, H, P, ...].
+        """Make a summary of each page from key [B, H, P, C, D] and valid bool [B, H, P, C]: a pytree of [B, H, P, ...].
 
         Empty pages need a special summary, so that `score` can recognise them.
         """
 
     @abc.abstractmethod
     def join(self, summary: Any, cache: LayerStorage) -> Any:
-        """The summary after slot ``cache.here - 1`` of each row has joined its page. A slot can join twice.
+        """Join slot ``cache.here - 1`` of each row to the summary of its page. A slot can join twice.
 
-        On a device that has only a part of the slots, this may be no slot or outside of them; then nothing joins.
+        On a device that has only a part of the slots, this may be no slot, or a slot of another part; then nothing joins.
 
         The result must equal `summarize` of the page. Without this hook every new token would cost reading a page of keys.
         A method that is ``offloadable`` reads the key with ``cache.keys_at``.
@@ -190,15 +190,15 @@ class Retrieval(SlotMethod):
 
     @abc.abstractmethod
     def score(self, summary: Any, query: Array, cursor: Array) -> Array:
-        """The relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
+        """Score the relevance of each page to the rotated query [B, H, G, D]: float32 [B, H, P].
 
-        Slots below ``cursor`` int32 [B] are in use; it may exceed the slots if other devices have more. The newest page
-        scores inf: it is always selected, because the step's own token is not in its summary yet. Later pages and empty
-        pages score -inf.
+        Slots below ``cursor`` int32 [B] are in use; ``cursor`` may exceed this device's slots if other devices have more. The
+        newest page scores inf: it is always selected, because the step's own token is not in its summary yet. Later pages and
+        empty pages score -inf.
         """
 
     def index(self, cache: LayerCache) -> Any:
-        """The summary of all pages from scratch."""
+        """Compute the summaries of all pages from the stored keys."""
         pad = (0, 0), (0, 0), (0, -cache.num_slots % self.page_size)
         key, valid = jnp.pad(cache.key, (*pad, (0, 0))), jnp.pad(cache.valid, pad)
         shape = (*valid.shape[:2], -1, self.page_size)
@@ -208,7 +208,7 @@ class Retrieval(SlotMethod):
         return cache, self.index(cache)
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
-        # No more entries than the row has pages. The budget may still be below a capacity that holds all of them.
+        # No more entries than the row has pages. The budget may still be below a capacity that holds all pages.
         most = min(not_none("capacity", self.capacity) // self.page_size, -(-cache.row_slots // self.page_size))
         used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
         score = self.score(aux, step.query[..., 0, :], used)
@@ -224,7 +224,7 @@ class Retrieval(SlotMethod):
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # the most pages for T consecutive slots
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
-        if cache.parts > 1:  # pages of other devices are dropped like those past the end
+        if cache.parts > 1:  # pages of other devices are dropped, like pages past the end
             pages = pages - cache.first // self.page_size
             pages = jnp.where(pages < 0, cache.num_slots, pages)
         fresh = self._summarize(cache, pages)
@@ -236,7 +236,7 @@ class Retrieval(SlotMethod):
         return cache, jax.tree.map(put, aux, fresh)
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """Exact if all pages but the newest are full; an upper bound if an eviction left holes."""
+        """Count exactly if all pages but the newest are full; give an upper bound if an eviction left holes."""
         stored, _ = count_all(cache)
         newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
         chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
@@ -245,13 +245,13 @@ class Retrieval(SlotMethod):
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
 
     def _occupancy(self, cache: LayerStorage) -> Array:
-        """The number of tokens in each page, int32 [B, H, P]."""
+        """Count the tokens in each page: int32 [B, H, P]."""
         pad = -cache.num_slots % self.page_size
         valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, pad)))
         return jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
 
     def _summarize(self, cache: LayerStorage, pages: Array) -> Any:
-        """The summaries of ``pages`` int32 [B, N]. Slots past the end of the cache count as empty."""
+        """Compute the summaries of ``pages`` int32 [B, N]. Slots past the end of the cache count as empty."""
         slots = page_slots(pages, self.page_size)
         inside = slots < cache.num_slots
         index = jnp.where(inside, slots, 0)

@@ -1,8 +1,8 @@
-"""Checks of numbers: what a field of a method may hold is declared where the field is, and `check_fields` checks it.
+"""Checks of fields: a field of a method declares which values it may hold, and `check_fields` checks them.
 
 The annotation of a field gives its kind: ``int`` is a whole number of int32, ``float`` a finite number of float32. `Limits`
 give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: traced
-numbers, shapes without numbers, arrays that were consumed.
+values, shapes without values, arrays that were consumed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Limits:
     odd: bool = False  # whether even numbers are refused
     empty: bool = False  # whether a tuple may have no numbers
     choices: tuple[Any, ...] = ()  # the only numbers, or the only texts; () = all
-    within: str | None = None  # a static field: the value is at most that field's, which becomes this one's if it is None
+    within: str | None = None  # a static field that bounds the value; if it is None, it is set to the value
 
     def allow(self, value: float) -> bool:
-        """Whether a number lies in the range."""
+        """Tell whether a number lies in the range."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -47,7 +47,7 @@ class Limits:
         )
 
     def words(self) -> str:
-        """The range, to follow "a number"."""
+        """Write the range so that it can follow the words "a number"."""
         if self.least is not None and self.most is not None:
             return f" from {self.least:.10g} to {self.most:.10g}"
         bounds = (("of at least", self.least), ("above", self.above), ("at most", self.most))
@@ -56,7 +56,7 @@ class Limits:
 
 
 def known(value: Any) -> np.ndarray | None:
-    """The numbers of a scalar or an array; None if Python cannot read them, and for anything else."""
+    """Read the values of a scalar or an array; None if Python cannot read them, and for anything else."""
     if isinstance(value, (int, float, np.generic, np.ndarray)):
         return np.asarray(value)
     if not isinstance(value, jax.Array) or _is_abstract(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -65,7 +65,7 @@ def known(value: Any) -> np.ndarray | None:
 
 
 def number(value: Any) -> Any:
-    """A Python, NumPy or JAX scalar as Python's; None for anything else, traced numbers included."""
+    """Convert a Python, NumPy or JAX scalar to a Python scalar; None for anything else, traced values included."""
     if type(value) in _PLAIN:
         return value
     read = known(value)
@@ -73,7 +73,7 @@ def number(value: Any) -> Any:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Return ``value`` as a Python integer, if it is a whole number from 1 on that int32 can hold.
+    """Return ``value`` as a Python integer if it is a whole number of at least 1 that int32 can hold.
 
     Raises:
         ValueError: ``value`` is anything else; the message calls it ``name``.
@@ -85,7 +85,7 @@ def check_names(owner: type, given: Iterable[str]) -> None:
     """Refuse names that are no fields of the dataclass ``owner``.
 
     Raises:
-        ValueError: the message has the nearest field.
+        ValueError: a name is no field; the message has the nearest field.
     """
     fields = [field.name for field in dataclasses.fields(owner)]
     for name in given:
@@ -96,13 +96,15 @@ def check_names(owner: type, given: Iterable[str]) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question to append to a message, with the one of ``names`` that is most like ``name``; "" if none is like it."""
+    """Suggest the entry of ``names`` that is most like ``name``, as a question to append to a message; "" if none is."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def check_fields(owner: Any, prefix: str | None = None) -> None:
-    """Check the fields of a frozen dataclass when it is made. NumPy scalars become Python's; JAX scalars do in static fields.
+    """Check the fields of a frozen dataclass when it is made.
+
+    NumPy scalars become Python scalars; JAX scalars become Python scalars in static fields.
 
     Args:
         owner: the dataclass; its fields are replaced.
@@ -131,10 +133,10 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
 
 
 def check_within(owner: Any, name: str, bound: str) -> None:
-    """Refuse numbers in field ``name`` above those of the static field ``bound``, which becomes their equal if it is None.
+    """Refuse values of field ``name`` above the static field ``bound``, which is set to these values if it is None.
 
     Raises:
-        ValueError: a number is too large; or ``bound`` is None and the numbers are not known.
+        ValueError: a value is too large; or ``bound`` is None and the values are not known.
     """
     value, who = vars(owner)[name], f"{type(owner).__name__}: "
     if value is None:
@@ -153,14 +155,14 @@ def check_within(owner: Any, name: str, bound: str) -> None:
 
 
 def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool = False) -> Any:
-    """Return ``value`` as a field keeps it: NumPy scalars as Python's, and whole numbers among ``float`` as floats.
+    """Return ``value`` as a field keeps it: NumPy scalars as Python scalars, and whole numbers in ``float`` fields as floats.
 
     Args:
         name: what the message calls it.
         value: what was given.
         kinds: the types it may have: None, bool, int, float, str, tuples of these, arrays.
         limits: its range.
-        static: whether it must be known. JAX scalars become Python's, too.
+        static: whether it must be known. JAX scalars become Python scalars, too.
 
     Raises:
         ValueError: it is of another kind, or out of range.
@@ -203,7 +205,7 @@ def _is_number(value: Any, kinds: tuple[Any, ...], limits: Limits) -> bool:
 
 
 def _parts(value: tuple, kinds: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
-    """Each entry of a tuple with its kinds; None if no tuple of this length may be given."""
+    """Pair each entry of a tuple with its kinds; None if no tuple of this length may be given."""
     for kind in kinds:
         parts = typing.get_args(kind)
         if parts[1:] == (...,):
@@ -225,7 +227,7 @@ def _kept(value: Any, kinds: tuple[Any, ...], static: bool) -> Any:
 
 
 def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
-    """The kinds and the range in words."""
+    """Describe the kinds and the range in words."""
     if float not in kinds and type(number(value)) is int and limits.allow(number(value)):  # int32 cannot hold it
         least = _INT32.min if limits.least is None else limits.least
         limits = dataclasses.replace(limits, least=least, most=_INT32.max if limits.most is None else limits.most)
@@ -245,7 +247,7 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
 
 
 def shown(value: Any) -> str:
-    """``value`` as messages show it: the numbers of a scalar, dtype and shape of an array, the name of a class."""
+    """Write ``value`` for a message: a scalar by its value, an array by its dtype, shape and values, a class by its name."""
     if _is_abstract(value):
         return "a traced value"
     if isinstance(value, type):
@@ -260,18 +262,18 @@ def shown(value: Any) -> str:
 
 
 def _is_abstract(value: Any) -> bool:
-    """Whether ``value`` stands for numbers that Python cannot read."""
+    """Tell whether ``value`` stands for values that Python cannot read."""
     return isinstance(value, (Tracer, jax.ShapeDtypeStruct)) or (isinstance(value, jax.Array) and value.is_deleted())
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the only type."""
+    """List the members of a union, or the only type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 @functools.cache
 def _declared(owner: type) -> dict[str, tuple[tuple[Any, ...], Limits, bool]]:
-    """Kinds, limits and whether it is static of each field that holds numbers or texts."""
+    """Collect the kinds and the limits of each field that holds numbers or texts, and whether the field is static."""
     try:
         hints = typing.get_type_hints(owner)
     except NameError as error:

@@ -7,7 +7,7 @@ kernel; every other field is a traced leaf, which `jax.vmap` can sweep. The prot
 * `LayerMethod` is for one layer: its storage and its attention. Subclass it for a method with storage or logits of its own.
 * `kvjax.slots.SlotMethod` attends exactly to some slots of a `LayerCache`. It asks for four hooks: ``compress``, ``select``,
   ``update`` and ``count``. With `kvjax.families` most methods need only one or two functions.
-* `kvjax.slots.BoundedSlots` is for methods that bound their storage from the prompt's first token on.
+* `kvjax.slots.BoundedSlots` is for methods that bound their storage from the first token of the prompt on.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Inputs:
     """The arguments of one call of a layer's attention. A field that a method does not read costs nothing under jit."""
 
     query: Array  # [B, H, G, T, D], before RoPE, but with what `kvjax.rope.prepare` does
-    key: Array  # [B, H, T, D], likewise
+    key: Array  # [B, H, T, D], before RoPE, but with what `kvjax.rope.prepare` does
     value: Array  # [B, H, T, D]
     position: Array  # int32 [B, T]; EMPTY marks padding, which comes after the real tokens
     tokens: Array  # int32 [B, T], token ids
     inv_freq: Array  # float32 [D/2], RoPE angle per position, in radians
     shared: Any  # the method's shared state
     start: Array | int | None = None  # first position of a prompt chunk, the int 0 for a whole prompt; None after the prompt
-    # [B, H, G, T, D], likewise: what the layer's query is if it is made of the input of the attention of the layer before. In
-    # the decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
+    # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
+    # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
 
 
@@ -58,18 +58,18 @@ class Prompt:
     mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
     tokens: Array  # int32 [B, S], token id of each slot
     moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
-    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not read again
+    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What `Method.reread` gets: a prompt, and the model, which reads further tokens behind it."""
+    """The argument of `Method.reread`: a prompt, and the model, which can prefill further tokens after it."""
 
     tokens: Array  # int32 [B, S], token ids, padded on the right
     length: Array  # int32 [B], tokens of each row
-    # ``run(states, tokens, count, attend) -> states``: the model reads ``tokens`` int32 [B, T], of which the first ``count``
-    # int32 [B] are real, at the positions after the prompt. A layer calls ``attend(state, inputs) -> (out, state)`` with its
-    # entry of ``states``, whatever that is. Nothing is stored but what ``attend`` returns.
+    # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
+    # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
+    # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
     run: Callable[[tuple, Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple]
 
 
@@ -81,7 +81,7 @@ class Step:
     position: Array  # int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything
     tokens: Array  # int32 [B, T], token ids
     shared: Any  # the method's shared state
-    guess: Array | None = None  # [B, H, G, T, D], rotated, where there is `Inputs.guess`
+    guess: Array | None = None  # [B, H, G, T, D], rotated; None where `Inputs.guess` is None
     select_aux: Any = None  # in `update` of one token: what `select` put into `Selection.select_aux`
 
 
@@ -111,8 +111,8 @@ class Method(abc.ABC):
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
     composable = False  # True: a `SlotMethod`, which wrappers can compose
-    slotted = False  # True: a `SlotMethod`, which may also weigh what it chooses; a wrapper may leave each step to it
-    dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can read a prompt together
+    slotted = False  # True: a `SlotMethod`, which may also weigh its slots; a wrapper may leave each step to it
+    dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can share one prefill
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
@@ -140,46 +140,46 @@ class Method(abc.ABC):
     def check(self) -> None:
         """Refuse fields that do not fit each other, and fill fields in from others.
 
-        Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.fields.number` of a traced number is
+        Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.fields.number` of a traced value is
         None. JAX rebuilds a method without these checks.
         """
         return None
 
     def check_sizes(self, model: Model) -> None:
-        """Refuse a model whose layers or heads are not those of the knobs. Most methods have no such knobs."""
+        """Refuse a model whose layers or heads do not fit the knobs. Most methods have no such knobs."""
         return None
 
     def offloaded(self, share: float) -> Method | None:
-        """The method with ``share`` as its `offload`; None if it has no such field. A wrapper changes the method in it."""
+        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method."""
         return dataclasses.replace(self, offload=share) if "offload" in vars(self) else None
 
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        """The method that runs in ``layer``."""
+        """Return the method that runs in ``layer``."""
 
     def reread_tokens(self, length: int) -> int:
-        """The most tokens that `reread` reads at once behind a prompt of ``length`` tokens; 0, the default: no `reread`."""
+        """Return the most tokens that `reread` runs at once after a prompt of ``length`` tokens; 0, the default: none."""
         return 0
 
     def reread(self, states: tuple, reading: Reading) -> tuple:
-        """The layers' states after a second reading of the prompt, which is stored whole; then they are finished.
+        """Run the prompt a second time, while all of it is stored, and return the layers' states, which are then finished.
 
-        Only a method with `reread_tokens` is asked. It sees the states of the layers without a window.
+        It is called only if `reread_tokens` is not 0. It sees the states of the layers without a window.
         """
         return states
 
     @classmethod
     def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        """The knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
+        """Derive the knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
         return {}
 
     @abc.abstractmethod
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        """State that all layers read, made from the sizes of every layer; every leaf has axis B first. None if not needed."""
+        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. Or None."""
 
     @abc.abstractmethod
     def observe(self, cache: Cache, decoding: bool) -> Cache:
-        """The cache with its shared state updated, after a decode step, the prompt or an `extend`.
+        """Update the shared state of the cache after a decode step, the prompt or an `extend`.
 
         The layers and the logits of ``cache`` are up to date already.
         """
@@ -189,63 +189,63 @@ class LayerMethod(Method):
     """The storage and the attention of one layer."""
 
     # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.cache.divided`); None if they
-    # cannot be divided, 0 if every device has all of them. Of a method that evicts only the prompt is divided: see
+    # cannot be divided, 0 if every device has all slots. If the method evicts, only the prompt is divided: see
     # `PartCache.compact`.
     slot_block: int | None = None
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
-        """The empty state, before the first prompt chunk; every leaf has axis B first."""
+        """Make the empty state, before the first prompt chunk; every leaf has axis B first."""
 
     @abc.abstractmethod
     def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
-        """Store the tokens and attend with them: the output [B, H, G, T, D] and the new state."""
+        """Store the tokens and attend with them. Return the output [B, H, G, T, D] and the new state."""
 
     @abc.abstractmethod
     def finish(self, state: Any, spec: LayerSpec) -> Any:
-        """The state that decoding needs, from the state after the last prompt chunk."""
+        """Make the state that decoding needs from the state after the last prompt chunk."""
 
     @abc.abstractmethod
     def chosen(self, state: Any, inputs: Inputs) -> Array:
-        """The positions that the decode step ``inputs`` (T = 1) attends to: int32 [B, H, K], EMPTY for unused entries."""
+        """List the positions that the decode step ``inputs`` (T = 1) attends to: int32 [B, H, K], unused entries EMPTY."""
 
     @abc.abstractmethod
     def cost(self, state: Any, shared: Any) -> Cost:
-        """The cost of the next decode step."""
+        """Compute the cost of the next decode step."""
 
     @abc.abstractmethod
     def room(self, state: Any) -> Array | None:
-        """The number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
+        """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
 
     @abc.abstractmethod
     def max_tokens(self, in_prompt: bool) -> int | None:
-        """The most tokens that one `attend` call can take; None means any number."""
+        """Return the most tokens that one `attend` call can take; None means any number."""
 
     def due(self, state: Any) -> Array | None:
-        """The rows that `settle` must change before their next token, bool [B]; None, the default, if it changes none ever.
+        """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
 
-        It is for what a method does in few steps, and is asked after all layers have attended; see `settle_due`.
+        It is for work that a method does in few steps, and is called after all layers have attended; see `settle_due`.
         """
         return None
 
     def excerpt(self, state: Any) -> Any:
-        """What `rework` needs of a state, a few small arrays; None, the default, if `settle` does all by itself."""
+        """Return what `rework` needs of a state, a few small arrays; None, the default, if `settle` needs no `rework`."""
         return None
 
     def rework(self, excerpt: Any) -> Any:
-        """What `settle` stores, made of an `excerpt`. It reads static fields of the method only.
+        """Compute what `settle` stores from an `excerpt`. It reads static fields of the method only.
 
-        It is for work that is long to compile: layers whose methods and excerpts have equal structure share one program.
+        It is for work that takes long to compile: layers whose methods and excerpts have equal structure share one program.
         """
         return None
 
     def settle(self, state: Any, made: Any) -> Any:
-        """The state after the rows that are `due` have been changed; ``made`` is what `rework` made."""
+        """Change the rows that are `due` and return the state; ``made`` is the result of `rework`."""
         return state
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        """The method itself. A method whose layers differ returns other methods for some layers."""
+        """Return the method itself. A method whose layers differ returns other methods for some layers."""
         return self
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
@@ -269,10 +269,10 @@ def check_offload(method: Method) -> None:
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
-    """The states of all layers after a step, `LayerMethod.settle`d if any row of any layer is `LayerMethod.due`.
+    """Settle the states of all layers after a step (`LayerMethod.settle`), if any row of any layer is `LayerMethod.due`.
 
     All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
-    nothing copies the layer's cache, and what one graph of a GPU cannot hold waits for the host in every layer.
+    nothing copies the layer's cache, and work that one CUDA graph cannot hold waits for the host in every layer.
     """
     chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
     if not chosen:
@@ -301,10 +301,10 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
 
 
 def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Callable[[], Any]]:
-    """`LayerMethod.rework` of each layer, as functions that are to be called in the order of the layers.
+    """Run `LayerMethod.rework` for each layer; the results are functions to be called in the order of the layers.
 
-    Alike layers go through one loop, of which each round reads another layer. Their results are read at a number that XLA
-    does not know: otherwise it would compile kernels for each layer.
+    Layers of equal structure go through one loop, and each round of the loop reads another layer. Their results are read at
+    an index that XLA does not know: otherwise it would compile kernels for each layer.
     """
     alike: dict[Any, list[int]] = {}
     for at, (method, state) in enumerate(zip(methods, states, strict=True)):
@@ -322,7 +322,7 @@ def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Cal
 
 
 def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """``rework`` of each of the ``excerpts``."""
+    """Yield ``rework`` of each of the ``excerpts``."""
     made = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
     number = jnp.int32(0)
     for _ in excerpts:
@@ -350,7 +350,7 @@ def declarations(kind: type[Method]) -> tuple[str, ...]:
     """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
 
     The attributes of `Method`, `LayerMethod` and `kvjax.slots` are the only list. A wrapper answers each of them; see
-    `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, are those of the class and not asked of a method.
+    `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class and are not asked of a method.
 
     Args:
         kind: a class of methods; an attribute that none of its bases has is no declaration.
@@ -363,7 +363,7 @@ def declarations(kind: type[Method]) -> tuple[str, ...]:
 
 
 def with_inner(method: Method) -> Iterator[Method]:
-    """The method, and those that it is made of."""
+    """Yield the method, and all methods that are inside of it."""
     yield method
     for field in dataclasses.fields(method):
         value = vars(method)[field.name]
@@ -373,7 +373,7 @@ def with_inner(method: Method) -> Iterator[Method]:
 
 
 def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:
-    """`LayerMethod.room` of a cache: the number of free slots, or None if it has ``bounded`` slots or more.
+    """Compute `LayerMethod.room` of a cache: the number of free slots, or None if it has ``bounded`` slots or more.
 
     A cache can have fewer slots than its bound: a budget larger than the prompt and the tokens after it is not allocated.
     """
@@ -381,5 +381,5 @@ def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all arrays of ``tree``."""
+    """Count the bytes of all arrays of ``tree``."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Where modules of earlier versions are now. An import by an old name ends in an error that says the new one."""
+"""Where modules of earlier versions are now. An import by an old name raises an error that says the new name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the last queries of a prompt attend to, for methods that keep it."""
+"""Scores of prompt slots from the attention of the prompt's last queries, for methods that keep the best slots."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pallas_kernels.score.window_score import window_score
 
 
 def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
-    """The attention probability that each slot receives from the observation window, summed over the window's queries.
+    """Compute the attention probability that each slot receives from the observation window, summed over its queries.
 
     The softmax is causal, over all stored keys and in float32. Empty slots receive 0. Queries that are padding give nothing.
 
     Args:
-        cache: the whole prompt, S slots; on one of several devices that have parts of them, its part.
+        cache: the whole prompt, S slots; this device's part where a mesh divides the slots.
         prompt: has the last W rotated queries of each row; W is the method's ``obs_window``.
 
     Returns:
@@ -40,15 +40,15 @@ def window_votes(cache: LayerCache, prompt: Prompt) -> Array:
 
 
 def newest_queries(prompt: Prompt, window: int) -> Prompt:
-    """The prompt with its last ``window`` queries; a wrapper may have recorded more for another method."""
+    """Keep only the last ``window`` queries of the prompt; a wrapper may have recorded more for another method."""
     query, position = prompt.query[..., -window:, :], prompt.query_position[:, -window:]
     return dataclasses.replace(prompt, query=query, query_position=position)
 
 
 def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, pooling: str) -> Array:
-    """SnapKV's score of each slot: `window_votes`, pooled over neighbouring tokens, their mean over the group.
+    """Score each slot as SnapKV does: `window_votes`, pooled over neighbouring tokens, then averaged over the group.
 
-    The last tokens of each row are the window. It votes, and it is not pooled with the prefix.
+    The window is the last ``window`` tokens of each row. It votes, and it is not pooled with the prefix.
 
     Args:
         cache: the whole prompt, S slots.

@@ -1,11 +1,11 @@
-"""Methods that are not part of kvjax: given to `register`, announced by an installed package, or named by a path.
+"""Plug-ins, which are methods outside of kvjax: given to `register`, announced by a package, or named by a path.
 
 A package announces its methods by entry points of the group ``kvjax.methods``, in its pyproject.toml::
 
     [project.entry-points."kvjax.methods"]
     spread = "my_package.spread:Spread"
 
-A path is ``package.module:Class``. However a method is found, its name is that of its class in lower case. The classes that
+A path is ``package.module:Class``. However a method is found, its name is its class name in lower case. The classes that
 `register` was given are the only state of this library; they are forgotten when the process ends.
 """
 
@@ -32,19 +32,19 @@ _registered: dict[str, type[Method]] = {}
 
 
 def builtin() -> dict[str, type[Method]]:
-    """The classes that `kvjax.methods` imports, by lower-case name."""
+    """Return the classes that `kvjax.methods` imports, by lower-case name."""
     return {name.lower(): cls for name, cls in vars(methods).items() if inspect.isclass(cls) and issubclass(cls, Method)}
 
 
 def outside() -> dict[str, type[Method]]:
-    """The classes of all other methods that are known, by lower-case name."""
+    """Return the classes of all known plug-ins, by lower-case name."""
     return {**_announced(), **_registered}
 
 
 def register[M: Method](cls: type[M]) -> type[M]:
     """Make a method known by name, as `kvjax.make` and the commands of ``kvjax`` take it; also a decorator above ``@pytree``.
 
-    A class that is defined again (a notebook's cell that is run twice) replaces the one of the same module and name.
+    A class that is defined again (a notebook's cell that is run twice) replaces the class of the same module and name.
 
     Args:
         cls: a final class; its name in lower case becomes the method's name.
@@ -64,7 +64,9 @@ def register[M: Method](cls: type[M]) -> type[M]:
 
 
 def load(path: str) -> type[Method]:
-    """The method class that a path names, registered. Modules are found as always, and then in the current directory.
+    """Import and register the method class that a path names.
+
+    Its module is looked up on the search path, and then in the current directory.
 
     Args:
         path: ``package.module:Class``.
@@ -89,17 +91,17 @@ def load(path: str) -> type[Method]:
 
 
 def class_path(cls: type) -> str:
-    """The path of a class, ``package.module:Class``."""
+    """Return the path of a class, ``package.module:Class``."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def path_of(cls: type) -> str | None:
-    """The path of a method's class, or None if the method is built in or is not known."""
+    """Return the path of a plug-in's class; None if the class is built in or not known."""
     return class_path(cls) if cls in outside().values() else None
 
 
 def _import(name: str, path: str) -> Any:
-    """The module; a module of the current directory hides no other module, and the search path stays as it was."""
+    """Import a module. A module of the current directory hides no other module, and the search path stays as it was."""
     kept = list(sys.path)
     sys.path.append(os.getcwd())
     importlib.invalidate_caches()  # the file may be younger than the last look into the directory
@@ -114,7 +116,7 @@ def _import(name: str, path: str) -> Any:
 
 
 def _add(cls: Any, known: dict[str, type[Method]]) -> None:
-    """Adds a class to ``known`` under its name, if it is a method that can be run."""
+    """Add a class to ``known`` under its name; refuse a class that is no method that can be run."""
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         raise TypeError(f"a method must be a subclass of kvjax.method.Method, got {shown(cls)}")
     if missing := sorted(cls.__abstractmethods__):
@@ -130,7 +132,7 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
 
 @functools.cache
 def _announced() -> Mapping[str, type[Method]]:
-    """The methods of installed packages. One that cannot be used is left out with a warning, so that the others work."""
+    """Load the methods of installed packages. A method that cannot be used is left out with a warning."""
     found: dict[str, type[Method]] = {}
     for entry in importlib.metadata.entry_points(group=_GROUP):
         try:

@@ -1,4 +1,4 @@
-"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and those of `kvjax.plugins`."""
+"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and the plug-ins of `kvjax.plugins`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Knob:
 
 
 def classes() -> dict[str, type[Method]]:
-    """Method classes by lower-case name: the built-in ones, then those of installed packages, then registered ones."""
+    """Return method classes by lower-case name: built-in, then announced by installed packages, then registered."""
     return {**builtin(), **plugins.outside()}
 
 
 def canonical_name(name: str) -> str:
-    """The name in `classes` of a method that is given by its name in any case, or by its path ``package.module:Class``.
+    """Return the name in `classes` of a method, which is given by its name in any case or its path ``package.module:Class``.
 
-    A path is imported and registered. A name that nobody has passes; `make` refuses it.
+    The class of a path is imported and registered. An unknown name passes; `make` refuses it.
 
     Raises:
         ValueError: a path that names no method; see `kvjax.plugins.load`.
@@ -47,13 +47,13 @@ def canonical_name(name: str) -> str:
 
 
 def find(name: str) -> type[Method]:
-    """The class of a method.
+    """Find the class of a method.
 
     Args:
         name: see `canonical_name`.
 
     Raises:
-        ValueError: no text, or an unknown method; the message has the nearest known name.
+        ValueError: ``name`` is no text, or names no method; the message has the nearest known name.
     """
     if not isinstance(name, str):
         names = ", ".join(sorted(classes()))
@@ -67,12 +67,12 @@ def find(name: str) -> type[Method]:
 
 
 def extrapolating() -> list[str]:
-    """The names of the methods that re-number positions, so that a prompt may be longer than the model's limit."""
+    """List the names of the methods that renumber positions, so that a prompt may be longer than the model's limit."""
     return sorted(name for name, cls in classes().items() if cls.extrapolates)
 
 
 def lasting_name(name: str) -> str:
-    """The name by which a method is found in other processes, too: the path of an outside method, else its name."""
+    """Return the name by which other processes find a method, too: the path of a plug-in, else the name itself."""
     cls = classes().get(name)
     return name if cls is None else plugins.path_of(cls) or name
 
@@ -84,7 +84,7 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
         name: see `canonical_name`.
         tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
             methods ignore it.
-        vocab_size: entries of the model's vocabulary; None means those of the tokenizer.
+        vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
         **knobs: hyper-parameters.
 
     Raises:
@@ -100,7 +100,7 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
 
 
 def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The knobs that texts of the form ``knob=value`` set, for `make`.
+    """Parse texts of the form ``knob=value`` to knobs for `make`.
 
     A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
     knob's type allows. Unknown methods and knobs pass; `make` refuses them.
@@ -125,14 +125,14 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(knob: str, text: str, kind: Any) -> Any:
-    """``text`` as a value of the knob's annotated type; no text can stand for an array."""
+    """Convert ``text`` to the knob's annotated type; no text can stand for an array."""
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for option in options:
         if option in _WORDS and text.lower() in _WORDS[option]:
             return _WORDS[option][text.lower()]
     tuples = [option for option in options if typing.get_origin(option) is tuple]
     if any(typing.get_origin(typing.get_args(option)[0]) is tuple for option in tuples):
-        return text  # names a file of such numbers, which commands read; `make` refuses it
+        return text  # the name of a file with such tuples, which commands read; `make` refuses it
     listed = bool(tuples)
     if listed and "," in text:
         return tuple(_value(knob, part.strip(), typing.get_args(tuples[0])[0]) for part in text.split(","))
@@ -148,12 +148,12 @@ def _value(knob: str, text: str, kind: Any) -> Any:
 
 
 def resolve(method: Method | str) -> Method:
-    """The method itself, or the method of that name with default knobs."""
+    """Return the method itself, or make the method of that name with default knobs."""
     return make(method) if isinstance(method, str) else check_method("method", method)
 
 
 def resolve_each(methods: Sequence[Method | str]) -> list[Method]:
-    """`resolve` of every entry of a list, which has at least one."""
+    """Apply `resolve` to every entry of a list, which must not be empty."""
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
     if not methods:
@@ -162,7 +162,7 @@ def resolve_each(methods: Sequence[Method | str]) -> list[Method]:
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
-    """Every knob of a method class. The comment behind its field is its meaning."""
+    """List the knobs of a method class. The comment behind a field is the meaning of the knob."""
     comments: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
@@ -180,9 +180,9 @@ def knobs(cls: type[Method]) -> list[Knob]:
 
 
 def summary(cls: type[Method]) -> str:
-    """The idea of a method in one line: the first paragraph of its module's docstring, without the name.
+    """Return the idea of a method in one line: the first paragraph of its module's docstring, without the name.
 
-    If the module's docstring does not begin with the class' name, the first paragraph of the class' docstring.
+    If the module's docstring does not begin with the name of the class, it is the first paragraph of the class's docstring.
     """
     told = [inspect.getdoc(owner) or "" for owner in (sys.modules[cls.__module__], cls)]
     text = told[0] if told[0].startswith(f"{cls.__name__}: ") else told[1]
@@ -193,7 +193,7 @@ def summary(cls: type[Method]) -> str:
 
 @functools.cache  # Python parses the whole file for each class
 def _source(cls: type) -> str:
-    """The text of a class; empty if it was not read from a file."""
+    """Return the source text of a class; empty if the class was not read from a file."""
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):
@@ -201,7 +201,7 @@ def _source(cls: type) -> str:
 
 
 def markdown(names: Collection[str] | None = None) -> str:
-    """The table of built-in methods: of those with the given ``names``, None means all."""
+    """Write a Markdown table of the built-in methods with the given ``names``; None means all."""
     lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
     for name, cls in sorted(builtin().items()):
         if names is not None and name not in names:

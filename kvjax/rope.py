@@ -3,16 +3,17 @@
 Positions reach 10^5 and more, and in bfloat16 neighbouring positions would share an angle. So all arithmetic is in float32,
 and only the rotated vector is cast back to its dtype.
 
-A model may stretch RoPE to longer texts by a rule. `inverse_frequencies` has what a table of frequencies can hold. `prepare`
-has the rest, which it does to queries and keys before methods see them: a factor on cosine and sine (YaRN, longrope), and
-frequencies that change with the length (dynamic NTK, longrope). Rotations by two angles are one rotation by their sum. So
-`prepare` turns by the difference to the table, and every method and kernel goes on with the table.
+A model may stretch RoPE to longer texts by a rule. `inverse_frequencies` computes the part of a rule that a table of
+frequencies can hold. `prepare` applies the other part to queries and keys before methods see them: a factor on cosine and
+sine (YaRN, longrope), and frequencies that change with the length (dynamic NTK, longrope). Rotations by two angles are one
+rotation by their sum. So `prepare` rotates by the difference to the table, and every method and kernel rotates by the table.
 
-Where frequencies change with the length, a token is rotated with those of its row's length at that time, and **a stored key
-stays as it was rotated**: the reading of transformers, which caches rotated keys. All tokens of a prompt have the prompt's
-length, all of an `extend` the length after it, and a decoded token the length that it makes. A row has its own length;
-transformers takes the longest row's for the whole batch, and dynamic NTK there remembers longer texts of earlier calls.
-Methods that re-number tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of short texts.
+Where frequencies change with the length, a token is rotated with the frequencies for its row's length at that time, and **a
+stored key stays as it was rotated**. Transformers, which caches rotated keys, does the same. All tokens of a prompt use the
+prompt's length, all tokens of an `extend` the length after it, and a decoded token the length that includes it. A row has its
+own length; transformers uses the length of the longest row for the whole batch, and its dynamic NTK remembers longer texts of
+earlier calls. Methods that renumber tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of
+short texts.
 
 Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` rule as in Llama 3.1's reference settings; the other rules as
 ``modeling_rope_utils`` of transformers 5.23 computes them.
@@ -29,16 +30,17 @@ import numpy as np
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, long: bool = False) -> np.ndarray:
-    """The angle per position of each rotated pair, in radians: float32 [D/2].
+    """Compute the angle per position of each rotated pair, in radians: float32 [D/2].
 
-    Where frequencies change with the length, these are those of a text within the old context.
+    Where frequencies change with the length, these are the frequencies of a text within the model's original context.
 
     Args:
         head_dim: size D of a head, an even number.
         theta: base of the frequencies.
-        scaling: None, or the rule: an object with ``rope_type`` and that rule's numbers (`models.rope_scaling`). "llama3":
-            slow frequencies are divided by ``factor``, fast frequencies stay, and those between are interpolated. "yarn": the
-            same with other bounds. "linear": all are divided. "longrope": each has a divisor. "dynamic": none changes yet.
+        scaling: None, or the rule: an object with ``rope_type`` and the rule's parameters (`models.rope_scaling`). "llama3":
+            slow frequencies are divided by ``factor``, fast frequencies stay, and frequencies between are interpolated.
+            "yarn": the same with other bounds. "linear": all frequencies are divided. "longrope": each frequency has its own
+            divisor. "dynamic": no frequency changes here, see `prepare`.
         long: whether to use the divisors for long texts ("longrope").
 
     Raises:
@@ -49,7 +51,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
     frequency = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     kind = _kind(scaling)
     if kind == "llama3":
-        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # rotations within the old context
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # rotations within the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         frequency = frequency * (keep + (1.0 - keep) / scaling.factor)
@@ -66,7 +68,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
 
 
 def attention_factor(scaling: Any = None) -> float:
-    """The number that multiplies cosine and sine, and so logits by its square; 1 for all rules but YaRN and longrope."""
+    """Compute the factor on cosine and sine, whose square scales the logits; 1 for all rules but YaRN and longrope."""
     kind = _kind(scaling)
     if kind not in ("yarn", "longrope"):
         return 1.0
@@ -81,22 +83,22 @@ def attention_factor(scaling: Any = None) -> float:
 
 
 def depends_on_length(scaling: Any = None) -> bool:
-    """Whether the frequencies change with the length of the text."""
+    """Tell whether the frequencies change with the length of the text."""
     return _kind(scaling) in ("dynamic", "longrope")
 
 
 def prepare(
     query: jax.Array, key: jax.Array, position: jax.Array, length: jax.Array | None, *, theta: float, scaling: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """What RoPE does to queries and keys besides the rotation by `inverse_frequencies`; see the module docstring.
+    """Apply to queries and keys what RoPE does besides the rotation by `inverse_frequencies`; see the module docstring.
 
-    It commutes with that rotation. A model without a rule costs nothing, and one whose rule is a table costs nothing either.
+    It commutes with that rotation. It costs nothing for a model without a rule, or with a rule that a table holds.
 
     Args:
         query: [B, H, G, T, D], before RoPE.
         key: [B, H, T, D], before RoPE.
         position: int32 [B, T] or [1, T].
-        length: int32 [B] or [1], tokens of each row with these; None: the frequencies of a short text, however long it is.
+        length: int32 [B] or [1], tokens of each row, these tokens included; None: always the frequencies of a short text.
         theta: base of the frequencies.
         scaling: as in `inverse_frequencies`.
 
@@ -116,7 +118,7 @@ def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) 
 
     Args:
         x: [..., T, D].
-        position: int32 [..., T]; its leading axes must broadcast against those of ``x``.
+        position: int32 [..., T]; its leading axes must broadcast against the leading axes of ``x``.
         inv_freq: float32 [D/2].
 
     Returns:
@@ -131,7 +133,7 @@ def _kind(scaling: Any) -> str | None:
 
 
 def _turn(x: jax.Array, angle: jax.Array, factor: float) -> jax.Array:
-    """``x`` [..., D] turned by ``angle`` float32 [..., D/2] of as many axes, and scaled."""
+    """Rotate ``x`` [..., D] by ``angle`` float32 [..., D/2], which has as many axes, and scale it by ``factor``."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if factor != 1:
         cos, sin = cos * factor, sin * factor
@@ -145,11 +147,11 @@ def _scale(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _yarn_keep(head_dim: int, theta: float, scaling: Any) -> np.ndarray:
-    """How much of each frequency YaRN keeps, float64 [D/2]: 1 for fast ones, 0 for slow ones, a ramp between them."""
+    """Compute the share of each frequency that YaRN keeps, float64 [D/2]: 1 for fast, 0 for slow, a ramp between them."""
     old = scaling.original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """The channel, a real number, whose frequency makes so many turns within the old context."""
+        """Compute the channel, a real number, whose frequency makes ``turns`` turns within the original context."""
         return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
@@ -161,13 +163,13 @@ def _yarn_keep(head_dim: int, theta: float, scaling: Any) -> np.ndarray:
 
 
 def _shift(head_dim: int, theta: float, scaling: Any, length: jax.Array) -> jax.Array:
-    """What a text of ``length`` int32 [B] tokens adds to the frequencies of a short one: float32 [B, D/2]."""
+    """Compute what a text of ``length`` int32 [B] tokens adds to the frequencies of a short text: float32 [B, D/2]."""
     old = scaling.original_max_position_embeddings
     short = inverse_frequencies(head_dim, theta, scaling)
     if scaling.rope_type == "longrope":
         difference = inverse_frequencies(head_dim, theta, scaling, long=True) - short
         return jnp.where(length[:, None] > old, jnp.asarray(difference)[None], 0.0)
-    # The base grows by this to the power D / (D - 2), so the slowest frequency is divided by just this.
+    # The base grows by `growth` to the power D / (D - 2), so the slowest frequency is divided by just `growth`.
     growth = jnp.maximum(scaling.factor * length.astype(jnp.float32) / old - (scaling.factor - 1), 1.0)
     power = -np.arange(0, head_dim, 2, dtype=np.float32) / max(head_dim - 2, 1)
     return jnp.asarray(short)[None] * jnp.expm1(jnp.log(growth)[:, None] * jnp.asarray(power)[None])

@@ -1,13 +1,13 @@
-"""Retrieval token by token: every token has a code, each step scans the codes and attends to the best tokens.
+"""Retrieval token by token: every token has a code; each step scans the codes and attends to the best tokens.
 
 Slots fall into three regions, which all heads of a row share::
 
     [ sinks | searched | near ]
 
-A step attends to the sinks, to the near tokens, and per KV head to the best of the searched tokens; or each query head to
-its own best ones, which its KV head then reads once for the whole group. `ScanRetrieval` asks for the codes, for the best of
-the tokens, and for the bounds of the regions; `ScoredScan` finds the best by scores of all tokens. With ``offload`` the codes
-are on the device, and keys and values in host memory; sinks and near tokens have copies on the device.
+A step attends to the sinks, to the near tokens, and to the best searched tokens. Each KV head has its own best tokens; or
+each query head has, and its KV head then reads the tokens of the whole group once. `ScanRetrieval` asks for the codes, the
+best tokens and the bounds of the regions; `ScoredScan` finds the best tokens by scores of all tokens. With ``offload`` the
+codes are on the device, and keys and values in host memory; sinks and near tokens have copies on the device.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pallas_kernels.choose.kth_select import kth_select_mask
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """What a step attends to beside the sinks.
+    """The slots that a step attends to besides the sinks.
 
     Attributes:
         near: int32 [B], the first near slot; not below the sinks.
         most_near: the largest number of near slots.
-        wanted: tokens to choose from the searched slots, a number or int32 that broadcasts to [B, H].
-        most_wanted: the largest number of them.
+        wanted: the number of tokens to choose from the searched slots, an int or int32 that broadcasts to [B, H].
+        most_wanted: the largest ``wanted``.
         found: int32 [B, H], how many searched tokens each KV head read in the last step, below 0 where there was no step.
-            None if it always reads those ``wanted``, or all if there are fewer.
+            None if a KV head always reads ``wanted`` tokens, or all searched tokens if there are fewer.
     """
 
     near: Array
@@ -67,41 +67,41 @@ class ScanRetrieval(SlotMethod):
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:
-        """The codes of the prompt's tokens, and what else `regions` needs.
+        """Compute the codes of the prompt's tokens, and what else `regions` needs.
 
-        The structure must not depend on sizes, or a saved cache could not be loaded; shapes may.
+        The tree structure must not depend on sizes, or a saved cache could not be loaded; shapes may.
         """
 
     @abc.abstractmethod
     def join(self, aux: Any, cache: LayerStorage, position: Array) -> Any:
-        """The index with the codes of the tokens at ``position`` int32 [B, T] that were just stored; negative for padding.
+        """Add the codes of the tokens at ``position`` int32 [B, T] that were just stored; a negative position is padding.
 
         Their slots are `kvjax.slots.new_slots`. Their keys and values are read with ``cache.rows_at``, or are
         `LayerStorage.newest`, because not all rows may be on the device.
         """
 
     def joined(self, aux: Any, found: Array) -> Any:
-        """The index after a step in which the query heads of each KV head found ``found`` int32 [B, H] tokens together.
+        """Record that the query heads of each KV head found ``found`` int32 [B, H] tokens together in this step.
 
-        It is EMPTY in rows that had no token. Only methods whose query heads choose for themselves are asked.
+        ``found`` is EMPTY in rows that had no token. It is called only for methods whose query heads choose for themselves.
         """
         return aux
 
     @abc.abstractmethod
     def most_near(self, slots: int) -> int:
-        """The largest number of near slots in a cache of ``slots``, at least 1."""
+        """Return the largest number of near slots in a cache of ``slots`` slots, at least 1."""
 
     @abc.abstractmethod
     def regions(self, cache: LayerStorage, aux: Any) -> Regions:
-        """The regions of a step whose token is stored in ``cache``."""
+        """Compute the regions of a step whose token is stored in ``cache``."""
 
     @abc.abstractmethod
     def find(self, cache: LayerStorage, aux: Any, step: Step, regions: Regions) -> Selection:
-        """What a step attends to: sinks, near tokens, and the best searched tokens."""
+        """Select what a step attends to: sinks, near tokens, and the best searched tokens."""
 
     @abc.abstractmethod
     def scan_bytes(self, cache: LayerStorage, aux: Any, searched: Array) -> Array:
-        """Bytes that a step reads to score ``searched`` float32 [B, H] tokens: float32 [B, H]."""
+        """Count the bytes that a step reads to score ``searched`` float32 [B, H] tokens: float32 [B, H]."""
 
     def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=self.most_near(slots))
@@ -129,7 +129,7 @@ class ScanRetrieval(SlotMethod):
         return attended, self.scan_bytes(cache, aux, searched.astype(jnp.float32))
 
     def _searched(self, cache: LayerStorage, regions: Regions) -> Array:
-        """Whether each slot holds a token that is searched: bool [B, H, S]."""
+        """Mark the slots that hold a searched token: bool [B, H, S]."""
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return cache.valid & (slot >= self.num_sink) & (slot < regions.near[:, None, None])
 
@@ -138,17 +138,18 @@ class ScanRetrieval(SlotMethod):
 class ScoredScan(ScanRetrieval):
     """A scan that gives every searched token a score of its own: write ``score`` in place of ``find``.
 
-    One whose scores of a KV head are -inf outside of ``searched`` and above -inf inside says ``score_is_masked = True``.
+    A method whose scores of a KV head are -inf outside of ``searched`` and above -inf inside declares
+    ``score_is_masked = True``.
     """
 
     score_is_masked = False
 
     @abc.abstractmethod
     def score(self, cache: LayerStorage, aux: Any, query: Array, searched: Array) -> Array:
-        """The value of each slot to the rotated query [B, H, G, D]: float32 [B, H, S], anything outside of ``searched``.
+        """Score each slot against the rotated query [B, H, G, D]: float32 [B, H, S], any value outside of ``searched``.
 
-        ``searched`` is bool [B, H, S], and other slots may hold anything, NaN included. Or float32 [B, H, G, S], if each
-        query head shall have its own best slots: then the score is -inf outside of ``searched``, and -inf is never found.
+        ``searched`` is bool [B, H, S], and slots outside of it may hold anything, NaN included. The score may also be float32
+        [B, H, G, S], for the best slots of each query head: then it is -inf outside of ``searched``, and -inf is never found.
         """
 
     def find(self, cache: LayerStorage, aux: Any, step: Step, regions: Regions) -> Selection:
@@ -156,7 +157,7 @@ class ScoredScan(ScanRetrieval):
         score = self.score(cache, aux, step.query[..., 0, :], searched)
         most = max(min(regions.most_wanted, cache.num_slots), 1)
         if score.ndim == 3:
-            if not self.score_is_masked:  # a searched slot must beat the others even when its score is -inf
+            if not self.score_is_masked:  # a searched slot must beat all other slots even when its score is -inf
                 score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
             best, listed = kth_select_mask(score, regions.wanted, most)
             return region_list(cache, self.num_sink, regions, best, listed)
@@ -166,7 +167,7 @@ class ScoredScan(ScanRetrieval):
         worst, last = (x.reshape(*score.shape[:3], 1) for x in cut)
 
         def own(score: Array, slot: Array) -> Array:
-            """Whether a query head has found the slots [B, H, G, K] of these scores."""
+            """Mark the slots [B, H, G, K] of these scores that a query head has found."""
             return (score > worst) | ((score == worst) & (slot <= last))
 
         every = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None, None]
@@ -180,12 +181,12 @@ class ScoredScan(ScanRetrieval):
 
 
 def region_list(cache: LayerStorage, num_sink: int, regions: Regions, best: Array, found: Array) -> Selection:
-    """Sinks, the ``best`` slots and near slots as one list of each KV head.
+    """List sinks, the ``best`` slots and near slots in one list for each KV head.
 
     Args:
         cache: with the step's token.
-        num_sink: the first slots.
-        regions: of the step.
+        num_sink: number of sinks, the first slots.
+        regions: the regions of the step.
         best: int32 [B, H, K], searched slots.
         found: bool [B, H, K], False for an entry to ignore.
 
@@ -204,9 +205,9 @@ def region_list(cache: LayerStorage, num_sink: int, regions: Regions, best: Arra
 
 
 def shortest(slots: Array, mask: Array, size: int) -> Selection:
-    """A list int32 [B, H, K] of slots, true entries of bool ``mask`` [B, H, K], as a selection among ``size`` slots.
+    """Select the slots int32 [B, H, K] where bool ``mask`` [B, H, K] is true, among ``size`` slots.
 
-    Where a list of all slots is not longer, it is that: entry i is slot i.
+    Where a list of all slots is not longer, the result lists all slots: entry i is slot i.
     """
     if slots.shape[2] >= size:
         mask = mask_of(slots, mask, size)
@@ -215,9 +216,9 @@ def shortest(slots: Array, mask: Array, size: int) -> Selection:
 
 
 def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
-    """The worst of the ``count`` best entries of each row, and the last slot that has it and is among them.
+    """Find the worst of the ``count`` best scores of each row, and the last slot among the best that has this score.
 
-    A mask of the best entries follows from these two by comparisons, which write nothing as large as the scores.
+    A mask of the best entries follows from both by comparisons, which write nothing as large as the scores.
 
     Args:
         score: float32 [B, R, S]; -inf is never among the best.
@@ -233,23 +234,23 @@ def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
         own = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
         return jnp.where(own, one[0], other[0]), jnp.where(own, one[1], other[1])
 
-    # One reduction of pairs is one kernel, where one of the scores and one of the slots would be two and read the list twice.
+    # One reduction of pairs is one kernel. A reduction of scores and another of slots would be two, and read the list twice.
     pairs = jnp.where(listed, pick(score, slots), jnp.inf), jnp.where(listed, slots, -1)
     return lax.reduce(pairs, (jnp.float32(jnp.inf), jnp.int32(-1)), worse, (2,))
 
 
 def at_slots(values: Array, slots: Array) -> Array:
-    """Of values [B, H, G or 1, S] those at ``slots`` int32 [B, H, K]: [B, H, G or 1, K]; the last one for a slot behind S."""
+    """Gather values [B, H, G or 1, S] at ``slots`` int32 [B, H, K]: [B, H, G or 1, K]. A slot past the end means the last."""
     return pick_each(values, jnp.minimum(slots, values.shape[3] - 1))
 
 
 def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024) -> Made:
-    """What ``make`` makes of the keys, a few at a time, which bounds the memory that it needs.
+    """Apply ``make`` to the keys block by block, which bounds the memory that it needs.
 
     Args:
-        make: from keys [B, H, N, D] to a pytree of [B, H, N, ...]. The same key must give the same wherever it stands.
+        make: from keys [B, H, N, D] to a pytree of [B, H, N, ...]. A key must give the same result at any index.
         key: [B, H, S, D].
-        block: N.
+        block: N, keys per block.
 
     Returns:
         A pytree of [B, H, S, ...].

@@ -1,4 +1,4 @@
-"""How slots are chosen by score, with one rule for ties. Budgets are traced numbers under static sizes.
+"""How slots are chosen by score, with one rule for ties. Budgets are traced values under static sizes.
 
 In a tie the lower index wins, as in `jax.lax.top_k`. So selections are deterministic.
 """
@@ -20,7 +20,7 @@ from pallas_kernels.numerics import ceil_share
 
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
-    """The ``budget`` best valid slots of each head, in slot order.
+    """List the ``budget`` best valid slots of each head, in slot order.
 
     Args:
         score: float32 [B, H, S], higher is better; ``inf`` keeps a slot for certain.
@@ -37,18 +37,18 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
 
 
 def among_best(score: Array, count: Array | int, capacity: int) -> Array:
-    """Which entries of each row are among its ``count`` best, at most ``capacity``: float32 [B, R, N] to bool [B, R, N].
+    """Mask the ``count`` best entries of each row, at most ``capacity``: float32 [B, R, N] to bool [B, R, N].
 
-    An entry of -inf never is; in a tie the lower index wins.
+    An entry of -inf is never among the best; in a tie the lower index wins.
     """
     best, listed = kth_select.kth_select_mask(score, count, min(capacity, score.shape[2]))
     return mask_of(best, listed, score.shape[2])
 
 
 def pick(values: Array, slots: Array) -> Array:
-    """Of ``values`` [B, H, S, ...] those at ``slots`` int32 [B, H, K], which are in range: [B, H, K, ...].
+    """Gather ``values`` [B, H, S, ...] at ``slots`` int32 [B, H, K], which must be in range: [B, H, K, ...].
 
-    As `jnp.take_along_axis`, which guards against slots out of range, by many more operations.
+    `jnp.take_along_axis` gives the same, but guards against slots out of range, which takes many more operations.
     """
     return jax.vmap(jax.vmap(_pick))(values, slots)
 
@@ -58,12 +58,12 @@ def _pick(values: Array, slots: Array) -> Array:
 
 
 def pick_each(values: Array, slots: Array) -> Array:
-    """`pick` from the ``values`` [B, H, G, S] of each query head: [B, H, G, K]."""
+    """Gather the ``values`` [B, H, G, S] of each query head at ``slots`` int32 [B, H, K]: [B, H, G, K]; see `pick`."""
     return jax.vmap(jax.vmap(jax.vmap(_pick, (0, None))))(values, slots)
 
 
 def mask_of(slots: Array, listed: Array, size: int) -> Array:
-    """Which of ``size`` slots a list has, bool [B, H, S]: those of int32 [B, H, K], in range, where bool ``listed``."""
+    """Mask the listed slots among ``size`` slots: slots int32 [B, H, K], in range, and bool ``listed`` to bool [B, H, S]."""
 
     def one(slots: Array, listed: Array) -> Array:
         none = jnp.zeros((size,), bool)
@@ -73,14 +73,14 @@ def mask_of(slots: Array, listed: Array, size: int) -> Array:
 
 
 def best_of_heads(score: Array, budget: Array, capacity: int, *, layerwise: bool = True) -> Array:
-    """Which candidates stay where heads share a budget: the best of all, whichever head they are of.
+    """Mask the candidates that stay where heads share a budget: the best candidates of all heads together.
 
     Args:
         score: float32 [B, L, H, K], of the K candidates of each head of some layers; -inf never stays. On a mesh these are
-            the heads of one device, and they share with those of all.
-        budget: int32, the mean over the heads that share.
+            the heads of one device, and they share their budget with the heads of all devices.
+        budget: int32, the mean over the heads that share it.
         capacity: the largest budget.
-        layerwise: whether each layer has a budget of its own, and not all layers together.
+        layerwise: True: the heads of each layer share a budget. False: the heads of all layers share one.
 
     Returns:
         bool [B, L, H, K].
@@ -95,12 +95,12 @@ def best_of_heads(score: Array, budget: Array, capacity: int, *, layerwise: bool
 
 
 def smooth(score: Array, kernel: int, pooling: str) -> Array:
-    """1-D pooling along the last axis with stride 1, which keeps the length: float32 [..., S].
+    """Pool along the last axis with stride 1, which keeps the length: float32 [..., S].
 
     Args:
         score: float32 [..., S].
         kernel: window in slots; an even window reaches one slot further to the right.
-        pooling: ``"avg"`` or ``"max"``. Behind the edges an average sees zeros and still divides by ``kernel``, as torch's
+        pooling: ``"avg"`` or ``"max"``. Past the edges an average sees zeros and still divides by ``kernel``, as torch's
             ``avg_pool1d`` does; a maximum sees nothing.
     """
     window = (1,) * (score.ndim - 1) + (kernel,)
@@ -111,13 +111,13 @@ def smooth(score: Array, kernel: int, pooling: str) -> Array:
 
 
 def page_slots(pages: Array, page_size: int) -> Array:
-    """The slots of pages: page ids int32 [..., N] to slots int32 [..., N * page_size]."""
+    """List the slots of pages: page ids int32 [..., N] to slots int32 [..., N * page_size]."""
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=pages.dtype).reshape((1,) * pages.ndim + (-1,))
     return slots.reshape(*pages.shape[:-1], -1)
 
 
 def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
-    """The first ``capacity`` true entries of a mask as a list.
+    """List the first ``capacity`` true entries of a mask.
 
     Args:
         mask: bool [..., S].
@@ -130,21 +130,21 @@ def compact(mask: Array, capacity: int) -> tuple[Array, Array]:
 
 
 def kept_positions(position: Array, slots: Array, keep: Array, room: int) -> tuple[Array, Array]:
-    """Positions int32 [B, H, K + room] and the cursor int32 [B] of a cache that `LayerCache.compact` makes."""
+    """Compute the positions int32 [B, H, K + room] and the cursor int32 [B] of a cache that `LayerCache.compact` makes."""
     kept = jnp.where(keep, pick(position, slots), EMPTY)
     cursor = axes.most(jnp.sum(kept >= 0, axis=2, dtype=jnp.int32).max(axis=1))
     return jnp.pad(kept, ((0, 0), (0, 0), (0, room)), constant_values=EMPTY), cursor
 
 
 def kept_rows(store: Array, slots: Array, room: int) -> Array:
-    """``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...], and ``room`` zeros behind them: [B, H, K + room, ...]."""
+    """Gather ``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...] and append ``room`` zeros: [B, H, K + room, ...]."""
     return jnp.pad(pick(store, slots), ((0, 0), (0, 0), (0, room), *((0, 0),) * (store.ndim - 3)))
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:
-    """``ceil(fraction * count)``, at least 1 if ``count`` is: an int for numbers, int32 for arrays.
+    """Compute ``ceil(fraction * count)``, at least 1 if ``count`` is: an int for Python numbers, int32 for arrays.
 
-    The product is lowered by a millionth first, so that a tenth of ten is 1 in float32 too.
+    The product is lowered by a factor of 1 - 1e-6 first, so that 0.1 * 10 gives 1 in float32 too.
     """
     if isinstance(fraction, (int, float)) and isinstance(count, int):
         return min(count, max(1, math.ceil(fraction * count * (1 - 1e-6))))
@@ -152,9 +152,9 @@ def share(fraction: float | Array, count: int | Array) -> Any:
 
 
 def floor_share(factor: float | Array, count: int | Array) -> Any:
-    """``floor(factor * count)``: an int for numbers, int32 for arrays.
+    """Compute ``floor(factor * count)``: an int for Python numbers, int32 for arrays.
 
-    The product is raised by a millionth first, so that a fifth of ten is 2 in float32 too.
+    The product is raised by a factor of 1 + 1e-6 first, so that 0.2 * 10 gives 2 in float32 too.
     """
     if isinstance(factor, (int, float)) and isinstance(count, int):
         return math.floor(factor * count * (1 + 1e-6))

@@ -1,7 +1,7 @@
 """Methods with exact attention over slots of a `LayerCache`: `SlotMethod`, and `BoundedSlots` for bounded storage.
 
 Both store keys rotated at their true positions, and share one `attend` (`SlotAttention`). They differ in the prompt: a
-`SlotMethod` attends to it densely and compresses at its end, while `BoundedSlots` evicts as the prompt is read.
+`SlotMethod` attends to it densely and compresses at its end, while `BoundedSlots` evicts during prefill.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class SlotAttention(LayerMethod):
 
     implementation: str | None = None  # of attention over selected slots; methods that select have a field of this name
 
-    # What the class needs or does. Wrappers answer with properties, so these are no dataclass fields.
+    # What the class needs or does. Wrappers answer with properties, so the declarations are no dataclass fields.
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
     observes_prompt = False  # True: `compress` gets the attention mass of the prompt
     moments_from: int | None = None  # first position whose queries' moments `compress` gets; None for no moments
-    reads_covariance = False  # True: these are the covariance too, not the means alone
+    reads_covariance = False  # True: the moments include the covariance, not the means alone
     observes_steps = False  # True: `update` gets the attention mass of its step
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
-    selects = True  # False: `select` always returns None, so a step attends to all that is stored
-    packs = False  # True: it leaves a `kvjax.cache.packed_keys.ThinCache`, which has some channels of keys only
-    # The slots of the blocks in which it chooses, if it can choose from such storage: then it reads keys by `compress`,
-    # `keys_at` and `newest_key` alone, and empty blocks change nothing. None if it cannot.
+    selects = True  # False: `select` always returns None, so a step attends to all stored slots
+    packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, which stores only some channels of keys
+    # Slots per block in which it selects, if it can select from a `ThinCache`: then it reads keys by `compress`, `keys_at`
+    # and `newest_key` alone, and empty blocks change nothing. None if it cannot.
     thin_block: int | None = None
-    sparse_prompt: SparsePrompt | None = None  # how it reads a prompt; None attends to all
+    sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention
 
     @property
     def quantisable(self) -> bool:
@@ -71,11 +71,11 @@ class SlotAttention(LayerMethod):
 
     @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        """The slots that one decode step (T = 1) attends to; None means all. The new token is stored already."""
+        """Select the slots that one decode step (T = 1) attends to; None means all. The new token is stored already."""
 
     @abc.abstractmethod
     def update(self, cache: Any, aux: Any, step: Step, mass: Array | None) -> tuple[Any, Any]:
-        """Maintain metadata or evict, after the new tokens were stored and have attended.
+        """Update metadata or evict, after the new tokens were stored and have attended.
 
         Args:
             cache: with the new tokens.
@@ -90,22 +90,22 @@ class SlotAttention(LayerMethod):
 
     @abc.abstractmethod
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
-        """The slots that a decode step attends to, int32 [B, H], and the bytes of metadata that it reads, float32 [B, H]."""
+        """Count the slots that a decode step attends to, int32 [B, H], and metadata bytes that it reads, float32 [B, H]."""
 
     def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
-        """Statistics of the run so far, float32 [B] each; see `Cost`. By default there are none."""
+        """Return statistics of the run so far, float32 [B] each; see `Cost`. By default there are none."""
         return {}
 
     def bounded_slots(self) -> int | None:
-        """The slots of bounded storage, scratch included; None, the default, if storage grows with the tokens."""
+        """Return the slots of bounded storage, scratch included; None, the default, if storage grows with the tokens."""
         return None
 
     def max_tokens(self, in_prompt: bool) -> int | None:
-        """The most tokens that one `attend` call can take; None, the default, means any number."""
+        """Return the most tokens that one `attend` call can take; None, the default, means any number."""
         return None
 
     def gap(self, aux: Any) -> Array | None:
-        """int32 [B, H, 2]: a range of slots of each KV head in which no token is, which a step need not read; None: none."""
+        """Return a range of empty slots of each KV head that a step need not read, int32 [B, H, 2]; None if there is none."""
         return None
 
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
@@ -142,7 +142,7 @@ class SlotAttention(LayerMethod):
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
-        """`attend` for a prompt chunk: causal, and dense unless `sparse_prompt` says otherwise."""
+        """Attend with a prompt chunk: causally, and densely unless there is a `sparse_prompt`."""
         start, sparse = not_none("start", inputs.start), self.sparse_prompt
         query, key, value = _rotated(inputs)
         cache = state.cache.append(key, value, inputs.position, start)
@@ -168,7 +168,7 @@ class SlotAttention(LayerMethod):
                 length=real,
                 scale=1 / math.sqrt(query.shape[-1]),
             )
-            if self.observes_prompt:  # no query of this chunk sees slots behind the chunk
+            if self.observes_prompt:  # no query of this chunk sees slots after the chunk
                 mass = _mass(query, cache, inputs.position, lse, limit=start + query.shape[3])
         prompt = _observe(prompt, query, inputs, start, mass)
         return out.reshape(inputs.query.shape), SlotState(cache=cache, prompt=prompt)
@@ -214,17 +214,17 @@ class SlotMethod(SlotAttention):
 
     @abc.abstractmethod
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[Any, Any]:
-        """The cache to keep at the prompt's end, and metadata. A cache with fewer slots must have ``room`` free slots."""
+        """Make the cache to keep at the prompt's end and metadata. A cache with fewer slots needs ``room`` free slots."""
 
     def near(self, slots: int, room: int) -> Near:
-        """The slots that have copies on the device, of an offloaded cache of ``slots`` with room for ``room`` tokens more."""
+        """Say which of ``slots`` slots of an offloaded cache have copies on the device; ``room`` more tokens may follow."""
         return Near()
 
     def slots_again(self) -> int | None:
-        """The most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
+        """Return the most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
 
-        Then it needs nothing of the prompt but the last queries and their moments, it returns no metadata, and of n slots,
-        n at least this number, it leaves this number. None, the default, if it cannot be applied again.
+        Then `compress` needs nothing of the prompt but the last queries and their moments, and returns no metadata. Given at
+        least this number of slots, it leaves this number. None, the default, if it cannot be applied again.
         """
         return None
 
@@ -248,7 +248,7 @@ class SlotMethod(SlotAttention):
         cache, aux = self.compress(whole, state.prompt, spec.max_new_tokens)
         if rows is not None:
             near = self.near(cache.num_slots, spec.max_new_tokens)
-            host = rows.host if cache is whole else None  # if the whole prompt is kept, its rows are there already
+            host = rows.host if cache is whole else None  # if the whole prompt is kept, its rows are in host memory already
             cache = offload(cache, near, host=host, values_only=self.keys_stay)
         return SlotState(cache=cache, aux=aux)
 
@@ -257,7 +257,7 @@ class SlotMethod(SlotAttention):
 class BoundedSlots(SlotAttention):
     """Storage for ``budget`` tokens per KV head and one more block. Write ``score``.
 
-    The prompt is read in blocks. A block is appended and attends to all stored tokens; then the cache is cut back to the
+    Prefill runs in blocks. A block is appended and attends to all stored tokens; then the cache is cut back to the
     budget. A decode step does the same with a block of one token.
     """
 
@@ -272,7 +272,7 @@ class BoundedSlots(SlotAttention):
 
     @abc.abstractmethod
     def score(self, cache: LayerCache) -> Array:
-        """The value of each stored token: float32 [B, H, S]; the lowest are evicted."""
+        """Score each stored token: float32 [B, H, S]; the tokens of lowest score are evicted."""
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)
@@ -302,20 +302,20 @@ class BoundedSlots(SlotAttention):
 
 
 def count_all(cache: LayerStorage) -> tuple[Array, Array]:
-    """`SlotMethod.count` of a method that attends to every stored slot and reads no metadata."""
+    """Compute `SlotMethod.count` of a method that attends to every stored slot and reads no metadata."""
     stored = total(jnp.sum(cache.valid, axis=2, dtype=jnp.int32), cache)
     return stored, jnp.zeros(stored.shape, jnp.float32)
 
 
 def new_slots(cache: LayerStorage, position: Array) -> Array:
-    """The slots of the tokens at ``position`` int32 [B, T] that were just stored: int32 [B, T]; S stands for padding."""
+    """Return the slots of the tokens at ``position`` int32 [B, T] that were just stored: int32 [B, T]; padding gets S."""
     real = position >= 0
     order = jnp.arange(real.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
     return jnp.where(real, cache.cursor[:, None] + order, cache.num_slots)
 
 
 def newest_query(step: Step, before: Array) -> Array:
-    """The query of each row's last token [B, H, G, D]; that of ``before`` in rows where the step has padding alone."""
+    """Return the query of each row's last token [B, H, G, D]; ``before`` in rows where the step has only padding."""
     real = jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
     last = jnp.maximum(real - 1, 0)[:, None, None, None, None]
     query = jnp.take_along_axis(step.query, last, axis=3)[..., 0, :]
@@ -323,7 +323,7 @@ def newest_query(step: Step, before: Array) -> Array:
 
 
 def cost_of_all(cache: LayerStorage) -> Cost:
-    """`LayerMethod.cost` of a method that attends to every stored slot and reads no metadata."""
+    """Compute `LayerMethod.cost` of a method that attends to every stored slot and reads no metadata."""
     stored, metadata = count_all(cache)
     tokens = stored.astype(jnp.float32)
     row = cache.slot_bytes
@@ -351,13 +351,13 @@ def check_budget(method: Any, least: int, needs: str) -> None:
 
 
 def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
-    """Rotated query and key, and the value."""
+    """Rotate query and key; return them with the value."""
     query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
     return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
 
 
 def _step(query: Array, inputs: Inputs) -> Step:
-    """The step of a rotated ``query`` [B, H, G, T, D]."""
+    """Build the step of a rotated ``query`` [B, H, G, T, D]."""
     guess = inputs.guess
     if guess is not None:
         guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
@@ -367,7 +367,7 @@ def _step(query: Array, inputs: Inputs) -> Step:
 def _mass(
     query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
 ) -> Array:
-    """The attention probability of each slot, summed over queries and group: float32 [B, H, S]; see `column_mass`."""
+    """Sum the attention probability of each slot over queries and group: float32 [B, H, S]; see `column_mass`."""
     key, scale = cache.resident().key, 1 / math.sqrt(query.shape[-1])
     return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 

@@ -1,20 +1,18 @@
 """Axis letters, the pytree decorator and the seam to a model.
 
-Axis letters used in every docstring of this library:
+Axis letters used in every docstring of this library::
 
-====== ============================== ====== ==============================
-letter meaning                        letter meaning
-====== ============================== ====== ==============================
-B      batch rows                     S      cache slots
-L      layers                         P      pages
-H      KV heads                       C      slots per page
-G      query heads per KV head        K      selected slots
-T      query tokens                   D      head_dim
-V      vocabulary                     W      observation window
-====== ============================== ====== ==============================
+    letter meaning                        letter meaning
+    ------ ------------------------------ ------ ------------------------------
+    B      batch rows                     S      cache slots
+    L      layers                         P      pages
+    H      KV heads                       C      slots per page
+    G      query heads per KV head        K      selected slots
+    T      query tokens                   D      head_dim
+    V      vocabulary                     W      observation window
 
 Query ``[B, H, G, T, D]``, key and value ``[B, H, T, D]``, cache ``[B, H, S, D]``. A *slot* is an index into the
-cache. A *position* is the number of a token in its row, which RoPE reads. Compaction changes slots, never positions.
+cache. A *position* is the index of a token in its row, which RoPE reads. Compaction changes slots, never positions.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, o
 
 
 def static(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """A dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
+    """Declare a dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
 
-    Write ``static(default=...)`` with the keyword: type checkers look for it. ``limits`` are those of `kvjax.fields.Limits`,
-    for example ``least=1``.
+    Write ``static(default=...)`` with the keyword: type checkers look for it. ``limits`` are fields of
+    `kvjax.fields.Limits`, for example ``least=1``.
     """
     return dataclasses.field(default=default, metadata={"static": True, "limits": Limits(**limits)})
 
 
 def traced(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """A dataclass field that is a leaf of the pytree, with `kvjax.fields.Limits` like those of `static`."""
+    """Declare a dataclass field that is a leaf of the pytree. ``limits`` are fields of `kvjax.fields.Limits`."""
     return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
 
 
@@ -50,7 +48,7 @@ def pytree[T](cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure.
 
     A class with ``__post_init__`` checks its fields when it is made. When JAX rebuilds it, its leaves may be anything, so
-    nothing is checked, and no number is waited for.
+    nothing is checked, and JAX waits for no value.
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     if "__post_init__" not in dir(made):
@@ -88,7 +86,7 @@ def not_none[T](name: str, value: T | None) -> T:
 
 @runtime_checkable
 class Model(Protocol):
-    """What kvjax needs of a model: a hashable description that can run itself.
+    """The interface of a model to kvjax: a hashable description that can run itself.
 
     The description is static: it is part of the jit key and of a cache's tree structure. ``models.ModelConfig`` is such a
     description. All members are read-only, so a frozen dataclass can have them as fields.
@@ -96,8 +94,8 @@ class Model(Protocol):
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
     layer in tokens, and None for a layer that attends in full. See `kvjax.decoding.sliding_window`.
 
-    A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes one more argument: see
-    there. It is asked by methods with `kvjax.method.LayerMethod.needs_guess` alone.
+    A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
+    Only methods with `kvjax.method.LayerMethod.needs_guess` use it.
 
     A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
     part, with its share of the heads; see ``docs/many_devices.md``.
@@ -142,8 +140,8 @@ class Model(Protocol):
         [B, H, T, D]. ``last`` int32 [B] says which token's hidden state goes to the LM head, per row.
 
         A model with ``can_guess`` takes ``guess``, a collection of layers above 0, () if it is not given. In these layers
-        ``attend`` gets one more array behind v, [B, H, G, T, D] and not rotated: the query that the layer's projections, with
-        bias and norm, make of the input of the attention of the layer before, in place of its own.
+        ``attend`` gets one more array after v, [B, H, G, T, D] and not rotated: this layer's query projection, with bias and
+        norm, applied to the previous layer's attention input.
 
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.
@@ -151,5 +149,5 @@ class Model(Protocol):
         ...
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of ``params`` that a decode step of ``rows`` rows reads."""
+        """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
         ...

@@ -8,7 +8,7 @@ import tomllib
 
 
 def _version() -> str:
-    """The installed package's version, or that in pyproject.toml if this is a checkout that is not installed."""
+    """Return the installed package's version, or the version in pyproject.toml if this checkout is not installed."""
     try:
         return importlib.metadata.version("kvjax")
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .experts import Experts
 from .hub import checkpoint_directory
-from .named_models import NAMED_MODELS, NamedModel, PackagedFile
+from .named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .sharding import param_specs, shard_params
 from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
@@ -23,9 +23,10 @@ __all__ = [
     "LinearScaling",
     "LongRopeScaling",
     "ModelConfig",
+    "ModelFile",
     "NAMED_MODELS",
     "NamedModel",
-    "PackagedFile",
+    "Piece",
     "RopeScaling",
     "Transformer",
     "YarnScaling",

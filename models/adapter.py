@@ -1,4 +1,4 @@
-"""Low-rank adapters: a small file that changes a model of which it holds no weights (LoRA, arXiv:2106.09685).
+"""Low-rank adapters: a small file that changes a model without holding the model's weights (LoRA, arXiv:2106.09685).
 
 An adapter has two factors for every kernel of the decoder's layers, in the layout of this library, where projections that
 read the same input are fused. All layers are stacked::
@@ -42,16 +42,16 @@ KERNELS = ("attention/qkv/kernel", "attention/out/kernel", "mlp/gate_up/kernel",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What an adapter belongs to, and what it changes besides the kernels.
+    """The base of an adapter, and the adapter's changes besides the kernels.
 
     Attributes:
-        base: the name of the model that it was trained on, for messages.
-        fingerprint: of that model's parameters; see `fingerprint`.
+        base: the name of the model that the adapter was trained on, for messages.
+        fingerprint: the fingerprint of the base's parameters; see `fingerprint`.
         rank: R, columns of the first factor.
-        stretch: the adapted model's context is longer by this factor; see `stretched`.
+        stretch: length of the adapted model's context / length of the base's context; see `stretched`.
 
     Raises:
-        ValueError: a field is of another type, the rank or the stretch below 1.
+        ValueError: a field has the wrong type, or the rank or the stretch is below 1.
     """
 
     base: str
@@ -70,10 +70,10 @@ class AdapterConfig:
 
 
 def fingerprint(params: Mapping[str, Any]) -> str:
-    """Sixteen hexadecimal digits that tell a model from others of the same shape.
+    """Hash a model's parameters into 16 hexadecimal digits that tell the model from other models of the same shape.
 
     The digits depend on the shapes of all parameters, as the factors see them, and on the values of the norms' scales in
-    bfloat16. So they are the same for parameters that were loaded in float32 and in bfloat16.
+    bfloat16. They are therefore the same for parameters that were loaded in float32 and in bfloat16.
     """
     digest = hashlib.sha256()
     for path, leaf in sorted(flatten_dict(params, sep="/").items()):
@@ -84,7 +84,7 @@ def fingerprint(params: Mapping[str, Any]) -> str:
 
 
 def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax.Array) -> dict[str, Any]:
-    """Factors of an adapter that changes nothing yet.
+    """Initialise the factors of an adapter that changes nothing yet.
 
     Args:
         params: the base's parameters.
@@ -110,7 +110,7 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
 
 
 def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """``kernel + a @ b``, computed in float32.
+    """Compute ``kernel + a @ b`` in float32.
 
     Args:
         kernel: [..., in, out], or [..., in, 2, F] with out = 2F.
@@ -126,14 +126,14 @@ def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the adapted model.
+    """Add an adapter's factors to the parameters of its base.
 
     Args:
-        params: the base's parameters; they are not changed. On a mesh each device changes its parts.
+        params: the base's parameters; they are not changed. On a mesh each device computes its parts.
         factors: see the module's text.
 
     Returns:
-        A tree like ``params``, in the same dtypes and where they are. Leaves that the adapter leaves alone are shared.
+        The adapted parameters: a tree like ``params``, with its dtypes and devices. Leaves without factors are shared.
 
     Raises:
         ValueError: the factors do not fit the parameters.
@@ -155,7 +155,7 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
 
 
 def _merger(sharding: Sharding) -> Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]:
-    """`adapted` for a kernel [in, ...], a [in, R] and b [R, ...]; each device of a mesh computes its part."""
+    """Return `adapted` for a kernel [in, ...], a [in, R] and b [R, ...]; each device of a mesh computes its part."""
 
     def merge(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         return adapted(kernel, a, b.reshape(len(b), -1))
@@ -174,12 +174,12 @@ def _has_experts(flat: Mapping[str, Any]) -> bool:
 
 
 def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter where it is multiplied: gate and up are one matrix, [..., in, 2F]."""
+    """Return the shape of a parameter as a factor of a product: gate and up are one matrix, [..., in, 2F]."""
     return (*shape[:-2], shape[-2] * shape[-1]) if path.endswith("gate_up/kernel") else tuple(shape)
 
 
 def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What is wrong with the shapes of factors, in words."""
+    """List in words what is wrong with the names and shapes of factors."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
     if _has_experts(flat):
         return ["the model has experts, expected one matrix for each projection"]
@@ -196,13 +196,13 @@ def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int)
 
 
 def stretched(config: ModelConfig, factor: float) -> ModelConfig:
-    """A model with a longer context: slow rotary frequencies are divided by the factor, so that no angle is new to the model.
+    """Stretch a model's context: divide its slow rotary frequencies by a factor, so that no angle is new to the model.
 
     The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
 
     Args:
         config: the model.
-        factor: the context becomes longer by it; 1 changes nothing.
+        factor: new length of the context / old length; 1 changes nothing.
 
     Raises:
         ValueError: the model's frequencies are scaled already.
@@ -221,15 +221,15 @@ def stretched(config: ModelConfig, factor: float) -> ModelConfig:
 def apply_adapter(
     params: Mapping[str, Any], config: ModelConfig, directory: str | os.PathLike
 ) -> tuple[dict[str, Any], ModelConfig]:
-    """A model with the adapter of a directory.
+    """Apply the adapter in a directory to a model.
 
     Args:
         params: the base's parameters.
         config: the base.
-        directory: has ``adapter_model.safetensors`` and ``adapter_config.json``; see `save_adapter`.
+        directory: holds ``adapter_model.safetensors`` and ``adapter_config.json``; see `save_adapter`.
 
     Returns:
-        The adapted model's parameters and its description.
+        The parameters and the configuration of the adapted model.
 
     Raises:
         FileNotFoundError: a file is absent.
@@ -246,7 +246,7 @@ def apply_adapter(
 
 
 def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
-    """The factors (NumPy arrays in the file's dtype) and the description of an adapter.
+    """Load the factors (NumPy arrays in the file's dtype) and the description of an adapter.
 
     Raises:
         FileNotFoundError: a file is absent.
@@ -270,7 +270,7 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
         if any(other.startswith(f"{name}/") for other in factors):
             raise ValueError(f"{directory / WEIGHTS} is damaged: {name} is both a factor and a folder of factors")
         if not np.isfinite(leaf).all():
-            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} has numbers that are not finite")
+            raise ValueError(f"{directory / WEIGHTS} is damaged: {name} has values that are not finite")
     try:
         about = AdapterConfig(**{name: described[name] for name in names})
     except ValueError as error:
@@ -281,7 +281,7 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
 def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
     """Write an adapter: the factors in bfloat16, and their description.
 
-    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before.
+    Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged.
 
     Args:
         directory: is created if absent.

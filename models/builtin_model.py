@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def builtin_directory() -> Path:
-    """The directory of the shipped retrieval model, in Hugging Face layout.
+    """Return the directory of the shipped retrieval model, in Hugging Face layout.
 
     Raises:
-        FileNotFoundError: this installation has no such model.
+        FileNotFoundError: this installation lacks the model.
     """
     directory = Path(__file__).parent / "builtin"
     if not (directory / "config.json").is_file():

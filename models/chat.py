@@ -1,7 +1,7 @@
-"""The chat template of a checkpoint, which makes a prompt of the trained form from a user's message.
+"""The chat template of a checkpoint, which turns a user's message into a prompt of the form that the model was trained on.
 
-transformers renders the template, so a prompt equals the result of ``apply_chat_template`` of its tokenizer. torch is not
-needed. Rendered text contains its special tokens, the begin-of-text token too: encode it with ``add_special_tokens=False``.
+transformers renders the template, so a prompt equals the result of its ``apply_chat_template``. torch is not needed.
+Rendered text contains its special tokens, the begin-of-text token too: encode it with ``add_special_tokens=False``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ChatTemplate:
     def from_directory(
         cls, directory: str | os.PathLike, name: str = "default", *, offline: bool = False
     ) -> ChatTemplate | None:
-        """The template of a checkpoint, from the same files as in transformers.
+        """Read the template of a checkpoint from the files that transformers reads.
 
         ``chat_template.jinja`` and ``additional_chat_templates/<name>.jinja`` come before ``chat_template`` in
-        ``tokenizer_config.json``, which can be a text or several texts with names. A GGUF file has them in its metadata.
+        ``tokenizer_config.json``, which can be a text or several named texts. A GGUF file holds templates in its metadata.
 
         Args:
             directory: a Hugging Face checkpoint directory, a GGUF file, a directory that holds one, or a name, see
@@ -53,8 +53,8 @@ class ChatTemplate:
             The template, or None if the checkpoint has no template.
 
         Raises:
-            FileNotFoundError: there is no such directory.
-            ValueError: the checkpoint has templates but none of this name, or a file is damaged.
+            FileNotFoundError: the directory does not exist.
+            ValueError: the checkpoint has templates but none called ``name``, or a file is damaged.
         """
         path = gguf_files.locate(directory, offline=offline)
         if path is not None:
@@ -83,7 +83,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Render a conversation as a prompt.
 
         Args:
             messages: each with "role" and "content".
@@ -120,13 +120,13 @@ class ChatTemplate:
         return texts[0]
 
     def around(self, system: str | None = None, **variables: Any) -> tuple[str, str]:
-        """The texts before and after a user message, for a message whose end is not known yet.
+        """Return the texts before and after a user message, for a message whose end is not known yet.
 
-        A long context can be prefilled (and compressed) behind the first text. Its question follows later, and behind it the
-        second text, which opens the assistant's answer. A template that trims the user's message does not trim it here.
+        A long context can be prefilled (and compressed) after the first text. Its question follows later, and after the
+        question the second text, which opens the assistant's answer. No template can trim the user's message here.
 
         Args:
-            system: the system message; None means that of the template.
+            system: the system message; None means the template's own.
             **variables: other variables of the template, see `render`.
 
         Returns:
@@ -148,7 +148,7 @@ class ChatTemplate:
 
 
 def _renderer() -> tuple[Callable, type[Exception]]:
-    """The rendering function of transformers, and the error that templates raise."""
+    """Return the rendering function of transformers, and the error that templates raise."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_says_nothing_about_torch)  # which templates do not need
     try:
@@ -169,7 +169,7 @@ def _says_nothing_about_torch(record: logging.LogRecord) -> bool:
 
 
 def _template_files(directory: Path) -> dict[str, str]:
-    """Templates in files of their own, by name."""
+    """Read the templates that have a file of their own, by name."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
@@ -183,7 +183,7 @@ def _template_files(directory: Path) -> dict[str, str]:
 
 
 def _configured_templates(path: Path) -> dict[str, str]:
-    """Templates in ``tokenizer_config.json``, by name."""
+    """Read the templates in ``tokenizer_config.json``, by name."""
     found = read_json(path).get("chat_template") if path.is_file() else None
     if found is None or isinstance(found, str):
         return {"default": found} if found else {}

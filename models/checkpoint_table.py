@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint that make each parameter or a part of it, and how to join and split them."""
+"""Which tensors of a Hugging Face checkpoint make each parameter or a part of it, and how to join and split them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Leaf:
     pair: bool = False  # out is gate and up, each on its own: [in, 2, F]
 
     def file_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
+        """Compute the shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
         fold = self.folds[index]
         # Embeddings are the only matrices that are not transposed; their fold is their shape.
         if self.transpose:
@@ -52,7 +52,7 @@ class Leaf:
         return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """The parameter from its file tensors: a view or one copy, in the file's dtype."""
+        """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
         if not self.transpose:
@@ -62,12 +62,14 @@ class Leaf:
         return turned.reshape(*turned.shape[:-1], 2, -1) if self.pair else turned
 
     def part(self, index: Index) -> tuple[Leaf, list[Index]]:
-        """What to read of the file's tensors for a part of the parameter, and the leaf that joins what was read.
+        """Select what to read of the file's tensors for a part of the parameter, and the leaf that joins the slices.
 
         Args:
-            index: as `jax.make_array_from_callback` gives it: all of the parameter, or equal parts of one dimension. That is
-                [in] of a matrix, or else the dimension that begins the folds: [out] (F; KV heads, none of which is divided)
-                or the rows of a table.
+            index: as `jax.make_array_from_callback` gives it: all of the parameter, or an equal part of one dimension. The
+                dimension is [in] of a matrix, [out] of a matrix (whole KV heads, or a part of F), or the rows of a table.
+
+        Returns:
+            The leaf of the part, and for each file tensor the slices to read.
         """
         shapes = [self.file_shape(i) for i in range(len(self.names))]
         divided = [dim - len(index) for dim, at in enumerate(index) if at != slice(None)]
@@ -81,12 +83,12 @@ class Leaf:
         start, stop = start // unit, stop // unit
         where = []
         for shape, fold in zip(shapes, self.folds, strict=True):
-            rows = shape[0] // fold[0]  # of the file, for one of the fold
+            rows = shape[0] // fold[0]  # rows of the file for one row of the fold
             where.append((slice(start * rows, stop * rows), *[slice(None)] * (len(shape) - 1)))
         return dataclasses.replace(self, folds=tuple((stop - start, *fold[1:]) for fold in self.folds)), where
 
     def split(self, param: np.ndarray) -> list[np.ndarray]:
-        """The contiguous file tensors from the parameter: the inverse of `join`."""
+        """Split the parameter into contiguous file tensors: the inverse of `join`."""
         sizes = [fold[self.axis] for fold in self.folds]
         joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
         flat = param.reshape(*param.shape[:-2], -1) if self.pair else param
@@ -97,7 +99,7 @@ class Leaf:
 
 
 def checkpoint_table(config: ModelConfig) -> list[Leaf]:
-    """Every parameter of ``config``'s model with its file tensors, in the order of a forward pass."""
+    """List every parameter of ``config``'s model with its file tensors, in the order of a forward pass."""
     hidden, dim = config.hidden_size, config.head_dim
     heads, group = config.num_kv_heads, config.group_size
     leaves = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
@@ -132,7 +134,7 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
 
 
 def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
-    """The parameters of a layer's MLP, which may be experts."""
+    """List the parameters of a layer's MLP, which may be experts."""
     ours, theirs = f"layers_{layer}/mlp", f"model.layers.{layer}"
     hidden, experts = config.hidden_size, config.experts
     if experts is None or layer not in experts.layers:
@@ -152,7 +154,7 @@ def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What is wrong with the tensors of a file, one line each: missing, unused, or of another shape than expected."""
+    """List the problems of a file's tensors, one line each: missing, unused, or of another shape than expected."""
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     for name, shape in found.items():
         if name not in expected:

@@ -1,4 +1,4 @@
-"""The description of a decoder, frozen and hashable. The model reads it, and the code that attends for the model.
+"""The configuration of a decoder, frozen and hashable. The model and the code that attends for the model read it.
 
 The families that this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Yi) have the same architecture.
 Every difference between them is a field below. `models.hf_config` translates from and to Hugging Face's ``config.json``.
@@ -142,10 +142,10 @@ class ModelConfig:
         return self.num_q_heads // self.num_kv_heads
 
     def local(self, devices: int) -> ModelConfig:
-        """What one of so many devices runs: its share of the heads and of every MLP's F, of the same layers and tokens.
+        """Divide the heads and every MLP's F by a number of devices; return the configuration of one device's share.
 
         Raises:
-            ValueError: the parts would not be equal; the message says which numbers of devices would do.
+            ValueError: the parts would not be equal; the message lists the numbers of devices that give equal parts.
         """
         shared = {"num_kv_heads": self.num_kv_heads, "intermediate_size": self.intermediate_size}
         if self.experts is not None:
@@ -182,7 +182,7 @@ class ModelConfig:
         """Run the decoder; see `models.transformer.Transformer` for shapes and errors.
 
         Raises:
-            ValueError: ``params`` are those of another model, or no floating-point numbers.
+            ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
         """
         # Imported here, because transformer.py imports this class.
         from .transformer import Transformer
@@ -192,18 +192,19 @@ class ModelConfig:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
             out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
-            return cast(tuple[jax.Array, tuple], out)  # of Flax, which may return changed variables beside it
+            return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
         except _WRONG_PARAMS as error:
             told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
             raise ValueError(
-                f"params must be those of this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
-                f"others: {told}"
+                f"params must belong to this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
+                f"other parameters: {told}"
             ) from error
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of ``params`` that a decode step of ``rows`` rows reads.
+        """Count the bytes of ``params`` that a decode step of ``rows`` rows reads.
 
-        All but the unused rows of the embedding, and the experts that no row uses (`models.experts.Experts.unread_bytes`).
+        A step reads everything but the unused rows of the embedding and the experts that no row uses
+        (`models.experts.Experts.unread_bytes`).
         """
         total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
         if self.experts is not None:
@@ -215,7 +216,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
-        """The description from a Hugging Face ``config.json``.
+        """Translate a Hugging Face ``config.json``.
 
         Args:
             hf: the file as a dict; its ``model_type`` is llama (Yi too), qwen2, qwen3, mistral, qwen3_moe or mixtral.
@@ -231,7 +232,7 @@ class ModelConfig:
         return cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """A dict for ``config.json`` that ``transformers`` and `from_hf` can read.
+        """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.
 
         Raises:
             ValueError: no family of ``transformers`` has this combination of switches.

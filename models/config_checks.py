@@ -1,7 +1,7 @@
 """Types of the values in a ``config.json``, checked before anything is computed from them.
 
-The translation in `models.hf_config` then may compare and divide. A value of another type is refused: ``"false"`` is a text
-that Python takes for true, and ``"4"`` heads are not four.
+The translation in `models.hf_config` may then compare and divide. A value of the wrong type is refused: Python takes the
+text ``"false"`` for true, and the text ``"4"`` is no number of heads.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ _OF_ROPE: dict[str, _Kind] = {
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` in which a known key has a value of another type than the key's.
+    """Refuse a ``config.json`` in which a known key has a value of the wrong type.
 
     Args:
-        hf: the file as a dict; keys that are not known here are not looked at.
+        hf: the file as a dict; unknown keys are not checked.
 
     Raises:
-        ValueError: a value of another type; the message names the key, the value and what was expected.
+        ValueError: a value has the wrong type; the message names the key, the value and the expected type.
     """
     for key, kind in _NEVER_NULL.items():
         if key in hf:
@@ -117,10 +117,10 @@ def _check(key: str, value: Any, kind: _Kind) -> None:
 
 
 def eos_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list.
+    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``value`` is no whole number, and no list of whole numbers.
     """
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for item in ids:

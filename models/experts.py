@@ -1,15 +1,15 @@
-"""Mixtures of experts: a layer's MLP is a set of experts, of which every token uses the few that a router chooses.
+"""Mixtures of experts: a layer's MLP is a set of experts, and every token uses the few that a router chooses.
 
 The router is one product with a kernel [d, E] and a softmax over all E experts in float32. A token goes to the k experts
-with the largest probabilities, and its result is the sum of theirs, weighted by the probabilities: as they are, or divided by
-their sum (``norm_topk_prob``; always in Mixtral).
+with the largest probabilities. Its result is the sum of the k experts' results, weighted by the probabilities: unchanged, or
+divided by their sum (``norm_topk_prob``; always in Mixtral).
 
 Source: Mixtral (arXiv:2401.04088), Qwen3 (arXiv:2505.09388); the order of these operations as in transformers 5.23.
 
-There are three ways to compute it, because nothing is fastest everywhere:
+There are three ways to compute the mixture, because no way is fastest everywhere:
 
-* For few tokens (at most E choices) each choice reads the weights of its expert, one after the other: a decode step reads the
-  experts that it uses.
+* For few tokens (at most E choices) each choice reads the weights of its expert, one choice after the other: a decode step
+  reads only the experts that it uses.
 * For many tokens the choices are sorted by expert and go through `jax.lax.ragged_dot`.
 * On a CPU, where XLA computes a ragged product as masked dense products, all tokens go through all experts, one expert at a
   time: 512 tokens, 8 of 64 experts of [512, 256] in float32 took 1.3 s instead of 12 s on two cores.
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_UNROLLED = 32  # choices; more are a loop, whose program does not grow
-# In a file of a family with other experts these say so; ours have none of them.
+_UNROLLED = 32  # choices; more choices run as a loop, whose program does not grow
+# A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
 _FOREIGN = ("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "n_group", "scoring_func")
 _COUNTS = ("num_experts", "num_local_experts")  # both spellings
 FAMILIES = {  # model_type -> the key of an expert's intermediate size
@@ -47,7 +47,7 @@ class Experts:
     num_experts_per_tok: int  # k, experts that a token uses
     intermediate_size: int  # F of one expert
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
-    layers: tuple[int, ...]  # layers with experts; the others have the model's dense MLP
+    layers: tuple[int, ...]  # layers with experts; every other layer has the model's dense MLP
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -66,9 +66,9 @@ class Experts:
             raise ValueError(f"Experts: layers must be a tuple of ascending layer numbers, got {self.layers!r}")
 
     def unread_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of experts that a decode step of ``rows`` rows does not read.
+        """Estimate the bytes of experts that a decode step of ``rows`` rows does not read.
 
-        One row reads k experts. Several rows share some: counted is the expectation if each expert is as likely as the next.
+        One row reads k experts. Several rows share experts: the estimate is an expectation with equally likely experts.
         """
         unread = (1 - self.num_experts_per_tok / self.num_experts) ** rows
         blocks = [params[f"layers_{layer}"]["mlp"] for layer in self.layers]
@@ -77,7 +77,7 @@ class Experts:
 
 
 def route(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token and their weights.
+    """Choose the experts of each token and compute their weights.
 
     Args:
         x: [N, d], normalised hidden states.
@@ -85,7 +85,8 @@ def route(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array,
         experts: the mixture.
 
     Returns:
-        int32 [N, k], the experts in falling order of probability, the lower number first among equals; and float32 [N, k].
+        The experts, int32 [N, k], in falling order of probability (of equal ones the lower index first); and their weights,
+        float32 [N, k].
     """
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
     weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), experts.num_experts_per_tok)
@@ -95,14 +96,14 @@ def route(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array,
 
 
 def mix(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """The weighted sum of what each token's experts make of it, in the fastest way for the platform; see the module's text.
+    """Sum the weighted results of each token's experts, in the fastest way for the platform; see the module's text.
 
     Args:
         x: [N, d].
         chosen: int32 [N, k].
         weight: float32 [N, k].
         gate_up: [E, d, 2, F], in the dtype of ``x``.
-        down: [E, F, d], likewise.
+        down: [E, F, d], in the dtype of ``x``.
 
     Returns:
         [N, d] in the dtype of ``x``.
@@ -117,7 +118,7 @@ def mix(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, 
 def one_by_one(
     x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *, unroll: bool = False
 ) -> jax.Array:
-    """`mix`, one token and expert after the other; an expert's weights are read where they are."""
+    """Compute `mix` for one token and expert after the other; an expert's weights are read in place."""
     count = chosen.shape[1]
 
     def add(index: Any, total: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ def one_by_one(
 
 
 def grouped(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """`mix` by ragged products: tokens are sorted by expert, and each group meets its expert's weights once."""
+    """Compute `mix` by ragged products: tokens are sorted by expert, and each group reads its expert's weights once."""
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
@@ -143,7 +144,7 @@ def grouped(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Arr
 
 
 def all_experts(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """`mix` by dense products: all tokens go through all experts, and a weight is 0 where an expert was not chosen."""
+    """Compute `mix` by dense products: all tokens go through all experts; the weight of an unchosen expert is 0."""
     row = jnp.arange(len(x))[:, None]
     share = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[row, chosen].set(weight)
 
@@ -155,19 +156,19 @@ def all_experts(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax
 
 
 def _expert(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """One expert, a gated SiLU MLP: float32 [N, d] from [N, d]."""
+    """Apply one expert, a gated SiLU MLP: [N, d] to float32 [N, d]."""
     both = jnp.einsum("nd,dgf->ngf", x, gate_up)
     return jnp.matmul(jax.nn.silu(both[:, 0]) * both[:, 1], down, preferred_element_type=jnp.float32)
 
 
 def read(hf: dict[str, Any]) -> Experts | None:
-    """The experts that ``config.json`` declares, or None if no layer has any.
+    """Read the experts that ``config.json`` declares; None if no layer has experts.
 
     Args:
         hf: the file as a dict, with ``model_type`` and ``num_hidden_layers``.
 
     Raises:
-        ValueError: keys are missing or contradict each other, or a model without experts declares some.
+        ValueError: keys are missing or contradict each other, or a family without experts declares experts.
     """
     kind = hf["model_type"]
     counts = {key: hf[key] for key in _COUNTS if hf.get(key) is not None}
@@ -205,11 +206,11 @@ def read(hf: dict[str, Any]) -> Experts | None:
 
 
 def write(fields: dict[str, Any], model_type: str) -> tuple[str, dict[str, Any]]:
-    """The model type, and the keys of ``config.json`` for the experts of a model.
+    """Return the model type, and the keys of ``config.json`` for the experts of a model.
 
     Args:
-        fields: those of a ModelConfig.
-        model_type: of the same model without experts.
+        fields: the fields of a ModelConfig.
+        model_type: the type of the same model without experts.
 
     Raises:
         ValueError: no family of transformers has these experts.
@@ -239,7 +240,7 @@ def write(fields: dict[str, Any], model_type: str) -> tuple[str, dict[str, Any]]
 
 
 def tensor_names(layer: str, count: int, qwen: bool) -> tuple[str, list[str], list[str]]:
-    """The file's tensors of one layer's experts.
+    """Name the file's tensors of one layer's experts.
 
     Args:
         layer: "model.layers.3".

@@ -25,14 +25,14 @@ _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads a
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelConfig, with ``rope_scaling`` as a `RopeRule` or None.
+    """Translate a ``config.json`` to the fields of a ModelConfig, with ``rope_scaling`` as a `RopeRule` or None.
 
     Args:
         hf: a ``config.json`` as a dict.
 
     Raises:
-        ValueError: keys are missing, all of which the message names; a value is of another type than its key's; or a setting
-            is not supported.
+        ValueError: keys are missing (the message names all of them), a value has the wrong type, or a setting is not
+            supported.
     """
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -70,7 +70,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(hf: dict[str, Any]) -> str:
-    """The declared dtype, from its new or old key. float16 becomes float32, which alone holds it exactly."""
+    """Return the declared dtype, from its new or old key. float16 becomes float32, the only dtype that holds it exactly."""
     declared = hf.get("dtype", hf.get("torch_dtype")) or "float32"
     return "float32" if declared == "float16" else declared
 
@@ -89,13 +89,14 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """The dict for ``config.json`` from the fields of a ModelConfig.
+    """Translate the fields of a ModelConfig to a dict for ``config.json``.
 
-    It has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as Llama, or
-    as Mistral if its hidden size is no multiple of its heads, because Llama's class would refuse it, or if it has windows.
+    The dict has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as
+    Llama. It is written as Mistral if it has windows, or if its hidden size is no multiple of its heads, which Llama's class
+    refuses.
 
     Raises:
-        ValueError: q/k norm and QKV bias are both on, or layers have windows, as in no supported family.
+        ValueError: no supported family has the switches (q/k norm and QKV bias both on) or the windows.
     """
     if fields["qk_norm"] and fields["qkv_bias"]:
         raise ValueError("no Hugging Face family has both qk_norm and qkv_bias, got both True")
@@ -127,7 +128,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         **of_experts,
     }
     if rule is not None and rule.rope_type == "dynamic":
-        # The file's number says where stretching begins, not where the context ends.
+        # The file's value says where stretching begins, not where the context ends.
         hf["max_position_embeddings"] = rule.original_max_position_embeddings
     if model_type == "qwen3":
         hf["attention_bias"] = False

@@ -1,6 +1,6 @@
 """Translation between the sliding windows of Hugging Face's ``config.json`` and `models.config.ModelConfig.windows`.
 
-The families say in three ways which layers have a window, and transformers' classes have defaults for keys that a file lacks:
+The families declare in three ways which layers have a window, and transformers' classes have defaults for absent keys:
 
 * Mistral and Mixtral: every layer has the window ``sliding_window``; null means none.
 * Qwen2 and Qwen3: with ``use_sliding_window`` the layers that ``layer_types`` calls "sliding_attention"; without this list
@@ -20,9 +20,9 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def read(hf: dict[str, Any], context: int) -> tuple[int | None, ...]:
-    """The window of each layer in tokens, None for a layer that attends in full.
+    """Read the window of each layer in tokens, None for a layer with full attention.
 
-    It is () if no layer has a window, or none narrower than the context.
+    The result is () if no layer has a window narrower than the context.
 
     Args:
         hf: a ``config.json`` as a dict, with ``model_type`` and ``num_hidden_layers``.
@@ -59,11 +59,11 @@ def read(hf: dict[str, Any], context: int) -> tuple[int | None, ...]:
 
 
 def write(windows: tuple[int | None, ...], model_type: str) -> tuple[str, dict[str, Any]]:
-    """The keys of ``config.json`` for the windows of a model.
+    """Translate the windows of a model to keys of ``config.json``.
 
     Args:
         windows: as in `models.config.ModelConfig.windows`.
-        model_type: of a model without windows.
+        model_type: the type of the same model without windows.
 
     Returns:
         The model type, which windows can change from Llama's to Mistral's, and the keys.
@@ -92,7 +92,7 @@ def write(windows: tuple[int | None, ...], model_type: str) -> tuple[str, dict[s
 
 
 def _layer_types(given: Any, count: int) -> list[str]:
-    """``layer_types`` of a file, one known kind for each layer."""
+    """Check ``layer_types`` of a file: one known kind for each layer."""
     if not isinstance(given, list) or len(given) != count:
         raise ValueError(f"layer_types must be a list with one entry for each of {count} layers, got {given!r:.80}")
     other = [named for named in given if named not in _KINDS]

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint are: a directory, a named model or a repository of the hub; their JSON files."""
+"""Find the files of a checkpoint (a directory, a named model or a repository of the hub), and read its JSON files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # "owner/name"; "./name"
 
 
 def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path:
-    """The local directory of a checkpoint. What has a name and is not on this machine is downloaded first.
+    """Return the local directory of a checkpoint. A named model or a repository is downloaded first if it is absent.
 
     Args:
         checkpoint: one of
 
-            * a name in `NAMED_MODELS`, such as ``"smollm2"``, which is kept in the user's cache directory. It comes before a
-              directory of the same name; write ``"./smollm2"`` for the directory;
+            * a name in `NAMED_MODELS`, such as ``"smollm2"``; the model is kept in the user's cache directory. The name comes
+              before a directory of the same name; write ``"./smollm2"`` for the directory;
             * a directory;
             * the name of a Hugging Face repository, such as ``"Qwen/Qwen3-0.6B"``, which is kept in the local cache of
               ``huggingface_hub``.
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: there is none of these, or it would have to be downloaded and ``offline``.
+        FileNotFoundError: the checkpoint does not exist, or it is not on this machine and ``offline``.
         ConnectionError: there is no network.
         PermissionError: the repository is gated.
-        ValueError: what was downloaded is not what was expected.
+        ValueError: the downloaded files are not the expected ones.
         OSError: the cache cannot be written, or there is no space.
     """
     text = os.fspath(checkpoint)
@@ -53,10 +53,10 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path:
-    """The path that a user wrote, with the home directory for a leading ``~``.
+    """Return the path that a user wrote, with the home directory for a leading ``~``.
 
     Raises:
-        FileNotFoundError: the text is empty, which as a path would be the current directory.
+        FileNotFoundError: the text is empty; as a path it would mean the current directory.
     """
     text = os.fspath(checkpoint)
     if not text:
@@ -68,12 +68,12 @@ def local_path(checkpoint: str | os.PathLike) -> Path:
 
 
 def leaves_folder(name: str) -> bool:
-    """Whether the path ``name``, which a file names, is one outside of the file's folder on some operating system."""
+    """Tell whether a path ``name`` found in a file leads out of the file's folder on some operating system."""
     return any(path.anchor or ".." in path.parts for path in (PurePosixPath(name), PureWindowsPath(name)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``.
+    """Read the JSON object in the file ``path``.
 
     Raises:
         ValueError: the file is not JSON, is nested too deeply, or holds another JSON value.

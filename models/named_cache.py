@@ -12,41 +12,44 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from .builtin_model import builtin_directory
-from .named_models import NamedModel, PackagedFile
-from .packaged_file import unpack
+from .hub_file import cached, fetched
+from .named_models import ModelFile, NamedModel
+from .packaged_file import pieces_there, unpack
 from .progress import megabytes, progress, say
+from .repository import hub_is_offline
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # of a converted model
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # files of a converted model
 
 
 def cache_directory() -> Path:
-    """The directory in the user's cache that holds the named models; it may not exist yet."""
+    """Return the directory in the user's cache that holds the named models; it may not exist yet."""
     return platformdirs.user_cache_path("kvjax") / "models"
 
 
 def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
-    """The directory of a named model in Hugging Face's layout; it is made if it is not there.
+    """Return the directory of a named model in Hugging Face's layout; make it if it is absent.
 
-    The package with the weights is downloaded by pip, its file is checked and converted to bfloat16, and the result replaces
-    package and file. The directory appears in one moment, when it is whole. An interrupted download starts over. Of several
-    processes one downloads, and the others wait for it.
+    The file with the weights comes from the local cache of the hub, from the hub, or by pip from packages of the index, in
+    this order. It is checked and converted to bfloat16 once; packages are deleted then. The directory appears in one moment,
+    when it is whole. An interrupted download goes on behind the last whole piece. Of several processes one downloads, and the
+    rest wait.
 
     Args:
         model: the model.
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: it is not there and ``offline``, somebody deleted a part of it, or the index has no such package.
+        FileNotFoundError: the directory is absent and ``offline``, a part of it was deleted, or the index lacks the package.
         ModuleNotFoundError: pip is not installed.
         ConnectionError: there is no network.
-        ValueError: what was downloaded is not the file that was expected.
+        ValueError: the downloaded file is not the expected one.
         OSError: the cache directory cannot be written, or there is no space.
     """
     if model.file is None:
         return builtin_directory()
-    target = cache_directory() / f"{model.file.package}-{model.file.version}"
+    target = cache_directory() / model.file.folder
     if target.exists():
         return _checked(model.name, target)
     if offline or hub_is_offline():
@@ -61,7 +64,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
 
 
 def _checked(name: str, target: Path) -> Path:
-    """``target``, which nobody made smaller since it was made."""
+    """Check that ``target`` still has all its files; return it."""
     absent = [file for file in _FILES if not (target / file).is_file()]
     if absent:
         raise FileNotFoundError(
@@ -70,33 +73,63 @@ def _checked(name: str, target: Path) -> Path:
     return target
 
 
-def _fetch(model: NamedModel, file: PackagedFile, target: Path) -> None:
-    """Makes ``target``; the caller holds its lock."""
+def _fetch(model: NamedModel, file: ModelFile, target: Path) -> None:
+    """Make ``target``; the caller holds its lock."""
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a process left that was killed
-    needed = file.size + max(file.download, file.kept)  # the wheel goes before the directory is made
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
-    say(
-        f"{model.name} ({model.about}; licence {model.licence}) is not on this machine: "
-        f"downloading {megabytes(file.download)}, the package {file.package} {file.version}, with pip; "
-        f"{megabytes(file.kept)} are kept, in {target}"
-    )
-    partial.mkdir()
+    download = partial / "download"
+    _clear(file, partial)
+    there = cached(file)
+    if there is None:
+        _check_space(file, target, download)
+        where = " or ".join(([f"the hub's {file.repository}"] if file.repository else []) + [_packages(file)])
+        size = file.size if file.repository else file.download
+        say(
+            f"{model.name} ({model.about}; licence {model.licence}) is not on this machine: downloading {megabytes(size)}, "
+            f"{where}; {megabytes(file.kept)} are kept, in {target}"
+        )
+        there = fetched(file)
+    else:
+        say(f"{model.name} (licence {model.licence}) is in the local cache of the hub: {there}")
+    download.mkdir(parents=True, exist_ok=True)
     try:
-        (partial / "download").mkdir()
-        source = unpack(file, partial / "download")
+        source = unpack(file, download) if there is None else there
         _convert(source, partial / "model")
         (partial / "model").replace(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    say(f"{model.name} is in {target}; the package and its file are deleted")
+        _clear(file, partial, done=target.is_dir())
+    say(f"{model.name} is in {target}")
+
+
+def _packages(file: ModelFile) -> str:
+    """Say in which packages of the index a file is."""
+    first, last = file.pieces[0], file.pieces[-1]
+    if first == last:
+        return f"the package {first.package} {first.version}, with pip"
+    return f"{len(file.pieces)} packages of the index, {first.package} to {last.package} {first.version}, with pip"
+
+
+def _check_space(file: ModelFile, target: Path, download: Path) -> None:
+    """Refuse a download for which there is no room: of the file, of a wheel beside it, and of what is kept."""
+    wheel = max(piece.download for piece in file.pieces)
+    found = download / file.name
+    there = found.stat().st_size if found.is_file() else 0
+    needed = file.size - min(there, file.size) + max(wheel, file.kept)  # the last wheel goes before the directory is made
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{megabytes(needed)} are needed for a while, {megabytes(free)} are free")
+
+
+def _clear(file: ModelFile, partial: Path, done: bool = False) -> None:
+    """Delete what a try left, but for whole pieces of a file that has several; after a try that is ``done``, all of it."""
+    if not done and len(file.pieces) > 1 and pieces_there(file, partial / "download"):
+        shutil.rmtree(partial / "model", ignore_errors=True)
+        return
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _convert(source: Path, directory: Path) -> None:
-    """The directory of a GGUF file; it is shown how far this is."""
-    from .gguf_files import convert  # which imports this module
+    """Convert a GGUF file to a directory in Hugging Face layout, and show the progress."""
+    from .gguf_files import convert  # imported here, because it imports this module
 
     with progress(f"converting {source.name}") as show:
         convert(source, directory, dtype="bfloat16", progress=show)
@@ -104,7 +137,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the lock of a directory that one process makes; its parent is made."""
+    """Hold the lock of a directory that only one process makes; the parent directory is created."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
@@ -120,7 +153,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(name: str, target: Path) -> Iterator[None]:
-    """Turns the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
+    """Turn the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
     try:
         yield
     except ConnectionError:
@@ -138,10 +171,3 @@ def _explained(name: str, target: Path) -> Iterator[None]:
         if "os error 28" not in str(error):
             raise
         raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error
-
-
-def hub_is_offline() -> bool:
-    """Whether the user forbids downloads through HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)

@@ -1,4 +1,4 @@
-"""What a download says on standard error: lines, and how far it is."""
+"""The messages and the progress of a download on standard error."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _STEPS = 4  # lines of a job at most, where there is no terminal
 
 
 def say(text: str) -> None:
-    """Shows a line on standard error, above the progress bars."""
+    """Show a line on standard error, above the progress bars."""
     tqdm.write(f"kvjax: {text}", file=sys.stderr)
 
 
 def megabytes(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches standard error, so that a line may be drawn again and again."""
+    """Tell whether standard error is a terminal, where a line may be drawn again and again."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A function of the bytes that are done and of all bytes, which shows how far a job is.
+    """Yield a function of the bytes that are done and of all bytes, which shows the progress of a job.
 
     A terminal shows a bar that is drawn again and again. A log gets a line for every quarter of the bytes.
 

@@ -15,18 +15,18 @@ _SCRATCH = ".saving"  # a folder in the directory, which exists while the files 
 
 @contextlib.contextmanager
 def replaced_files(directory: str | os.PathLike, names: Sequence[str]) -> Iterator[Path]:
-    """A scratch folder for new files, which all replace those of ``directory`` when the block ends.
+    """Yield a scratch folder for new files, which replace the old files of ``directory`` together when the block ends.
 
-    If the block raises, or one of the files cannot be moved, the directory is as it was. A process that is killed while it
-    moves them leaves a directory without the last of ``names``, never a mixture; the old files are then in ``.saving/old``.
-    What a killed process has left is removed by the next call.
+    If the block raises, or a file cannot be moved, the directory stays unchanged. A process that is killed while it moves
+    files leaves a directory without the last of ``names``, never a mixture; the old files are then in ``.saving/old``. The
+    next call removes what a killed process has left.
 
     Args:
         directory: is created if absent.
-        names: the files, which the block writes into the folder; no reader takes the directory without the last of them.
+        names: the files, which the block writes into the folder; no reader accepts the directory without the last file.
 
     Raises:
-        ValueError: another process is replacing them.
+        ValueError: another process is replacing the files.
         OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
@@ -56,7 +56,7 @@ def replaced_files(directory: str | os.PathLike, names: Sequence[str]) -> Iterat
 
 
 def _move(scratch: Path, directory: Path, names: Sequence[str]) -> None:
-    """Moves the new files into the directory; undoes it if one of them cannot be moved."""
+    """Move the new files into the directory; restore the old files if a new file cannot be moved."""
     old = scratch / "old"
     old.mkdir()
     kept, put = [], []

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub: the snapshot in the local cache of ``huggingface_hub``, and its download."""
+"""Repositories of the Hugging Face hub: find a snapshot in the local cache of ``huggingface_hub``, or download it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .named_cache import hub_is_offline
 from .progress import megabytes, on_terminal, say
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
-_WANTED = (  # what this package reads, and the licence; not the weights in other formats
+_WANTED = (  # the files that this package reads, and the licence; no weights in other formats
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|"
     r"chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|model\.safetensors\.index\.json|model[^/]*\.safetensors|"
     r"README\.md|LICEN[CS]E[^/]*"
@@ -24,17 +23,17 @@ _WANTED = (  # what this package reads, and the licence; not the weights in othe
 
 
 def repository_directory(name: str, *, offline: bool = False) -> Path:
-    """The snapshot of a repository in the local cache; it is downloaded if it is not there, or not whole.
+    """Return the snapshot of a repository in the local cache; download it if it is absent or not whole.
 
-    What is in the cache is used as it is; the hub is not asked for a newer version. Files that are whole are not downloaded
-    again after an interruption.
+    A cached snapshot is used without asking the hub for a newer version. After an interruption, whole files are not
+    downloaded again.
 
     Args:
         name: "owner/name".
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: it is not in the cache and ``offline``, or the hub has no such repository.
+        FileNotFoundError: the repository is not in the cache and ``offline``, or the hub does not have it.
         PermissionError: the repository is gated.
         ConnectionError: there is no network.
         ValueError: the repository has no weights in the format safetensors.
@@ -46,7 +45,7 @@ def repository_directory(name: str, *, offline: bool = False) -> Path:
     if offline or hub_is_offline():
         if snapshot is not None and _has_weights(
             snapshot
-        ):  # without a tokenizer, which another program may not have wanted
+        ):  # a snapshot without tokenizer: another program may not have wanted one
             return snapshot
         raise FileNotFoundError(
             f"{name} is neither a directory nor whole in the local cache of the hub, and it may not be downloaded "
@@ -56,7 +55,7 @@ def repository_directory(name: str, *, offline: bool = False) -> Path:
 
 
 def is_whole(snapshot: Path) -> bool:
-    """Whether a snapshot has a config, a tokenizer and all weights."""
+    """Tell whether a snapshot has a config, a tokenizer and all weights."""
     return _has_weights(snapshot) and (snapshot / "tokenizer.json").is_file()
 
 
@@ -73,7 +72,7 @@ def _has_weights(snapshot: Path) -> bool:
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of the repository's main branch in the local cache, whole or not."""
+    """Find the snapshot of the repository's main branch in the local cache, whole or not."""
     import huggingface_hub
 
     try:
@@ -84,12 +83,12 @@ def _cached(name: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """Downloads a repository and returns its snapshot. The config comes last: with it, a snapshot has all that there is."""
+    """Download a repository and return its snapshot. The config comes last: a snapshot with a config has all its files."""
     import huggingface_hub
     from huggingface_hub import constants
 
     missed = f"no model directory {name}, and the hub cannot be reached to look for a repository of this name"
-    with _one_sentence(name, missed):
+    with one_sentence(name, missed):
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = wanted_files(sizes)
@@ -104,7 +103,7 @@ def _download(name: str) -> Path:
     )
     first = [file for file in wanted if file != _CONFIG]
     broken = f"the download of {name} broke off; files that are whole are kept for the next try"
-    with _one_sentence(name, broken), _no_bars_in_logs():
+    with one_sentence(name, broken), no_bars_in_logs():
         huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
         snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
     if not all((snapshot / file).is_file() for file in wanted):
@@ -114,8 +113,8 @@ def _download(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _no_bars_in_logs() -> Iterator[None]:
-    """Switches the bars of ``huggingface_hub`` off where no terminal shows them, unless the user has told it what to do."""
+def no_bars_in_logs() -> Iterator[None]:
+    """Turn the bars of ``huggingface_hub`` off where no terminal shows them, unless the user has set them on or off."""
     from huggingface_hub import constants, utils
 
     if on_terminal() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or utils.are_progress_bars_disabled():
@@ -129,7 +128,7 @@ def _no_bars_in_logs() -> Iterator[None]:
 
 
 def wanted_files(files: Sequence[str] | dict[str, Any]) -> list[str]:
-    """Those of a repository's files that this package reads: of the weights, one file or the shards, never both."""
+    """Select the files of a repository that this package reads: one file of weights or the shards, never both."""
     wanted = [file for file in files if re.fullmatch(_WANTED, file)]
     if _WEIGHTS in wanted:
         wanted = [file for file in wanted if file == _WEIGHTS or not file.startswith("model")]
@@ -137,7 +136,7 @@ def wanted_files(files: Sequence[str] | dict[str, Any]) -> list[str]:
 
 
 def _unreadable(name: str, files: Sequence[str] | dict[str, Any]) -> str:
-    """Why the files of a repository are no model that this package reads."""
+    """Explain why this package cannot read the files of a repository as a model."""
     other = sorted({Path(file).suffix for file in files} & {".gguf", ".bin", ".pth", ".pt", ".safetensors", ".onnx"})
     found = f"it has weights as {', '.join(other)}" if other else "it has no weights"
     more = "; download one of its .gguf files and pass the path" if ".gguf" in other else ""
@@ -145,8 +144,8 @@ def _unreadable(name: str, files: Sequence[str] | dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _one_sentence(name: str, otherwise: str) -> Iterator[None]:
-    """Turns the errors of ``huggingface_hub`` into single sentences; ``otherwise`` is that of a broken connection."""
+def one_sentence(name: str, otherwise: str) -> Iterator[None]:
+    """Turn the errors of ``huggingface_hub`` into single sentences; ``otherwise`` is used for a broken connection."""
     from huggingface_hub import errors
 
     try:
@@ -162,7 +161,7 @@ def _one_sentence(name: str, otherwise: str) -> Iterator[None]:
         ) from error
     except errors.HFValidationError as error:
         raise FileNotFoundError(f"no model directory {name}, and no repository can have this name") from error
-    except Exception as error:  # those of the HTTP client, too: they are no OSErrors and differ by version
+    except Exception as error:  # also errors of the HTTP client, which are no OSErrors and differ by version
         cause = _cause(error)
         code = cause.errno if isinstance(cause, OSError) else None
         text = " ".join(str(cause).split())[:200]
@@ -177,9 +176,16 @@ def _one_sentence(name: str, otherwise: str) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error from which others were raised, except the HTTP client's own causes."""
+    """Return the first error of a chain of causes; an error of the HTTP client is not traced further."""
     from huggingface_hub import errors
 
     while error.__cause__ is not None and not isinstance(error, errors.HfHubHTTPError):
         error = error.__cause__
     return error
+
+
+def hub_is_offline() -> bool:
+    """Tell whether the user forbids downloads by HF_HUB_OFFLINE, an environment variable that ``huggingface_hub`` reads."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

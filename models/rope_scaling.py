@@ -1,7 +1,7 @@
-"""The rules by which RoPE is stretched to longer texts than a model was made for, as ``config.json`` declares them.
+"""The rules that stretch RoPE to longer texts than a model was made for, as ``config.json`` declares them.
 
-A rule holds numbers; `kvjax.rope` computes frequencies from them. The names of the fields and what an absent one means are
-those of transformers 5.23 (``modeling_rope_utils``).
+A rule holds parameters; `kvjax.rope` computes frequencies from them. The names and defaults of the fields follow transformers
+5.23 (``modeling_rope_utils``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTES = ("finetuned",)  # written by YaRN's authors about their weights; change
 
 
 def _number(owner: str, name: str, value: Any, least: float) -> None:
-    """Refuse what is not a finite number of at least ``least``; a bool is refused too."""
+    """Refuse a value that is not a finite number of at least ``least``; a bool is refused too."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (good and least <= value <= _FLOAT32):  # a comparison, unlike math.isfinite, takes whole numbers of any size
         raise ValueError(f"{owner}: {name} must be a finite number of at least {least}, got {value!r:.60}")
@@ -33,13 +33,13 @@ def _tokens(owner: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeRule(abc.ABC):
-    """What every rule has. Subclasses are final."""
+    """The base of every rule. Subclasses are final."""
 
     rope_type: ClassVar[str]  # its name in config.json
 
     @abc.abstractmethod
     def context(self, declared: int) -> int:
-        """The longest context in tokens of a model whose file declares ``declared`` positions."""
+        """Return the longest context in tokens of a model whose file declares ``declared`` positions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class YarnScaling(RopeRule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RopeRule):
-    """LongRoPE (arXiv:2402.13753): a divisor for each frequency, another one in texts longer than the old context.
+    """LongRoPE (arXiv:2402.13753): a divisor for each frequency, and a second one for texts longer than the old context.
 
     Raises:
         ValueError: a number is out of its range.
@@ -193,14 +193,14 @@ _REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yar
 
 
 def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
-    """The base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
+    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
 
     Args:
         hf: the file as a dict, with ``max_position_embeddings``.
         default_theta: the base if the file has none.
 
     Raises:
-        ValueError: the rule is unknown, lacks a number, or has one that this library does not read.
+        ValueError: the rule is unknown, lacks a parameter, or has a parameter that this library does not read.
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     known = ("default", *RULES)
@@ -224,14 +224,14 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
         raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
     given = {name: rope[name] for name in names if rope.get(name) is not None}
     positions = hf["max_position_embeddings"]
-    if kind == "dynamic":  # transformers begins to stretch here, whatever number the rule has
+    if kind == "dynamic":  # transformers begins to stretch here, whatever value the rule has
         if given.setdefault("original_max_position_embeddings", positions) != positions:
             raise ValueError(
                 f"rope scaling of type 'dynamic' begins at max_position_embeddings={positions}, "
                 f"got original_max_position_embeddings={given['original_max_position_embeddings']!r}"
             )
     elif kind != "linear":
-        # A number beside the rule comes before the rule's own.
+        # A value outside of the rule takes precedence over the rule's own value.
         outer = hf.get("original_max_position_embeddings")
         if outer is not None:
             given["original_max_position_embeddings"] = outer
@@ -249,7 +249,7 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
 
 
 def _refuse_others(kind: str, rope: dict[str, Any], names: Any) -> None:
-    """Refuse numbers that the rule does not have: whoever wrote them meant something by them."""
+    """Refuse parameters that the rule does not have: whoever wrote them meant something by them."""
     others = [key for key, value in rope.items() if value is not None and key not in (*_FREE, *_NOTES, *names)]
     if others:
         expected = ", ".join(names) or "none"
@@ -257,7 +257,7 @@ def _refuse_others(kind: str, rope: dict[str, Any], names: Any) -> None:
 
 
 def write(rule: RopeRule | None) -> dict[str, Any]:
-    """The rule as an object of ``config.json``, without the base."""
+    """Return the rule as an object of ``config.json``, without the base."""
     if rule is None:
         return {"rope_type": "default"}
     given = {field.name: vars(rule)[field.name] for field in dataclasses.fields(rule)}

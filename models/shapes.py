@@ -1,4 +1,4 @@
-"""The sizes of published models, for what needs no weights: `kvjax.memory_needed`, `param_shapes`, timing on random weights.
+"""The sizes of published models, for uses without weights: `kvjax.memory_needed`, `param_shapes`, timing on random weights.
 
 Each function takes the dtype of computation and returns a `ModelConfig`, as `ModelConfig.from_hf` reads it from the model's
 ``config.json``.

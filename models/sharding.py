@@ -1,8 +1,9 @@
-"""Where parameters are on a mesh of devices: what reads the residual stream is split by columns, what writes into it by rows.
+"""How parameters are sharded over a mesh of devices.
 
-So a device computes its KV heads and its part of F from the whole stream, and what it adds to the stream is summed with what
-the others add. The tables of the vocabulary are split by rows. All else (norms, the router) is on every device. Only the axis
-"model" splits parameters; along "data" and "slots" they are replicated.
+A kernel that reads the residual stream is split by columns, and a kernel that writes into the stream by rows. So a device
+computes its KV heads and its part of F from the whole stream, and the updates of all devices are summed. The tables of the
+vocabulary are split by rows. All else (norms, the router) is on every device. Only the axis "model" splits parameters; along
+"data" and "slots" they are replicated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SPLIT = {  # the dimension that is split, from the end: gate_up and down may ha
 
 
 def param_spec(path: str, ndim: int) -> PartitionSpec:
-    """How the parameter at ``path`` ('a/b/c') of ``ndim`` dimensions is split: one dimension over "model", or none."""
+    """Return the split of the parameter at ``path`` ('a/b/c') of ``ndim`` dimensions: one dimension over "model", or none."""
     dim = _SPLIT.get("/".join(path.split("/")[-2:]))
     if dim is None:
         return PartitionSpec()
@@ -39,21 +40,21 @@ def param_spec(path: str, ndim: int) -> PartitionSpec:
 
 
 def param_specs(params: Any) -> Any:
-    """A tree like ``params`` (arrays, or their shapes) with a `jax.sharding.PartitionSpec` at each leaf; see `param_spec`."""
+    """Map ``params`` (a tree of arrays or shapes) to a tree with a `jax.sharding.PartitionSpec` at each leaf."""
     return jax.tree.map_with_path(lambda path, leaf: param_spec("/".join(key.key for key in path), leaf.ndim), params)
 
 
 def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
-    """The sharding of the parameter at ``path`` on ``mesh``; on a mesh without the axis "model" nothing is split."""
+    """Return the sharding of the parameter at ``path`` on ``mesh``; a mesh without the axis "model" splits nothing."""
     return NamedSharding(mesh, param_spec(path, ndim) if MODEL in mesh.axis_names else PartitionSpec())
 
 
 def shard_params(params: Any, mesh: Mesh) -> Any:
-    """The parameters, moved to ``mesh``. They are whole somewhere before; `from_pretrained` with a mesh does without.
+    """Move whole parameters to ``mesh``. `from_pretrained` with a mesh loads shards directly, without whole parameters.
 
     Raises:
         TypeError: ``mesh`` is no mesh of devices.
-        ValueError: it has other axes than "data", "model" and "slots", or its axis "model" does not divide a parameter.
+        ValueError: ``mesh`` has other axes than "data", "model" and "slots", or its axis "model" does not divide a parameter.
     """
     _check_axes(mesh)
     devices = mesh.shape.get(MODEL, 1)
@@ -82,9 +83,9 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     """Refuse a mesh over which the parameters of a model cannot be split.
 
     Raises:
-        TypeError: it is no mesh.
-        ValueError: it has an axis of another name than "data", "model" and "slots", or as many devices along "model" as do
-            not divide the KV heads, the intermediate size or the vocabulary. No rows are added to a vocabulary.
+        TypeError: ``mesh`` is no mesh.
+        ValueError: ``mesh`` has other axes than "data", "model" and "slots", or its number of devices along "model" does not
+            divide the KV heads, the intermediate size or the vocabulary. A vocabulary is never padded.
     """
     if mesh is None:
         return
@@ -109,10 +110,10 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
 
 
 def spans_processes(params: Any) -> bool:
-    """Whether parts of some parameter are on devices of other processes."""
+    """Tell whether parts of some parameter are on devices of other processes."""
     return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(params))
 
 
 def on_host(param: Any) -> np.ndarray:
-    """The whole of one parameter in host memory. If it spans processes, all of them must call this, and all get it."""
+    """Gather the whole of one parameter in host memory. If it spans processes, all must call this, and all get it."""
     return multihost_utils.process_allgather(param, tiled=True) if spans_processes(param) else np.asarray(param)

@@ -22,10 +22,10 @@ _BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from 
 
 @dataclasses.dataclass(frozen=True)
 class SafeTensors:
-    """The tensors of a directory, which stay in their files until somebody reads them.
+    """The tensors of a directory, which stay in their files until they are read.
 
     Attributes:
-        directory: of the files.
+        directory: the directory of the files.
         files: the file of each tensor.
         tied: whether the embedding and the LM head are one parameter.
     """
@@ -36,12 +36,12 @@ class SafeTensors:
 
     @classmethod
     def of(cls, directory: Path, config: ModelConfig, table: list[Leaf]) -> SafeTensors:
-        """The tensors that ``table`` asks for.
+        """Find and check the tensors that ``table`` asks for.
 
         Raises:
             FileNotFoundError: a weight file or a shard is absent.
             ValueError: a file is damaged, or tensors are missing, unused, or of a wrong shape or dtype; the message names all
-                such tensors.
+                of these tensors.
         """
         files = _tensor_files(directory)
         found = cls(directory, files, config.tie_word_embeddings)
@@ -49,15 +49,15 @@ class SafeTensors:
         return found
 
     def names(self, leaf: Leaf) -> tuple[str, ...]:
-        """The tensors of a parameter in the files. A tied embedding may be there under the name of the LM head only."""
+        """Name the tensors of a parameter in the files. A tied embedding may be stored only under the LM head's name."""
         moved = self.tied and EMBEDDING not in self.files and LM_HEAD in self.files
         return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
 
     def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
-        """What reads a part of a parameter in ``dtype``, and from the files nothing but that part.
+        """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files.
 
-        Raises (what is returned):
-            ValueError: tied embeddings are there twice and differ.
+        Raises (by the returned function):
+            ValueError: tied embeddings are stored twice and differ.
         """
 
         def read(index: Index) -> np.ndarray:
@@ -71,13 +71,13 @@ class SafeTensors:
         return read
 
     def _read(self, name: str, index: Index) -> np.ndarray:
-        """A part of a tensor in the file's dtype."""
+        """Read a part of a tensor in the file's dtype."""
         with safe_open(self.files[name], framework="numpy") as opened:
             return opened.get_slice(name)[index]
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor by name. A single file comes before an index, as in transformers."""
+    """Find the file of every tensor, by the tensor's name. A single file comes before an index, as in transformers."""
     single, index = directory / WEIGHTS, directory / _INDEX
     if single.is_file():
         files = [single]
@@ -106,7 +106,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file, which has 8 bytes of header length, a JSON header, and data."""
+    """Describe the damage of a safetensors file, which consists of 8 bytes of header length, a JSON header, and data."""
     size = file.stat().st_size
     if size < 8:
         return f"got {size} bytes, expected at least 8"

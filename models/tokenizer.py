@@ -15,7 +15,7 @@ from .hub import checkpoint_directory, read_json
 def load_tokenizer(
     directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
 ) -> Tokenizer:
-    """Read ``tokenizer.json``, or the tokenizer of a GGUF file, which must be one of byte-level BPE.
+    """Read ``tokenizer.json``, or the byte-level BPE tokenizer of a GGUF file.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 
@@ -26,9 +26,8 @@ def load_tokenizer(
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: the file is absent or damaged, of a kind that is not supported (GGUF), or its ids do not fit
-            ``config.vocab_size``.
+        FileNotFoundError: the directory does not exist.
+        ValueError: the file is absent, damaged or of an unsupported kind (GGUF), or its ids do not fit ``config.vocab_size``.
     """
     path = gguf_files.locate(directory, offline=offline)
     if path is not None:
@@ -51,14 +50,14 @@ def load_tokenizer(
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """The ``tokenizers.Tokenizer`` of a tokenizer object, as kvjax needs it.
+    """Convert a tokenizer object to a ``tokenizers.Tokenizer``.
 
     Args:
-        tokenizer: a ``tokenizers.Tokenizer``, which is returned itself; or a fast tokenizer of transformers, of which a copy
-            is returned without truncation and padding, because its last call may have switched these on.
+        tokenizer: a ``tokenizers.Tokenizer``, which is returned itself; or a fast tokenizer of transformers. The fast
+            tokenizer is copied without truncation and padding, because its last call may have switched these on.
 
     Raises:
-        ValueError: it is neither, for example a tokenizer of transformers that is written in Python.
+        ValueError: ``tokenizer`` is neither, for example a tokenizer of transformers that is written in Python.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -75,10 +74,10 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
-    """The special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
+    """Read the special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 
     They come from ``tokenizer_config.json`` and, for names that it lacks, from ``special_tokens_map.json``. Without these
-    files the result is empty. Those of a GGUF file come from its metadata.
+    files the result is empty. The special tokens of a GGUF file come from its metadata.
     """
     path = gguf_files.locate(directory)
     if path is not None:

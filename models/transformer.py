@@ -16,11 +16,11 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
 reshape gives grouped queries, and a split of the columns over devices is a split of KV heads. The kernel of ``gate_up`` has
-an axis for gate and up, so that a split of F divides both alike. Its product is an einsum: that is the program of the matrix
-[d, 2F] on a GPU or CPU, and on a TPU, where a reshape to that matrix would copy the weights in every step, there is no copy.
+an axis for gate and up, so that a split of F divides both alike. Its product is an einsum: on a GPU or CPU it compiles to the
+product with the matrix [d, 2F]. On a TPU a reshape to [d, 2F] would copy the weights in every step; the einsum does not.
 
 Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the results of ``out``
-and ``down`` are summed over the devices, and each has its rows of the tables [V, d].
+and ``down`` are summed over the devices, and each device has its rows of the tables [V, d].
 
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
@@ -47,10 +47,10 @@ _INIT_STD = 0.02
 
 
 def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
-    """The initial distribution of the parameter at ``path`` ('a/b/c').
+    """Return the initial distribution of the parameter at ``path`` ('a/b/c').
 
     Norm scales are ones, biases are zeros, and matrices are normal with standard deviation 0.02. The two projections that
-    write into the residual stream are divided by sqrt(2L), so that its variance does not grow with depth.
+    write into the residual stream are divided by sqrt(2L), so that the stream's variance does not grow with depth.
     """
     module, leaf = path.split("/")[-2:]
     if leaf == "scale":
@@ -79,7 +79,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
-        """``x`` [..., N] normalised; or, with an ``update`` [..., N], the sum of both and the sum normalised."""
+        """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum."""
         scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
         if update is not None:
             return add_norm(x, update, scale, self.config.rms_norm_eps)
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 
 
 def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False) -> nn.Dense:
-    """A projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
+    """Create a projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
     return nn.Dense(
         features, use_bias=use_bias, dtype=config.dtype, param_dtype=config.dtype, name=name,
         kernel_init=initializer(f"{name}/kernel", config), bias_init=initializer(f"{name}/bias", config),
@@ -104,9 +104,9 @@ class Attention(nn.Module):
     def __call__(
         self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """The update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
+        """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
 
-        ``before`` [B, T, d] is the ``x`` of the layer before, if ``attend`` is to get the query that this layer makes of it.
+        ``before`` [B, T, d] is the ``x`` of the previous layer, if ``attend`` is to get this layer's query for it.
         """
         config = self.config
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
@@ -116,8 +116,8 @@ class Attention(nn.Module):
         qkv = multiplied(_dense(config, "qkv", wide, use_bias=config.qkv_bias), rows.astype(config.dtype), wide)
         qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
         if config.qk_norm:
-            # All heads in one pass, because norms of slices would be five launches. And before the transposition, because
-            # for norms behind it XLA on a GPU would choose tilings for ten seconds.
+            # All heads are normalised in one pass, because norms of slices would be five launches. The pass comes before the
+            # transposition, because for norms after it XLA on a GPU would choose tilings for ten seconds.
             row = jnp.arange(group + 2)[:, None]
             of_query, of_key = (Scale(config, dim, name=name)()[None] for name in ("q_norm", "k_norm"))
             scale = jnp.where(row < group, of_query, of_key)
@@ -156,7 +156,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x`` [B, T, d] to [B, T, d]."""
+        """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
         config = self.config
         kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
         both = multiplied(
@@ -174,7 +174,7 @@ class MixtureMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x`` [B, T, d] to [B, T, d]."""
+        """Apply each token's experts to ``x`` [B, T, d]; return [B, T, d]."""
         experts, hidden = self.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         router = Kernel(self.config, (hidden, count), name="router")()
@@ -194,19 +194,18 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any, before: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Any, jax.Array]:
-        """Run the layer on a residual stream to which the last update of the layer before is not added yet.
+        """Run the layer on a residual stream to which the last update of the previous layer is not added yet.
 
         Args:
             x: [B, T, d], the stream.
-            update: [B, T, d], the last update of the layer before; None in the first layer.
+            update: [B, T, d], the last update of the previous layer; None in the first layer.
             attend: the caller's attention.
             state: the caller's state of this layer.
-            before: [B, T, d], the input of the attention of the layer before, if ``attend`` is to get a guess.
+            before: [B, T, d], the attention input of the previous layer, if ``attend`` is to get a guessed query.
 
         Returns:
-            The stream after this layer's attention, this layer's own last update, the new state, and the input of this
-            layer's attention. The last update is not added, because one launch computes the sum and its norm, which is in
-            the next layer.
+            The stream after this layer's attention, this layer's own last update, the new state, and this layer's attention
+            input. The last update is not added yet: one launch in the next layer computes the sum and its norm.
         """
         norm = RMSNorm(self.config, name="attention_norm")
         x, given = (x, norm(x)) if update is None else norm(x, update)
@@ -229,7 +228,7 @@ class Table(nn.Module):
         self.embedding = self.param("embedding", initializer("embed/embedding", self.config), shape, self.config.dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """The vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN, not another token's row."""
+        """Look up the vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN."""
         if not axes.is_split(axes.MODEL):
             return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
         rows = len(self.embedding)
@@ -240,7 +239,7 @@ class Table(nn.Module):
         return jnp.where((tokens < self.config.vocab_size)[..., None], x, jnp.nan)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """The logits float32 [..., V] of hidden states [..., d]."""
+        """Compute the logits float32 [..., V] of hidden states [..., d]."""
         table = self.embedding.astype(self.config.dtype)
         return axes.joined(jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32), x.ndim - 1)
 
@@ -259,7 +258,7 @@ class Transformer(nn.Module):
         last: jax.Array | None = None,
         guess: Collection[int] = (),
     ) -> tuple[jax.Array, tuple]:
-        """The logits of the next token.
+        """Compute the logits of the next token.
 
         Args:
             tokens: int32 [B, T] in [0, V). An id of V or more gives NaN logits.
@@ -268,8 +267,8 @@ class Transformer(nn.Module):
             states: one pytree per layer; ``attend`` gets it and returns a new one.
             last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
                 None means all positions.
-            guess: layers above 0 in which ``attend`` gets one more array behind v, like q: the query that this layer's
-                projections make of the input of the attention of the layer before.
+            guess: layers above 0 in which ``attend`` gets one more array after v, shaped like q: the guessed query, which is
+                this layer's query projection applied to the previous layer's attention input.
 
         Returns:
             Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.

@@ -34,7 +34,7 @@ _CONFIG = "config.json"
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """The parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf. Nothing is allocated."""
+    """Build the parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf. Nothing is allocated."""
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -48,7 +48,7 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
 def random_params(
     config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None
 ) -> dict[str, Any]:
-    """Random parameters in ``config.dtype``, allocated one leaf after the other.
+    """Draw random parameters in ``config.dtype``, allocated one leaf after the other.
 
     Each leaf comes from a jitted call of its own, with its final dtype and sharding. So besides the parameters only one leaf
     in float32 needs memory: an 8B model in bfloat16 (16 GB) fits one 80 GB GPU.
@@ -59,11 +59,11 @@ def random_params(
         sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of shardings with the
             structure of the parameters.
         mesh: devices over which the parameters are split as by `from_pretrained`; no device makes more than its parts. The
-            numbers are those of one device.
+            values are the same as on one device.
 
     Raises:
-        ValueError: ``sharding`` is a tree of another structure, or there is a mesh too; or the mesh is one that
-            `from_pretrained` refuses.
+        ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or
+            `from_pretrained` refuses the mesh.
         TypeError: ``mesh`` is no mesh.
     """
     shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config), sep="/"))
@@ -88,7 +88,7 @@ def random_params(
 
 
 def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding: Any):
-    """A jitted function from a key to a leaf. It draws in float32, because bfloat16 has only 128 different draws."""
+    """Return a jitted function from a key to a leaf. It draws in float32: bfloat16 has only 128 different draws."""
     init = initializer(kind, config)
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
@@ -98,18 +98,17 @@ def from_pretrained(
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
-    It reads one parameter at a time: besides the parameters on the device, the host holds only one. With a mesh, each device
+    Parameters are read one at a time: besides the parameters on the device, the host holds only one. With a mesh, each device
     gets its part of every parameter as `models.sharding` divides them, and no device holds more. A process reads from
-    safetensors only the parts of its own devices, once however many of them share a part. Every process reads the whole of a
-    GGUF file.
+    safetensors only the parts of its own devices, and a shared part only once. Every process reads the whole of a GGUF file.
 
     Args:
         directory: has ``config.json``; ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names;
             and possibly ``generation_config.json`` with more end-of-text ids. Or a GGUF file, or a directory that holds
-            one and no ``config.json``. Or a name, which is downloaded if it is not on this machine: of `NAMED_MODELS`, or
-            of a Hugging Face repository; see `checkpoint_directory`.
-        dtype: dtype of computation and storage, "float32" or "bfloat16"; None means that of ``config.json``. A GGUF file
-            has none: None then takes bfloat16 if its embedding is stored so, and float32 otherwise.
+            one and no ``config.json``. Or a name in `NAMED_MODELS`, or the name of a Hugging Face repository; a named
+            checkpoint is downloaded if it is not on this machine, see `checkpoint_directory`.
+        dtype: dtype of computation and storage, "float32" or "bfloat16"; None means the dtype in ``config.json``. A GGUF file
+            declares no dtype: None then takes bfloat16 if the embedding is stored in bfloat16, and float32 otherwise.
         offline: whether to raise an error instead of downloading.
         mesh: devices with an axis "model", over which the parameters are split, or an axis "data", along which they are
             replicated, or both; with axes of any type, and of one process or several. None means the default device.
@@ -121,8 +120,8 @@ def from_pretrained(
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
         OSError: a download failed, see `checkpoint_directory`.
         ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
-            of a wrong shape or dtype; the message names all such tensors. Or the mesh has other axes, or its axis "model"
-            does not divide the model's KV heads, intermediate size and vocabulary.
+            of a wrong shape or dtype; the message names all of these tensors. Or the mesh has other axes, or its axis
+            "model" does not divide the model's KV heads, intermediate size and vocabulary.
         TypeError: ``mesh`` is no mesh.
     """
     adapter = adapter_directory(directory)
@@ -133,7 +132,7 @@ def from_pretrained(
 def _load(
     directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None
 ) -> tuple[dict[str, Any], ModelConfig]:
-    """Parameters and config without an adapter."""
+    """Load parameters and config without an adapter."""
     gguf_path = gguf_files.locate(directory, offline=offline)
     if gguf_path is not None:
         file = gguf_files.open_file(gguf_path)
@@ -152,12 +151,12 @@ def _load(
 def _assemble(
     config: ModelConfig, table: list[Leaf], parts: Callable[[Leaf, np.dtype], Parts], mesh: Mesh | None
 ) -> dict[str, Any]:
-    """The parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
+    """Load the parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
 
     Args:
         config: the model.
         table: its parameters.
-        parts: gives for a parameter and a dtype what reads its parts.
+        parts: returns for a parameter and a dtype the function that reads its parts.
         mesh: see `from_pretrained`.
     """
     dtype, params = HOST_DTYPES[config.dtype], {}
@@ -168,12 +167,12 @@ def _assemble(
         else:
             sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # one reading for replicas
             param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
-        params[leaf.path] = jax.block_until_ready(param)  # or the host would hold what waits for its transfer
+        params[leaf.path] = jax.block_until_ready(param)  # else the host would hold every array that awaits its transfer
     return unflatten_dict(params, sep="/")
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
-    """The config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
+    """Read the config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
     path = directory / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
@@ -198,8 +197,8 @@ def save_pretrained(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
 
-    Both are written to a temporary folder and moved at the end: after a failure the directory is as it was before. Of
-    parameters that span processes the first process writes the files, and every process must call this.
+    Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged. If the
+    parameters span processes, every process must call this, and the first process writes the files.
 
     Args:
         directory: is created if absent.
@@ -224,7 +223,7 @@ def save_pretrained(
         elif leaf.shape != expected[path]:
             problems.append(f"misshaped {path}: got {list(leaf.shape)}, expected {list(expected[path])}")
     if problems:
-        raise ValueError("params are not those of config:\n  " + "\n  ".join(problems))
+        raise ValueError("params do not belong to config:\n  " + "\n  ".join(problems))
     tensors, shared = {}, spans_processes(params)
     for leaf in checkpoint_table(config):
         host = on_host(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
@@ -239,7 +238,7 @@ def save_pretrained(
 
 
 def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], hf: dict[str, Any]) -> None:
-    """Both files, or none."""
+    """Write both files, or neither."""
     with replaced_files(directory, (WEIGHTS, _CONFIG)) as scratch:
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 A folder of a room holds one operation, which has one public function of the folder's name:
 
 * ``__init__.py``: the public function, its checks, and the table of its implementations (`dispatch.Operation`);
+* ``timed.py``: the shapes at which the operation is timed, which no kernel imports;
 * ``reference.py``: plain JAX, the implementation "xla", which runs everywhere;
 * ``pallas_triton.py``, ``jax_triton.py``, ``cudnn.py``, ``pallas_tpu.py``: implementations for a GPU or a TPU.
 

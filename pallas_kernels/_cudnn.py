@@ -1,8 +1,8 @@
-"""What cuDNN takes, and the only call into cuDNN's fused attention below ``jax.nn.dot_product_attention``.
+"""The limits of cuDNN, and the only call into cuDNN's fused attention below ``jax.nn.dot_product_attention``.
 
-That function rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two parts of an attention, and
-takes the axis of heads only behind the axis of slots, which copies a cache. The function below it is private to JAX. So it is
-looked up when it is called: where JAX has moved it, other implementations still run.
+JAX's public function rounds the log-sum-exp to the dtype of the query, which is too coarse to merge two parts of an
+attention. It also takes the axis of heads only behind the axis of slots, which would copy a cache. The function below it is
+private to JAX, so it is looked up when it is called: where JAX has moved it, other implementations still run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> None:
 def fused_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, causal: bool = False, **lengths: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """cuDNN over query [B, N, T, D], key and value [B, H, S, D], all bfloat16 or all float16.
+    """Run cuDNN over query [B, N, T, D], key and value [B, H, S, D], all bfloat16 or all float16.
 
     Args:
         query: [B, N, T, D].
@@ -33,13 +33,13 @@ def fused_attention(
         value: [B, H, S, D].
         scale: factor of the logits.
         causal: query t sees keys 0 to t; otherwise every query sees all keys of its row.
-        **lengths: ``q_seqlen`` and ``kv_seqlen`` int32 [B], tokens of each row; not with ``causal``.
+        **lengths: ``q_seqlen`` and ``kv_seqlen`` int32 [B], the tokens of each row; not with ``causal``.
 
     Returns:
         out [B, N, T, D] and lse float32 [B, N, T].
 
     Raises:
-        NotImplementedError: cuDNN is not installed, or JAX has its function elsewhere.
+        NotImplementedError: cuDNN is not installed, or JAX has moved its private function.
     """
     try:
         from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention

@@ -25,30 +25,30 @@ _DEFAULT = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def default_implementation(name: str | None) -> Iterator[None]:
-    """Within this context, and in this thread, every operation that is told no implementation takes this one.
+    """Set the implementation of every operation that is called without one, within this context and this thread.
 
-    With "xla" everything runs as plain JAX, whatever the method and the device: to find out whether a kernel is at fault, or
-    where a driver has none. An ``implementation`` that is given to a method or to an operation goes before it. JAX keeps
-    what it compiles apart by this setting, as it does by ``jax.default_matmul_precision``: a program that was compiled
-    outside of the context is compiled anew inside.
+    With "xla" everything runs as plain JAX, whatever the method and the device. It serves to find out whether a kernel is at
+    fault, or to run where a driver supports none. An ``implementation`` that is given to a method or to an operation
+    overrides this setting. JAX's compilation caches distinguish the setting, as they do ``jax.default_matmul_precision``: a
+    program that was compiled outside of the context is compiled anew inside.
 
     Args:
         name: "xla", or None for the fastest implementation that runs, as without the context.
 
     Raises:
-        ValueError: the name is another one.
+        ValueError: the name is neither "xla" nor None.
     """
     with _DEFAULT(_checked(name)):
         yield
 
 
 def set_default_implementation(name: str | None) -> None:
-    """As `default_implementation`, from now on and in all threads; a context still goes before it."""
+    """Set what `default_implementation` sets, from now on and in all threads; a context still overrides it."""
     _DEFAULT.set_global(_checked(name))
 
 
 def get_default_implementation() -> str | None:
-    """What `default_implementation` or `set_default_implementation` says here: "xla", or None."""
+    """Return what `default_implementation` or `set_default_implementation` has set here: "xla", or None."""
     return _DEFAULT.value
 
 
@@ -59,7 +59,7 @@ def _checked(name: str | None) -> str | None:
 
 
 def accept(*args: Any, **kwargs: Any) -> None:
-    """The check of an implementation that takes all arguments."""
+    """Accept all arguments: the check of an implementation that has no limits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +103,11 @@ def run_shared(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call without its arrays.
+    """A call without its arrays, hashable.
 
     Attributes:
         run: the function.
-        structure: of its arguments.
+        structure: the pytree structure of its arguments.
         fixed: type and value of each leaf of the arguments; None for an array.
     """
 
@@ -116,7 +116,7 @@ class _Call:
     fixed: tuple[tuple[type, Any] | None, ...]
 
     def arguments(self, arrays: Iterator[jax.Array]) -> tuple[tuple, dict[str, Any]]:
-        """Put ``arrays`` in their places; returns the positional and the named arguments."""
+        """Put ``arrays`` in their places, and return the positional and the named arguments."""
         leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -135,7 +135,7 @@ class Operation:
     implementations: Mapping[str, Implementation]
 
     def resolve(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> str:
-        """The name that ``run`` would use. Arguments may be ``jax.ShapeDtypeStruct``; errors are those of ``run``."""
+        """Return the name that ``run`` would use, or raise as ``run`` does; arguments may be ``jax.ShapeDtypeStruct``."""
         return self._first(implementation, platform, lambda entry: None, args, kwargs)[0]
 
     def run(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> Any:
@@ -143,7 +143,8 @@ class Operation:
 
         Args:
             *args: positional arguments of the operation.
-            implementation: a name in the table, or None for that of `default_implementation`, or else the first that runs.
+            implementation: a name in the table. None takes the name that `default_implementation` sets, or else the first
+                that runs.
             platform: "cpu", "gpu" or "tpu"; None takes the machine of `assume_machine`, or else the devices of this process,
                 when the call is traced. "gpu" stands for any GPU that kernels run on.
             **kwargs: keyword arguments of the operation.

@@ -4,8 +4,8 @@ An array's memory is part of its type (``jax.typeof(x).memory_space``), and oper
 takes an array of host memory like any other and reads its rows over the bus without a copy. The functions of this file serve
 everything else.
 
-A cache whose rows are in host memory is offloaded (`Rows`). It keeps copies of some rows on the device: those of its first
-``sinks`` slots, and behind them a ring of the newest (`copy_row`, `has_copy`).
+A cache whose rows are in host memory is offloaded (`Rows`). It keeps copies of some rows on the device: the rows of its first
+``sinks`` slots, and behind them a ring of the newest rows (`copy_row`, `has_copy`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _TILE = 16  # slots of a tile of 16-bit numbers on a TPU; one of 8-bit numbers h
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of an offloaded cache, as operations are given them.
+    """The rows of an offloaded cache, as operations take them.
 
-    The arrays ``key`` and ``value`` that an operation takes beside it are then the copies on the device, [B, H, R, D]. Slot s
+    The arrays ``key`` and ``value`` that an operation takes as well are then the copies on the device, [B, H, R, D]. Slot s
     has the row ``copy_row(s, sinks, R)`` there, if it has a copy. An array that holds all S slots has R = S rows in order.
 
     If keys and values are codes (`pallas_kernels.formats.quantised`), the copies and the rows of ``host`` have codes, and the
@@ -37,9 +37,9 @@ class Rows:
 
     Attributes:
         host: the rows of all slots, in pinned host memory: [B, H, S, 2 * D] with key and value side by side, so that a page
-            of memory is looked up once for both; or the values alone, [B, H, S, D]. Numbers or codes.
+            of memory is looked up once for both; or the values alone, [B, H, S, D]. Plain or codes.
         newest: int32 [B], the slot behind the newest token of each row.
-        sinks: first slots that always have copies, fewer than R.
+        sinks: the number of first slots, which always have copies; below R.
     """
 
     host: Array
@@ -48,31 +48,31 @@ class Rows:
 
 
 def sinks_of(rows: Rows | None) -> int | None:
-    """``rows.sinks``, or None for a cache with all its rows on the device; kernels are compiled for this number."""
+    """Return ``rows.sinks``, or None for a cache with all its rows on the device; kernels are compiled for this number."""
     return None if rows is None else rows.sinks
 
 
 def on_host(x: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether an array, or a tracer of one, is in host memory."""
+    """Tell whether an array, or a tracer of one, is in host memory."""
     return jax.typeof(x).memory_space == _HOST
 
 
 def to_host(x: Array) -> Array:
-    """The array in pinned host memory; a CPU has such a memory too."""
+    """Move the array to pinned host memory, which a CPU has too."""
     return x if on_host(x) else jax.device_put(x, _HOST)
 
 
 def to_device(x: Array) -> Array:
-    """The array in device memory; one in host memory crosses the bus as a whole."""
+    """Move the array to device memory; from host memory it crosses the bus as a whole."""
     return jax.device_put(x, _DEVICE) if on_host(x) else x
 
 
 @custom_vmap
 def _not_mapped(*arrays: Array | int) -> tuple[Array | int, ...]:
-    """The arrays themselves; a ``ValueError`` if ``jax.vmap`` maps one of them.
+    """Return the arrays unchanged, or raise a ``ValueError`` if ``jax.vmap`` maps one of them.
 
-    JAX would turn slices of host memory at mapped places into gathers, which it refuses, and in its own words. What is mapped
-    is known only when ``vmap`` reaches the slice, inside of jitted programs too.
+    JAX would turn slices of host memory at mapped indices into gathers, which it refuses with an error about gathers. What
+    is mapped is known only when ``vmap`` reaches the slice, inside of jitted programs too.
     """
     return arrays
 
@@ -86,10 +86,10 @@ def _refuse(size: int, batched: Any, *arrays: Array) -> Any:
 
 
 def take_rows(x: Array, slots: Array) -> Array:
-    """Rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D] in either memory: [B, H, K, D] on the device; slots are clipped.
+    """Take rows ``slots`` int32 [B, H or 1, K] of x [B, H, S, D] in either memory: [B, H, K, D] on the device.
 
-    On the device, the heads may share ``x`` too: [B, 1, S, D].
-    From host memory only these rows cross the bus. But the host's processor gathers them, so a kernel is much faster.
+    Slots are clipped. On the device, the heads may share ``x`` too: [B, 1, S, D]. From host memory only these rows cross the
+    bus. But the host's processor gathers them, so a kernel is much faster.
     """
     if not on_host(x):
         return _rows(x, slots)
@@ -109,13 +109,13 @@ def _rows(x: Array, slots: Array) -> Array:
 
 
 def put_chunk(x: Array, new: Array, start: Array | int) -> Array:
-    """A host array [B, H, S, D] with ``new`` [B, H, T, D] from slot ``start`` on in every row; in place if it is donated."""
+    """Write ``new`` [B, H, T, D] into a host array [B, H, S, D] from slot ``start`` on; in place if the array is donated."""
     x, new, start = _not_mapped(x, new, start)
     return lax.dynamic_update_slice(x, to_host(new), (0, 0, start, 0), allow_negative_indices=False)
 
 
 def take_window(x: Array, start: Array, size: int) -> Array:
-    """Slots ``start[b]`` to ``start[b] + size`` of row b of x [B, H, S, D] in either memory: [B, H, size, D] on the device.
+    """Take ``size`` slots from ``start[b]`` on of row b of x [B, H, S, D] in either memory: [B, H, size, D] on the device.
 
     ``start`` int32 [B] is at least 0, ``size`` at most S. The result is arbitrary behind slot S - 1.
     """
@@ -133,10 +133,10 @@ def take_window(x: Array, start: Array, size: int) -> Array:
 
 
 def take_between(x: Array, slots: Array) -> Array:
-    """Rows at the consecutive ``slots`` int32 [B, K] of x [B, H, S, D] on the device: [B, H, K, D].
+    """Take the consecutive ``slots`` int32 [B, K] of x [B, H, S, D] on the device: [B, H, K, D].
 
-    Slots behind S - 1 get any rows. One row of a batch is read by a slice. For a gather XLA would bring all of x on a TPU
-    into another order first.
+    Slots behind S - 1 get any rows. A batch of one row is read by a slice: for a gather, XLA on a TPU would first bring all
+    of x into another order.
     """
     if x.shape[0] == 1 and slots.shape[1] <= x.shape[2]:
         return take_window(x, slots[:, 0], slots.shape[1])
@@ -175,7 +175,7 @@ def put_rows(x: Array, new: Array, start: Array, count: Array) -> Array:
 
 
 def copy_row(slot: Array, sinks: int, rows: int) -> Array:
-    """The row of the copy of ``slot`` int32 (0 or more) among R = ``rows`` rows, int32; R is more than ``sinks``.
+    """Return the row of the copy of ``slot`` int32 (0 or more) among R = ``rows`` rows, int32; R is more than ``sinks``.
 
     The first ``sinks`` slots have the first rows. All later slots share the other rows as a ring, in which a new slot
     replaces the slot R - sinks before it. A slot whose copy was replaced still gets its row number: ask `has_copy`.
@@ -184,7 +184,7 @@ def copy_row(slot: Array, sinks: int, rows: int) -> Array:
 
 
 def copied_slots(newest: Array, sinks: int, rows: int) -> Array:
-    """The slot of which each of R = ``rows`` rows is the copy, int32 [B, R]; ``newest`` int32 [B] is as in `Rows`.
+    """List the slot that each of R = ``rows`` rows is a copy of, int32 [B, R]; ``newest`` int32 [B] is as in `Rows`.
 
     A row of the ring that has no copy yet gets its own number.
     """
@@ -194,5 +194,5 @@ def copied_slots(newest: Array, sinks: int, rows: int) -> Array:
 
 
 def has_copy(slot: Array, newest: Array, sinks: int, rows: int) -> Array:
-    """Whether ``slot`` int32 has a copy, bool of its shape; ``newest`` int32 is the slot behind the newest token."""
+    """Tell whether ``slot`` int32 has a copy, bool of its shape; ``newest`` int32 is the slot behind the newest token."""
     return (slot < sinks) | (slot >= newest - (rows - sinks))

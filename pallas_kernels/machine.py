@@ -1,4 +1,4 @@
-"""The machine that a program is traced for: its platform and, of NVIDIA GPUs, their compute capability.
+"""The machine that a program is traced for: its platform, and the compute capability of NVIDIA GPUs.
 
 Kernels for GPUs need an NVIDIA GPU of compute capability 8.0 (Ampere) or above: Triton has no bfloat16 products for older
 ones, and cuDNN no fused attention. Pallas' Triton back end also lowers for AMD's GPUs, but nobody has run these kernels
@@ -21,7 +21,7 @@ KERNELS_FROM = (8, 0)  # the oldest compute capability that kernels run on
 # Shared memory that one program may have, in KiB, by compute capability: table "Technical Specifications per Compute
 # Capability" of NVIDIA's CUDA programming guide, "maximum amount of shared memory per thread block".
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
-_LEAST_SHARED_KIB = 99  # of all that kernels run on
+_LEAST_SHARED_KIB = 99  # the least of all GPUs that kernels run on
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Machine:
 
     Attributes:
         platform: "cpu", "gpu" or "tpu", as in ``jax.default_backend()``.
-        capability: of an NVIDIA GPU, its compute capability; None for other machines.
+        capability: compute capability of an NVIDIA GPU; None for other machines.
     """
 
     platform: str
@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one program may have; for an unknown GPU, what every one has at least."""
+        """Bytes of shared memory that one program may have; for an unknown GPU, the least that any GPU with kernels has."""
         return _SHARED_KIB.get(self.capability or KERNELS_FROM, _LEAST_SHARED_KIB) * 1024
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ _ASSUMED = jax.make_user_context(None)
 
 
 def current_machine() -> Machine:
-    """The machine that a call traced now runs on: that of `assume_machine`, or else the default backend of this process.
+    """Return the machine that a call traced now runs on: the assumed machine, see `assume_machine`, or the default backend.
 
     Of several GPUs in a process the least capable one counts.
     """
@@ -83,14 +83,14 @@ def _present(platform: str) -> Machine:
 
 @contextlib.contextmanager
 def assume_machine(platform: str, capability: tuple[int, int] | None = None) -> Iterator[None]:
-    """Within this context, calls choose as they would on another machine.
+    """Assume another machine within this context: calls choose implementations as they would there.
 
-    It serves to compile ahead of time for an accelerator that this process does not have. What JAX has traced outside of the
-    context is not used inside, and the other way round.
+    It serves to compile ahead of time for an accelerator that this process does not have. Programs that JAX has traced
+    outside of the context are not used inside, and the other way round.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        capability: of an NVIDIA GPU, such as (9, 0) of an H100; None for other machines.
+        capability: compute capability of an NVIDIA GPU, such as (9, 0) for an H100; None for other machines.
     """
     with _ASSUMED(Machine(platform, capability)):
         yield
@@ -98,5 +98,5 @@ def assume_machine(platform: str, capability: tuple[int, int] | None = None) -> 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Log a warning, once per process."""
+    """Warn in the log, once per process for each ``text``."""
     _LOG.warning(text)

@@ -14,29 +14,29 @@ LOG2_E = math.log2(math.e)
 
 
 def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Precision of matrix products of ``dtype``: full float32 for float32, where a GPU would use TF32."""
+    """Return the precision of matrix products of ``dtype``: full float32 for float32, where a GPU would use TF32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def finite_or_zero(maximum: jax.Array) -> jax.Array:
-    """The maximum as a shift for ``exp``; 0 where it is -inf, because ``-inf - (-inf)`` is NaN."""
+    """Make the maximum a shift for ``exp``: 0 where it is -inf, because ``-inf - (-inf)`` is NaN."""
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
 
 
 def ceil_share(fraction: jax.Array, count: jax.Array) -> jax.Array:
-    """``ceil(fraction * count)``, at least 1 if ``count`` is: float32 and int32 that broadcast, to int32.
+    """Compute ``ceil(fraction * count)``, at least 1 if ``count`` is: float32 and int32 that broadcast, to int32.
 
-    The product is lowered by a millionth first, so that a tenth of ten is 1 in float32 too.
+    The product is lowered by a millionth first, so that 0.1 * 10 gives 1 in float32 too.
     """
     product = fraction * count.astype(jnp.float32)
     return jnp.clip(jnp.ceil(product * (1 - 1e-6)).astype(jnp.int32), jnp.minimum(count, 1), count)
 
 
 def group_share(logits: jax.Array, searched: jax.Array) -> jax.Array:
-    """How much attention the query heads of a group pay to each slot together, as a logarithm.
+    """Compute the log of the attention that the query heads of a group together pay to each slot.
 
-    It is the sum over the group of softmax over the searched slots. The logarithm keeps apart the many shares that are too
-    small for float32.
+    The attention is the sum over the group of the softmax over the searched slots. Its logarithm keeps apart the many shares
+    that are too small for float32.
 
     Args:
         logits: float32 [B, H, G, S].
@@ -54,9 +54,9 @@ def group_share(logits: jax.Array, searched: jax.Array) -> jax.Array:
 
 
 def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
-    """Rotary embedding: rotate pairs (i, i + D/2) of ``x`` [..., D] by ``angle`` float32 [..., D/2] in radians.
+    """Rotate pairs (i, i + D/2) of ``x`` [..., D] by ``angle`` float32 [..., D/2] in radians: a rotary embedding.
 
-    The leading axes of the two broadcast. The result is float32 [..., D].
+    The leading axes of ``x`` and ``angle`` broadcast. The result is float32 [..., D].
     """
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -64,10 +64,10 @@ def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
 
 
 def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention over a union of disjoint parts of the cache, from attention over each part.
+    """Merge attention over disjoint parts of the cache into attention over their union.
 
-    Part p has out_p, the softmax average over its own slots, and lse_p, the log of its softmax denominator. The whole is
-    sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p (FlashDecoding's split-K step).
+    Part p has out_p, the softmax average over its own slots, and lse_p, the log of its softmax denominator. The merged output
+    is sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p (FlashDecoding's split-K step).
 
     Args:
         out: [N, ..., D] float32, one row per part.
@@ -92,7 +92,7 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
 def merge_with(
     out: jax.Array, lse: jax.Array, partials: jax.Array, partials_lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`merge_partials` of one part and N parts beside it.
+    """Merge one part with N partial softmaxes, as `merge_partials` does.
 
     Args:
         out: [B, H, G, D], of any dtype.
@@ -101,7 +101,7 @@ def merge_with(
         partials_lse: float32 [B, H, N, G].
 
     Returns:
-        out [B, H, G, D] in the dtype of the first, and lse float32 [B, H, G].
+        out [B, H, G, D] in the dtype of the argument ``out``, and lse float32 [B, H, G].
     """
     merged, lse = merge_partials(
         jnp.concatenate([out.astype(jnp.float32)[None], jnp.moveaxis(partials, 2, 0)]),
@@ -113,7 +113,7 @@ def merge_with(
 def merge_pair(
     out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`merge_partials` of two parts, as one pass over them that needs no stacked copy.
+    """Merge two parts as `merge_partials` does, in one pass over them that needs no stacked copy.
 
     Args:
         out: [..., D], of any dtype.
@@ -122,7 +122,7 @@ def merge_pair(
         other_lse: like ``lse``.
 
     Returns:
-        out [..., D] in the dtype of the first, and lse [...] float32; 0 and -inf where both parts are empty.
+        out [..., D] in the dtype of the argument ``out``, and lse [...] float32; 0 and -inf where both parts are empty.
     """
     shift = finite_or_zero(jnp.maximum(lse, other_lse))
     weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)

@@ -112,7 +112,7 @@ def bounded_maps():
 
 @pytest.fixture(autouse=True)
 def only_built_in_methods(monkeypatch):
-    """No test sees the methods that another one registers, or those of packages that happen to be installed."""
+    """Hide the methods that other tests register, and the methods of packages that happen to be installed."""
     monkeypatch.setattr(plugins, "_registered", {})
     monkeypatch.setattr(plugins, "_announced", dict)
 

@@ -111,14 +111,14 @@ def law(params: Any) -> list[Any]:
 
 
 def repeated(params: Any, but: Any) -> list[Any]:
-    """Parameters of a law that the names in ``but`` show, the others only under ``--thorough``."""
+    """Parameters of a law: the names in ``but`` run always, all other names only under ``--thorough``."""
     return [
         x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params
     ]
 
 
 def but_once(params: Any) -> list[Any]:
-    """Parameters of a test that is no law, those of `ELSEWHERE` only under ``--thorough``."""
+    """Parameters of a test that is no law: the names in `ELSEWHERE` run only under ``--thorough``."""
     return repeated(params, but=[x.values[0] for x in params if x.values[0] not in ELSEWHERE])
 
 

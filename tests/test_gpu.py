@@ -178,7 +178,7 @@ def test_random_8b_fits_and_decodes():
 
 
 @pytest.mark.parametrize("window", [1, 100, 512])
-def test_a_window_through_cudnn_is_that_of_plain_jax(window):
+def test_a_window_through_cudnn_equals_plain_jax(window):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (2, 2, 4, 1000, 64), (2, 2, 1000, 64), (2, 2, 1000, 64)
     query, key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True))

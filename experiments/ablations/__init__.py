@@ -1,4 +1,4 @@
-"""The parts of the papers' methods, varied one at a time."""
+"""Ablations: the parts of the papers' methods, varied one at a time."""
 
 from experiments.ablations.plots import figures as figures
 from experiments.ablations.report import ablation_tables as ablation_tables

@@ -1,8 +1,8 @@
-"""Parts of the methods, one at a time: `python -m experiments.ablations NAME[,NAME]|all`.
+"""Ablations: parts of the methods, varied one at a time: `python -m experiments.ablations NAME[,NAME]|all`.
 
-Each ablation writes OUT/NAME.json after every cell, and goes on from it after an interruption. A Markdown file has the
+Each ablation writes OUT/NAME.json after every cell, and continues that file after an interruption. A Markdown file has the
 papers' claims and the tables of all records in OUT. The question is part of the prompt, in the model's chat template. A task
-that Full does not solve is left out. All of it for the tuned twin of SmolLM2, with distances on its base:
+that Full does not solve is left out. All ablations of the tuned SmolLM2, with distances measured on its base model:
 
     python -m experiments.ablations all --model smollm2-retrieval --base smollm2 --processes 4
 """
@@ -21,7 +21,7 @@ from experiments.records import table_file
 
 @dataclasses.dataclass(frozen=True)
 class AblationCommand:
-    """Where `experiments.ablations` writes.
+    """The output of `experiments.ablations`.
 
     Attributes:
         out: directory of records
@@ -31,7 +31,7 @@ class AblationCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     about = "Ablations of the five papers' methods."
     kinds = (AblationSettings, AblationCommand, Against)
     return run(_ablate, *kinds, prog="kvjax ablations", about=about, argv=argv, compiles=True)

@@ -12,10 +12,10 @@ from experiments.records import Results
 from kvjax import registry
 from kvjax.method import Method
 
-# Names of cells that `experiments.ablations.distance` measures: KL along held-out prose, and along what Full writes.
+# Names of cells that `experiments.ablations.distance` measures: KL along held-out prose, and along text that Full writes.
 PROSE, WRITTEN = "prose", "written"
 DISTANCES = (PROSE, WRITTEN)
-WRITTEN_TASK = "niah_multikey_1"  # Full writes on from prompts of this task: it goes on asking and answering
+WRITTEN_TASK = "niah_multikey_1"  # Full continues prompts of this task: it goes on asking and answering
 SOLVED = 85.0  # Full's score, in percent, below which a task says little about a method
 
 
@@ -25,12 +25,12 @@ class Lab:
 
     Attributes:
         model: the model that does the tasks.
-        base: the model whose distance from Full is measured, and that is led beyond its window; it may be the same.
+        base: the model whose distance from Full is measured, and which runs beyond its window; it may be `model`.
         results: the record of the ablation, which also keeps thresholds.
         length: tokens of prompt and answer.
         samples: samples of each cell.
         seed: seed of the samples.
-        tasks: tasks that replace each ablation's own; none keeps those.
+        tasks: tasks that replace each ablation's own tasks; an empty tuple keeps them.
         trained_length: the longest context that the base was trained on.
         reading: how the base's prompts become tokens.
         calibration_prompts: prompts that CHESS is calibrated on.
@@ -50,17 +50,17 @@ class Lab:
     new_tokens: int
 
     def pick(self, *tasks: str) -> tuple[str, ...]:
-        """The tasks of a table."""
+        """Return the tasks of a table: the lab's tasks, or else ``tasks``."""
         return self.tasks or tasks
 
     def method(self, name: str, length: int | None = None, **knobs: Any) -> Method:
-        """A method at its paper's budget, scaled to the length; ``knobs`` go before the paper's."""
+        """Make a method at its paper's budget, scaled to the length; ``knobs`` replace the paper's knobs."""
         return paper_method(
             name, length or self.length, tokenizer=self.model.tokenizer, config=self.model.config, given=knobs
         ).method
 
     def prompts(self, task: str, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Prompts of a task at the lab's length, as token ids; this process makes them."""
+        """Make prompts of a task at the lab's length, as token ids, in this process."""
         return encode_cell(self.reading, Cell(task, self.length, samples, self.seed)).wholes
 
 
@@ -70,7 +70,7 @@ class Arm:
 
     Attributes:
         name: unique in its table.
-        setting: what was varied, JSON values by name; claims are about arms that differ in one of them.
+        setting: the varied values, JSON values by name; claims compare arms that differ in one of the values.
         method: the method.
         tasks: the columns: names of tasks, and of `DISTANCES`.
         length: tokens of prompt and answer.
@@ -94,7 +94,7 @@ class Table:
     Attributes:
         title: unique in its ablation.
         text: says how the rows differ.
-        arms: the rows; Full first, where tasks are done.
+        arms: the rows; Full first, if the table has tasks.
         solved: Full's score in percent below which a task is left out of the table.
     """
 
@@ -110,7 +110,7 @@ Methods = dict[str, tuple[dict[str, Any], Method]]  # setting and method by the 
 def table(
     lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: Methods, distances: tuple[str, ...] = (PROSE,)
 ) -> Table:
-    """A table whose rows differ only in their methods; Full's row comes first, where tasks are done."""
+    """Make a table whose rows differ only in their methods; Full's row comes first, if there are tasks."""
     full = Arm("full", {"method": "full"}, registry.make("full"), tasks, lab.length, lab.samples, lab.model)
     arms = [
         Arm(name, setting, method, (*tasks, *distances), lab.length, lab.samples, lab.model)

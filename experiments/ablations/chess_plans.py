@@ -1,4 +1,4 @@
-"""CHESS: budget, trigger and page vectors."""
+"""Ablations of CHESS: budget, trigger and page vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue")
 
 
 def chess(lab: Lab) -> list[Table]:
-    """CHESS's budget, when its page list is rebuilt, and what represents a page."""
+    """Compare CHESS's budgets, the triggers that rebuild its page list, and the vectors that represent a page."""
     tasks = lab.pick(*_TASKS)
     calibration = Calibration((WRITTEN_TASK,), lab.length, lab.calibration_prompts, lab.new_tokens, lab.seed)
     thresholds = chess_thresholds(lab.base, calibration, lab.results, lab.reading)

@@ -1,7 +1,7 @@
-"""What the papers say their parts are worth, as data: which rows must be better than which, and where the paper says so.
+"""The papers' claims about their parts, as data: which rows must be better than which rows, and where the paper says so.
 
-A row of a table is found by its setting (see `experiments.ablations.arms.Arm`). A comparison pairs all rows that have the
-first setting with those that have the second and are equal otherwise.
+A row of a table is found by its setting (see `experiments.ablations.arms.Arm`). A comparison pairs each row that has the
+first setting with each row that has the second setting and is equal otherwise.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ FULL: Setting = {"method": "full"}
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Rows that should be better than others.
+    """Rows that should be better than other rows.
 
     Attributes:
         better: setting of the rows that should be better.
-        worse: setting of the rows beside them.
-        points: by how many points of the score the first may be behind; 0 asks for a lead.
-        nats: the same of the distance from Full; None leaves the distance out.
-        tasks: names of the tasks that count; none takes all.
+        worse: setting of the rows that should be worse.
+        points: how many points of the score the first rows may be behind; 0 asks for a lead.
+        nats: how many nats farther from Full the first rows may be; None leaves the distance out.
+        tasks: names of the tasks that count; an empty tuple takes all tasks.
     """
 
     better: Setting
@@ -39,11 +39,11 @@ class Claim:
 
     Attributes:
         method: the paper's method.
-        text: the sentence in short.
+        text: the sentence, shortened.
         source: section, table or figure of the paper.
         record: name of the record that can tell.
-        table: title of its table; "" if the record has no tables.
-        comparisons: all must hold.
+        table: title of the record's table; "" if the record has no tables.
+        comparisons: comparisons that must all hold.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Claim:
 
 
 def _equal(better: Setting, worse: Setting, **more: Any) -> Comparison:
-    """Rows that should be as good as others, but for two points and a hundredth of a nat."""
+    """Compare rows that should be equally good, within two points and a hundredth of a nat."""
     return Comparison(better, worse, **{"points": 2.0, "nats": 0.01, **more})
 
 

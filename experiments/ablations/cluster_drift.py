@@ -1,17 +1,18 @@
 """Does search by clusters survive a long generation? ``kvjax ablations drift``.
 
-Full samples a long text after a prompt of prose. At checkpoints of that text, a search by cluster votes and the 4-bit
-estimate looks for the keys with the largest q.k in ParisKV's retrieval zone, in every layer and KV head, with five kinds of
+Full samples a long text after a prompt of prose. At checkpoints of that text, a search looks for the keys with the largest
+q.k in ParisKV's retrieval zone, in every layer and KV head. It uses cluster votes and the 4-bit estimate, with five kinds of
 clusters:
 
 * ``rotated``: ParisKV's own, sign clusters of rotated keys, for which nothing is learned;
-* ``plain``: sign clusters of the keys as they are;
+* ``plain``: sign clusters of the keys without rotation;
 * ``learned``: 256 k-means clusters for each slice of 8 channels, learned on the keys of the prompt only;
 * ``learned rotated``: learned on directions of rotated keys of the prompt, as ParisKV rotates them;
-* ``relearned``: as ``learned``, but on all keys at every checkpoint; its lead over ``learned`` is the loss by drift.
+* ``relearned``: as ``learned``, but learned anew on all keys at every checkpoint; its lead over ``learned`` is the loss by
+  drift.
 
-Candidates of the learned clusters are ranked by the estimate from rotated keys. The "fixed" shares are those that ParisKV
-uses for long zones; "schedule" is its schedule by the zone's length, which changes within the text.
+Candidates of the learned clusters are ranked by the estimate from rotated keys. The "fixed" shares are ParisKV's shares
+for long zones; "schedule" is its schedule by the zone's length, which changes within the text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from kvjax.methods.pariskv import hashing
 from kvjax.methods.pariskv.method import SCHEDULE
 
 CLUSTERS = ("rotated", "plain", "learned", "learned rotated", "relearned")
-_SHORT_PROMPT = 512  # where the default prompt would leave too little of the model's window
+_SHORT_PROMPT = 512  # tokens, if the default prompt and text exceed the model's window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Course:
 
     Attributes:
         prompt_tokens: tokens of prose.
-        new_tokens: tokens sampled.
+        new_tokens: sampled tokens.
         every: tokens between checkpoints.
         k: keys to find.
         num_sink: tokens before the zone.
         num_local: tokens behind the zone.
-        rho: share of keys that get votes, per slice.
+        rho: share of the zone's keys that get votes, per slice.
         beta: share of the zone that becomes candidates.
         temperature: temperature of the sampling.
         seed: seed of the prompt and of the sampling.
@@ -69,7 +70,7 @@ class Course:
 
     @classmethod
     def within(cls, window: int, seed: int) -> Course:
-        """The defaults, or a shorter prompt and text that fit the window of a model, in tokens."""
+        """Choose the default sizes, or a shorter prompt and text that fit a model's window of ``window`` tokens."""
         made = cls(seed=seed)
         if made.prompt_tokens + made.new_tokens <= window:
             return made
@@ -83,7 +84,7 @@ class Course:
 
 
 def run_drift(model: LoadedModel, settings: Course, out: pathlib.Path) -> None:
-    """Samples the text, measures, and writes the record.
+    """Sample the text, measure recall, and write the record.
 
     Args:
         model: the model.
@@ -107,7 +108,7 @@ def run_drift(model: LoadedModel, settings: Course, out: pathlib.Path) -> None:
 
 
 def make_text(model: LoadedModel, settings: Course) -> np.ndarray:
-    """A prompt of prose and the continuation that Full samples: int32 [prompt_tokens + new_tokens].
+    """Make a prompt of prose and sample its continuation with Full: int32 [prompt_tokens + new_tokens].
 
     Raises:
         ValueError: the text would be longer than the model's position limit.
@@ -118,7 +119,7 @@ def make_text(model: LoadedModel, settings: Course) -> np.ndarray:
         return len(model.tokenizer.encode(text, add_special_tokens=False).ids)
 
     haystack = load_haystack("prose", count, "eval")
-    # Twice as much as needed, because joined sentences do not have exactly the sum of the sentences' tokens.
+    # Twice the needed tokens, because joined sentences do not have exactly the sum of the sentences' tokens.
     sentences = haystack.span(random.Random(settings.seed), 2 * settings.prompt_tokens)
     ids = model.tokenizer.encode(haystack.separator.join(sentences)).ids[: settings.prompt_tokens]
     cache = kvjax.prefill(model.params, [ids], config=model.config, max_new_tokens=settings.new_tokens)
@@ -134,18 +135,18 @@ def make_text(model: LoadedModel, settings: Course) -> np.ndarray:
 
 
 def _when(settings: Course, made: int) -> str:
-    """A checkpoint's name: "first", "last", or its tokens."""
+    """Name a checkpoint: "first", "last", or its number of tokens."""
     ends = {settings.checkpoints[0]: "first", settings.checkpoints[-1]: "last"}
     return ends.get(made, str(made))
 
 
 def scheduled(zone: int) -> tuple[float, float]:
-    """ParisKV's rho and beta for a zone of ``zone`` tokens."""
+    """Look up ParisKV's rho and beta for a zone of ``zone`` tokens."""
     return next((rho, beta) for end, rho, beta in SCHEDULE if end is None or zone < end)
 
 
 def measure(model: LoadedModel, tokens: np.ndarray, settings: Course) -> list[dict[str, Any]]:
-    """Recall at every checkpoint, with every kind of clusters and both kinds of shares.
+    """Measure recall at every checkpoint, with every kind of clusters and both kinds of shares.
 
     Args:
         model: the model.

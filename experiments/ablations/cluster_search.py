@@ -1,4 +1,4 @@
-"""A search for the largest q.k by cluster votes, with analytic or learned clusters, and its recall of the exact answer.
+"""Searches the largest q.k by cluster votes, with analytic or learned clusters, and measures recall of the exact answer.
 
 Axes: L layers (the hashing functions' batch), H KV heads, T tokens, D head_dim, N = D/8 slices.
 """
@@ -31,13 +31,13 @@ class Clusters:
 
 @functools.partial(jax.jit, static_argnames="config")
 def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Array, Array]:
-    """The queries and keys of a teacher-forced pass over a text.
+    """Collect the queries and keys of a teacher-forced pass over a text.
 
     Args:
         params: model parameters.
         tokens: int32 [T], the text.
         at: int32 [C], positions of the wanted queries.
-        config: the model.
+        config: the model's description.
 
     Returns:
         The rotated mean query of each group, float32 [L, H, C, D], and the rotated keys, float32 [L, H, T, D].
@@ -59,7 +59,7 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
 
 @functools.partial(jax.jit, static_argnames="rotated")
 def sign_clusters(keys: Array, queries: Array, *, rotated: bool) -> tuple[Clusters, hashing.Codes, Array]:
-    """ParisKV's clusters and codes of the keys, and the queries in the form that ParisKV's estimate takes."""
+    """Compute ParisKV's clusters and codes of the keys, and the queries in the form that ParisKV's estimate takes."""
     if rotated:
         signs = hashing.random_signs(42, keys.shape[-1])
         keys, queries = hashing.rotation(keys, signs), hashing.rotation(queries, signs)
@@ -69,7 +69,7 @@ def sign_clusters(keys: Array, queries: Array, *, rotated: bool) -> tuple[Cluste
 
 @jax.jit
 def rotated_directions(keys: Array, queries: Array) -> tuple[Array, Array]:
-    """Keys of length 1 and queries, both rotated as ParisKV rotates them."""
+    """Normalise the keys to length 1, and rotate keys and queries as ParisKV does."""
     signs = hashing.random_signs(42, keys.shape[-1])
     directions = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-8)
     return hashing.rotation(directions, signs), hashing.rotation(queries, signs)
@@ -77,12 +77,12 @@ def rotated_directions(keys: Array, queries: Array) -> tuple[Array, Array]:
 
 @jax.jit
 def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
-    """k-means clusters of each slice, fitted on the first ``count`` keys; every key belongs to the nearest centre.
+    """Fit k-means clusters of each slice on the first ``count`` keys; every key belongs to the nearest centre.
 
     Args:
         keys: float32 [L, H, T, D].
         queries: float32 [L, H, C, D].
-        count: int32, number of keys to fit on. Evenly spaced keys among them are the first centres.
+        count: int32, number of keys to fit on. Evenly spaced keys among these are the first centres.
     """
     layers, heads, tokens, dim = keys.shape
     slices = keys.reshape(layers, heads, tokens, dim // hashing.SLICE, hashing.SLICE)
@@ -103,7 +103,7 @@ def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
         centres = lax.fori_loop(0, KMEANS_STEPS, step, points[start])
         return centres, nearest(centres).astype(jnp.uint8)
 
-    # A head after the other, because the distances of all tokens to all centres take much memory.
+    # One head after the other, because the distances of all tokens to all centres take much memory.
     points = slices.transpose(0, 1, 3, 2, 4).reshape(-1, tokens, hashing.SLICE)
     centres, ids = lax.map(fit, points)
     centres = centres.reshape(layers, heads, -1, hashing.CLUSTERS, hashing.SLICE)
@@ -116,7 +116,7 @@ def learned_clusters(keys: Array, queries: Array, count: Array) -> Clusters:
 
 @functools.partial(jax.jit, static_argnames=("k", "num_sink", "num_local"))
 def exact_best(keys: Array, query: Array, stored: Array, *, k: int, num_sink: int, num_local: int) -> Array:
-    """The k keys of the retrieval zone with the largest q.k: bool [L, H, T]; ``stored`` int32 tokens are stored."""
+    """Mark the k keys of the retrieval zone with the largest q.k: bool [L, H, T]; ``stored`` int32 tokens are stored."""
     scores = jnp.einsum("lhd,lhtd->lht", query, keys, precision=lax.Precision.HIGHEST)
     return _best(scores, _zone(keys, stored, num_sink, num_local), k)
 
@@ -137,7 +137,7 @@ def recall(
     num_sink: int,
     num_local: int,
 ) -> tuple[Array, Array]:
-    """The shares of ``best`` among the candidates, and among the k candidates that the 4-bit estimate ranks first.
+    """Measure the shares of ``best`` among the candidates, and among the k candidates that the 4-bit estimate ranks first.
 
     Args:
         clusters: the clusters that vote.
@@ -151,10 +151,10 @@ def recall(
         beta: share of the zone that becomes candidates.
         k: keys to find.
         num_sink: tokens before the zone.
-        num_local: tokens behind it.
+        num_local: tokens behind the zone.
 
     Returns:
-        float32 [L, H] twice.
+        Both shares, float32 [L, H].
     """
     zone = _zone(best, stored, num_sink, num_local)
     size = jnp.sum(zone, axis=2, dtype=jnp.int32)
@@ -169,13 +169,13 @@ def recall(
 
 
 def _zone(like: Array, stored: Array, num_sink: int, num_local: int) -> Array:
-    """The slots of the retrieval zone: bool, in the shape of the first three axes of ``like``."""
+    """Mark the slots of the retrieval zone: bool, in the shape of the first three axes of ``like``."""
     slot = jnp.arange(like.shape[2], dtype=jnp.int32)
     return jnp.broadcast_to(((slot >= num_sink) & (slot < stored - num_local))[None, None], like.shape[:3])
 
 
 def _best(scores: Array, among: Array, k: int) -> Array:
-    """The k largest of those ``scores`` [L, H, T] for which ``among`` is true: bool [L, H, T]."""
+    """Mark the k largest ``scores`` [L, H, T] among the entries where ``among`` is true: bool [L, H, T]."""
     value, index = lax.top_k(jnp.where(among, scores, -jnp.inf), k)
     layer, head = jnp.arange(scores.shape[0])[:, None, None], jnp.arange(scores.shape[1])[None, :, None]
     return jnp.zeros(scores.shape, bool).at[layer, head, index].set(value > -jnp.inf)

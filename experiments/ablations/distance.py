@@ -1,4 +1,4 @@
-"""How far a method's next-token distributions are from Full's, along prose and along what Full itself writes."""
+"""Measures the distance of a method's next-token distributions from Full's, along prose and along Full's own text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.method import Method
 
 
 def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int, new_tokens: int) -> list[list[int]]:
-    """The text that Full writes after each prompt, past the end of the answer: ``new_tokens`` ids for each prompt."""
+    """Generate Full's text after each prompt, past the end of the answer: ``new_tokens`` ids for each prompt."""
     made = generate(model, prompts, "full", length=length, rows=len(prompts), new_tokens=new_tokens, eos_token_ids=())
     return made.ids
 
@@ -26,14 +26,14 @@ def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int
 def measure_distance(
     programs: Programs, texts: Texts, method: Method, full: Array, *, name: str, length: int
 ) -> dict[str, Any]:
-    """KL(Full || method) per token, in nats; the method has read the text up to that token.
+    """Measure KL(Full || method) per token, in nats, along given texts.
 
     Args:
         programs: the model's compiled programs.
-        texts: contexts and what follows them; all are followed together.
+        texts: contexts and the tokens that follow them; all texts are decoded in one batch.
         method: the method.
         full: Full's logits along the texts, float32 [T, B, V].
-        name: of the metric.
+        name: name of the metric.
         length: tokens of context and text, for the record.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs ablations one after the other, or several beside each other in processes that share the device."""
+"""Runs ablations one after the other, or several at a time in processes that share the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import get_default_implementation
 
 
 def run_all(settings: AblationSettings, out: pathlib.Path) -> None:
-    """Runs what the records in ``out`` lack, and writes the page of their tables after every ablation.
+    """Run the cells that the records in ``out`` lack, and write the page of tables after every ablation.
 
     Raises:
         ValueError: a length beyond the model's window, or a record of other settings.
@@ -44,7 +44,7 @@ def write_report(out: pathlib.Path) -> None:
 
 
 def _run_beside(settings: AblationSettings, out: pathlib.Path) -> None:
-    """Runs every ablation in a process of its own. This process never touches the device."""
+    """Run every ablation in a process of its own. This process never touches the device."""
     # Processes that take all memory at their start cannot share a device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     spawn = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ def _run_alone(
 
 
 def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
-    """The model that does the tasks, and the base."""
+    """Load the model that does the tasks, and the base."""
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     if settings.base in (None, settings.model):
         return model, model

@@ -1,4 +1,4 @@
-"""MosaicKV: a grid of channels and blocks, and the strategies that choose channels."""
+"""Ablations of MosaicKV: a grid of channels and blocks, and the strategies that choose channels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from experiments.ablations.arms import Lab, Methods, Table, table
 
 _TASKS = ("niah_multikey_2", "niah_multivalue")
 _CHANNELS = (1.0, 0.5, 0.25)
-_FRACTIONS = (1.0, 0.5, 0.25, 0.1)  # of the blocks
+_FRACTIONS = (1.0, 0.5, 0.25, 0.1)  # attended shares of the blocks
 
 
 def channels(lab: Lab) -> list[Table]:
-    """How many channels and how many blocks MosaicKV needs."""
+    """Compare MosaicKV's shares of channels and of blocks."""
     arms: Methods = {}
     for share in _CHANNELS:
         for fraction in _FRACTIONS:
@@ -25,7 +25,7 @@ def channels(lab: Lab) -> list[Table]:
 
 
 def strategy(lab: Lab) -> list[Table]:
-    """Which channels MosaicKV keeps, and how long its blocks are."""
+    """Compare choices of the channels that MosaicKV keeps, and sizes of its blocks."""
     kinds = {
         "same channels for all, model's basis": ("uniform", {"rotate": False, "per_vector": False}),
         "same channels for all, rotated": ("rotated", {"per_vector": False}),

@@ -1,4 +1,4 @@
-"""ParisKV: the rotation of keys before they are hashed, and the keys that are retrieved."""
+"""Ablation of ParisKV: the rotation of keys before hashing, and the number of retrieved keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from experiments.ablations.arms import Lab, Methods, Table, table
 
 
 def hashing(lab: Lab) -> list[Table]:
-    """ParisKV's rotation of the keys before they are hashed."""
+    """Compare ParisKV with and without the rotation of keys before hashing, at several k."""
     paper = lab.method("pariskv").budget
     arms: Methods = {}
     for rotate, name in ((False, "plain keys"), (True, "rotated keys")):

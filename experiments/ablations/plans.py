@@ -1,4 +1,4 @@
-"""The ablations by their names. Traced numbers vary under a fixed capacity, so that a table needs few compilations."""
+"""The ablations by name. Traced knobs vary under a fixed capacity, so that a table needs few compilations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.ablations.pariskv_plans import hashing
 from experiments.ablations.sentencekv_plans import sentences
 from experiments.ablations.tokenselect_plans import chunk, extrapolate, theta, votes
 
-# Those that take longest stand first, so that processes end together.
+# The longest ablations stand first, so that processes end together.
 ABLATIONS: dict[str, Callable[[Lab], list[Table]]] = {
     plan.__name__: plan for plan in (strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing)
 }

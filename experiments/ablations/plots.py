@@ -1,4 +1,4 @@
-"""The figure of a record: the score of every arm on every task, a panel for each table; recall along a generation."""
+"""Draws the figure of a record: the score of every arm on every task, a panel for each table; recall along a generation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHARES = {"fixed": ("-", "fixed shares"), "schedule": (":", "shares by ParisKV'
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
+    """Return the figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
     name, draw_it = ("drift", _draw_drift) if record["experiment"] == "drift" else ("ablation", draw)
     return {name: functools.partial(draw_it, record)}, [name]
 
 
 def draw(record: Mapping[str, Any]) -> Any:
-    """Scores in percent: a row for each arm, a column for each task, and the mean over the tasks at the right.
+    """Plot scores in percent: a row for each arm, a column for each task, and the mean over the tasks at the right.
 
     Args:
         record: the record of an ablation.
@@ -55,7 +55,7 @@ def draw(record: Mapping[str, Any]) -> Any:
 
 
 def _draw_drift(record: Mapping[str, Any]) -> Any:
-    """Recall against the number of generated tokens, a panel for the candidates and a panel for the final keys."""
+    """Plot recall against the number of generated tokens, a panel for the candidates and a panel for the final keys."""
     settings = record["settings"]
     figure = new_figure(11, 4.2)
     panels = figure.subplots(1, 2, sharey=True)

@@ -1,4 +1,4 @@
-"""The page of the ablations, from their records alone: what the papers claim and whether it holds, then every table."""
+"""Makes the page of the ablations from their records alone: the papers' claims and whether they hold, then every table."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ does not tell."""
 
 
 def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """The titles, texts and rows of tables; a record keeps them, so that it suffices to show its tables."""
+    """List the titles, texts and rows of tables; a record keeps them, so that it suffices to show its tables."""
     return [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
 
 
 def records_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The records of a folder in the order of the page: paper by paper, and last those that are no longer run."""
+    """List the records of a folder in the order of the page: paper by paper, and last the records that are no longer run."""
     found = sorted(folder.glob("*.json"))
     return sorted(found, key=lambda path: _ORDER.index(path.stem) if path.stem in _ORDER else len(_ORDER))
 
 
 def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
-    """The claims and the tables of some records as a page.
+    """Format the claims and the tables of some records as a page.
 
     Args:
-        records: the files of the records; drift's, which has no tables, only serves the claims.
+        records: the files of the records; the record of drift has no tables and only serves the claims.
         folder: folder of the page, from which the records are linked.
     """
     read = {path: json.loads(path.read_text(encoding="utf-8")) for path in records}
@@ -91,10 +91,10 @@ def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> st
 
 
 def claim_rows(metrics: Mapping[str, Sequence[dict[str, Any]]]) -> list[Sequence[str]]:
-    """A row for each claim that the records can tell about.
+    """Format a row for each claim that the records can decide.
 
     Args:
-        metrics: the cells of records by the records' names.
+        metrics: the cells of each record, by the record's name.
     """
     rows = []
     for claim in CLAIMS:
@@ -116,14 +116,14 @@ def _told(verdict: Verdict | None, digits: int) -> tuple[str, str]:
 
 
 def _left_out(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> str:
-    """The tasks that only Full has answered, with its score."""
+    """Name the tasks that only Full has answered, with its score."""
     others = {m["name"] for m in metrics if m["method"] != "full"}
     alone = [m for m in metrics if m["method"] == "full" and m["name"] not in others] if len(arms) > 1 else []
     return ", ".join(f"{m['name']} ({m['value']:.0f} %)" for m in alone if others)
 
 
 def _cells(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
-    """The head and the rows of a table: tasks, their mean, distances, and what a step reads."""
+    """Format the head and the rows of a table: tasks, their mean, distances, and the bytes that a step reads."""
     scored = {m["name"] for m in metrics if m["unit"] == "percent" and m["method"] != "full"}
     scored = scored or {m["name"] for m in metrics if m["unit"] == "percent"}
     tasks = [name for name in dict.fromkeys(m["name"] for m in metrics) if name in scored]
@@ -157,18 +157,18 @@ def _distance(metric: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def mean(metrics: Sequence[dict[str, Any]], field: str) -> float:
-    """Mean of a field over cells."""
+    """Average a field over cells."""
     return float(np.mean([metric[field] for metric in metrics]))
 
 
 def counters(metrics: Sequence[dict[str, Any]]) -> str:
-    """Mean of every counter over those cells that have it, as text."""
+    """Average every counter over the cells that have it, as text."""
     names = sorted({name for metric in metrics for name in metric["counters"]})
     means = {name: np.mean([m["counters"][name] for m in metrics if name in m["counters"]]) for name in names}
     return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in means.items())
 
 
 def samples(metrics: Sequence[dict[str, Any]]) -> str:
-    """How many samples a cell has: a number, or the least and the most."""
+    """Format the number of samples of a cell, or the least and the most."""
     counts = sorted({metric["samples"] for metric in metrics})
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"

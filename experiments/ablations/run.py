@@ -58,11 +58,11 @@ class _Job:
 def run_ablation(
     settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path
 ) -> None:
-    """Runs the cells of an ablation that its record lacks.
+    """Run the cells of an ablation that its record lacks.
 
     Args:
         settings: what to run.
-        name: of the ablation.
+        name: name of the ablation.
         model: the model that does the tasks.
         base: the model whose distance from Full is measured.
         out: the directory of the records.
@@ -76,7 +76,7 @@ def run_ablation(
         if length > (window := one.config.max_position_embeddings):
             raise ValueError(
                 f"length must be at most {window} tokens, the window of {one.name}, got {length}; only the ablation "
-                "extrapolate goes beyond it"
+                "extrapolate exceeds the window"
             )
     readings = {one.name: _reading(one, settings.template) for one in (model, base)}
     common = {
@@ -105,13 +105,13 @@ def run_ablation(
 
 
 def _reading(model: LoadedModel, template: str) -> Reading:
-    """How a model's prompts become tokens."""
+    """Choose how a model's prompts become tokens."""
     found = models.ChatTemplate.from_directory(model.directory) if template == "auto" else None
     return Reading(model.tokenizer_file, found.around() if found else None)
 
 
 def _jobs(settings: AblationSettings, lab: Lab, tables: Sequence[Table]) -> list[_Job]:
-    """All cells of an ablation."""
+    """List all cells of an ablation."""
     jobs = []
     for table in tables:
         for arm in table.arms:
@@ -136,7 +136,7 @@ def _jobs(settings: AblationSettings, lab: Lab, tables: Sequence[Table]) -> list
 
 
 class _Followed:
-    """The texts that methods are led along, and Full's logits along them; each is made when it is first needed."""
+    """The texts that methods decode, and Full's logits along the texts; each is made when it is first needed."""
 
     def __init__(self, settings: AblationSettings, lab: Lab, programs: Programs) -> None:
         self._settings, self._lab, self.programs = settings, lab, programs
@@ -149,7 +149,7 @@ class _Followed:
         return self._made[name]
 
     def full(self, name: str) -> Array:
-        """Full's logits along the texts, float32 [T, B, V]; those of other texts are let go."""
+        """Compute Full's logits along the texts, float32 [T, B, V]; drop the logits of other texts."""
         if name not in self._full:
             self._full = {name: self.programs.run(registry.make("full"), self.texts(name))[0]}
         return self._full[name]
@@ -162,7 +162,7 @@ class _Followed:
         return prose(self._lab.base, about, self._lab.length)
 
     def _written(self) -> Texts:
-        """What Full writes from prompts of a task, past the end of the answer; the record keeps it."""
+        """Make texts that Full writes from prompts of a task, past the end of the answer; the record keeps the tokens."""
         lab, count, steps = self._lab, self._settings.texts, self._settings.new_tokens
         shorter = max(lab.length - steps, steps)
         cell = Cell(WRITTEN_TASK, shorter, count, lab.seed)
@@ -218,7 +218,7 @@ def _run(
 
 
 def _unsolved(results: Results, job: _Job, least: float | None) -> bool:
-    """Whether Full does the task too badly for other rows to say anything; Full's shortest length counts."""
+    """Tell whether Full scores too low on the task for other rows to say anything; Full's shortest length counts."""
     if job.task in DISTANCES or type(job.arm.method).__name__ == "Full":
         return False
     rows = [m for m in results.metrics if m["table"] == job.table.title and m["name"] == job.task]
@@ -245,9 +245,9 @@ def _measure(
 
 
 def _config(arm: Arm) -> models.ModelConfig:
-    """The description of an arm's model, with room for the longest answer.
+    """Return the description of an arm's model, with positions for the longest answer.
 
-    Answers end where the task says, but a batch has room for more tokens, whose positions may lie behind the window.
+    Answers end at the task's limit, but a batch has room for more tokens, whose positions may lie behind the window.
     """
     config, longest = arm.model.config, arm.length + DECODE_TOKENS
     if longest > config.max_position_embeddings and not arm.method.extrapolates:
@@ -256,7 +256,7 @@ def _config(arm: Arm) -> models.ModelConfig:
 
 
 def _compile(settings: AblationSettings, job: _Job, ahead: CompileAhead) -> Hashable:
-    """Queues the programs of a task; returns their key."""
+    """Add the programs of a cell to the queue; return their key."""
     arm, config = job.arm, _config(job.arm)
     shape = Shape(arm.length, batch_rows(arm.length, settings.batch_tokens, arm.samples), DECODE_TOKENS)
     key = (jax.tree.structure(arm.method), shape, config)

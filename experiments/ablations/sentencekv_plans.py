@@ -1,4 +1,4 @@
-"""SentenceKV: unit, query, pool of kept tokens, and mode."""
+"""Ablation of SentenceKV: unit, query, pool of kept tokens, and mode."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from experiments.ablations.arms import Lab, Methods, Table, table
 from kvjax import registry
 from kvjax.method import Method
 
-_FACTORS = (1.0, 3.0, 5.0)  # beside the paper's 2
+_FACTORS = (1.0, 3.0, 5.0)  # in addition to the paper's 2
 
 
 def sentences(lab: Lab) -> list[Table]:
-    """What each part of SentenceKV is worth, at a 32nd and an eighth of the context."""
+    """Compare variants of each part of SentenceKV, at budgets of a 32nd and an eighth of the context."""
     most = max(lab.length // 8, 80)
     pool = round(max(_FACTORS) * most)
     tasks = lab.pick("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
@@ -45,12 +45,12 @@ def sentences(lab: Lab) -> list[Table]:
 
 
 def _key(variant: str) -> str:
-    """The name of a variant in claims, which does not depend on the length of sentences."""
+    """Return the name of a variant in claims, which does not depend on the length of sentences."""
     return "chunks" if variant.startswith("chunks") else variant
 
 
 def _sentence_size(lab: Lab, tasks: tuple[str, ...]) -> int:
-    """Mean number of tokens per sentence, over the prompts that have sentences."""
+    """Compute the mean number of tokens per sentence, over the prompts that have sentences."""
     boundary = registry.make("sentencekv", lab.model.tokenizer, lab.model.config.vocab_size).boundary
     tokens = ends = 0
     for task in tasks:

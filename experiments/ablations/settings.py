@@ -1,4 +1,4 @@
-"""What `experiments.ablations` runs: its settings."""
+"""The settings of `experiments.ablations`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from experiments.tasks import get_task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AblationSettings(ModelSettings):
-    """What `experiments.ablations` runs.
+    """The settings of `experiments.ablations`.
 
     Attributes:
         names: comma-separated, or 'all': strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing and
             drift
-        base: the model whose distance from Full and whose drift is measured, and that is led beyond its window (default:
-            the model)
+        base: the model whose distance from Full and whose drift are measured, and which runs beyond its window (default: the
+            model)
         samples: samples of each cell
         length: tokens of prompt and answer (default: the model's window, at most 8192)
-        tasks: comma-separated, instead of each ablation's own
+        tasks: comma-separated, instead of each ablation's own tasks
         solved: Full's score in percent below which a task is left out of a table (default: 85; 50 beyond the window)
         template: auto uses the checkpoint's chat template, if it has one; none does not
         seed: seed of the samples
-        trained_length: extrapolation goes to 2, 4 and 8 times this (default: the base's window)
+        trained_length: tokens; extrapolation goes to 2, 4 and 8 times this length (default: the base's window)
         texts: texts along which the distance is measured
-        text_tokens: tokens of such a text
+        text_tokens: tokens of a text along which the distance is measured
         calibration_prompts: prompts that CHESS is calibrated on
         new_tokens: tokens that Full writes, for calibration and for CHESS's triggers
         batch_tokens: rows x length generated together

@@ -1,4 +1,4 @@
-"""TokenSelect: how heads vote, the selection cache, the prompt's chunks, and lengths beyond the window."""
+"""Ablations of TokenSelect: votes of heads, the selection cache, the prompt's chunks, and lengths beyond the window."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CHUNK = 128
 
 
 def _method(lab: Lab, share: int, **knobs: Any) -> Method:
-    """TokenSelect with a part of its paper's k, which reads the prompt in chunks that do not decide the score."""
+    """Make TokenSelect with a part of its paper's k, which prefills in chunks so small that they do not decide the score."""
     paper = lab.method("tokenselect")
     small = {"chunk": min(_CHUNK, paper.num_local), "capacity": paper.budget}
     return lab.method("tokenselect", **{**small, "budget": max(paper.budget // share, 1), **knobs})
 
 
 def votes(lab: Lab) -> list[Table]:
-    """The function by which TokenSelect's heads vote."""
+    """Compare the functions by which TokenSelect's heads vote."""
     arms = {}
     for vote in ("soft", "hard", "raw"):
         for share in (1, 8):
@@ -35,7 +35,7 @@ def votes(lab: Lab) -> list[Table]:
 
 
 def theta(lab: Lab) -> list[Table]:
-    """TokenSelect's selection cache."""
+    """Compare thresholds of TokenSelect's selection cache."""
     arms = {}
     for share in (1, 8):
         for value in (0.5, 0.7, 0.8, 0.9, 0.95, NEVER):
@@ -50,7 +50,7 @@ def theta(lab: Lab) -> list[Table]:
 
 
 def chunk(lab: Lab) -> list[Table]:
-    """The prompt tokens that share one of TokenSelect's selections."""
+    """Compare numbers of prompt tokens that share one of TokenSelect's selections."""
     most = lab.method("tokenselect").num_local
     sizes = sorted({most, max(most // 4, 2), max(most // 16, 2)}, reverse=True)
     names = dict(zip(sizes, ("paper", "quarter", "sixteenth"), strict=False))
@@ -62,7 +62,7 @@ def chunk(lab: Lab) -> list[Table]:
 
 
 def _self_extend(trained: int, times: int) -> dict[str, int]:
-    """The smallest power of two as the group with which ``times`` the trained length has positions that the model knows."""
+    """Choose the smallest power of two as group size that keeps ``times`` the trained length within trained positions."""
     window, group = trained // 2, 1
     while window + (times * trained - window) // group > trained:
         group *= 2
@@ -70,7 +70,7 @@ def _self_extend(trained: int, times: int) -> dict[str, int]:
 
 
 def extrapolate(lab: Lab) -> list[Table]:
-    """Methods that re-number positions, and Full, beyond the trained length."""
+    """Compare methods that re-number positions, and Full, beyond the trained length."""
     tasks = lab.pick("niah_single_1", "number_string")
     window, arms = lab.trained_length, []
 
@@ -84,7 +84,7 @@ def extrapolate(lab: Lab) -> list[Table]:
         length = times * window
         paper = lab.method("tokenselect", length)
         add("full", registry.make("full"), times)
-        # The same number of tokens as TokenSelect attends to, sinks and window only.
+        # As many tokens as TokenSelect attends to, but only sinks and window.
         attended = paper.num_sink + paper.num_local + paper.budget
         add("streamingllm", registry.make("streamingllm", budget=min(attended, window)), times)
         add("tokenselect", paper, times)

@@ -1,4 +1,4 @@
-"""Whether the rows of a record bear a claim out: paired differences with intervals, on tasks and by the distance."""
+"""Judges claims by the rows of a record: paired differences with intervals, on tasks and by the distance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Metric = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the rows say about a claim on one instrument.
+    """The verdict on a claim by one instrument, tasks or distance.
 
     Attributes:
         holds: `YES`, `NO` or `OPEN`.
-        differences: of each comparison: how much better the first rows are, and the ends of the 95 % interval; in points, or
+        differences: for each comparison, how much better the first rows are, and the ends of the 95 % interval; in points, or
             in nats.
-        pairs: how many pairs of examples stand behind them.
+        pairs: number of pairs of examples in all comparisons.
     """
 
     holds: str
@@ -32,11 +32,11 @@ class Verdict:
 
 
 def judge(claim: Claim, metrics: Sequence[Metric], unit: str) -> Verdict | None:
-    """What a record's rows say about a claim.
+    """Judge a claim by a record's rows.
 
     Args:
         claim: the claim.
-        metrics: the cells of its record.
+        metrics: the cells of the claim's record.
         unit: "percent" (tasks: more is better) or "nats" (distance: less is better).
 
     Returns:
@@ -65,10 +65,10 @@ def judge(claim: Claim, metrics: Sequence[Metric], unit: str) -> Verdict | None:
 
 
 def _interval(values: Sequence[float], groups: Sequence[str], unit: str) -> tuple[float, float]:
-    """The 95 % interval of the mean lead.
+    """Compute the 95 % interval of the mean lead.
 
-    Scores that all lead by the same have a bootstrap interval without width. Then the rule of three says how often another
-    lead may occur that n examples did not show: in 3/n of all.
+    Scores that all lead by the same have a bootstrap interval without width. Then the rule of three bounds how often another
+    lead may occur that n examples did not show: in 3/n of all examples.
     """
     if unit == "percent" and len(set(values)) == 1:
         unseen = min(3 / len(set(groups)), 1.0)
@@ -83,7 +83,7 @@ def _state(low: float, high: float, margin: float) -> str:
 
 
 def _differences(comparison: Comparison, metrics: Sequence[Metric], unit: str) -> tuple[list[float], list[str]]:
-    """The lead of the better rows, example by example, and the examples' names, which are drawn together."""
+    """List the lead of the better rows, example by example, and the examples' names; equal names are resampled together."""
     values: list[float] = []
     groups: list[str] = []
     for first in metrics:
@@ -108,7 +108,7 @@ def _has(setting: Setting, wanted: Setting) -> bool:
 
 
 def _partners(first: Setting, second: Setting, comparison: Comparison) -> bool:
-    """Whether two rows differ in nothing but in what is compared; Full has no settings but its name."""
+    """Tell whether two rows differ only in the compared setting; Full has no setting but its name."""
     if not _has(second, comparison.worse):
         return False
     if comparison.worse == FULL and "method" not in comparison.better:

@@ -1,4 +1,4 @@
-"""A model's answers under a method: the loader of models, the loop that asks, and methods at their papers' budgets."""
+"""Ask a model under a method: the loader of models, the loop that asks, and methods at their papers' budgets."""
 
 from experiments.answering.ask import Asked as Asked
 from experiments.answering.ask import Shape as Shape

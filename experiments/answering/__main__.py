@@ -1,4 +1,4 @@
-"""``kvjax generate``: continue a text under a method; the text is shown as it comes, and at the end what it cost."""
+"""``kvjax generate``: continue a text under a method; show the text as it is generated, and at the end its costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.decoding.sampling import Sampler
 from pallas_kernels.formats.quantised import MOST
 
-_STREAM_BLOCK = 8  # tokens of a piece of streamed text
+_STREAM_BLOCK = 8  # most tokens of a piece of streamed text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GenerateSettings(MeshSettings):
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
-        top_k: sample among so many most likely tokens
+        top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
         stream: show the text as it is generated
@@ -58,24 +58,24 @@ class GenerateSettings(MeshSettings):
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
-        # Refuses bad knobs before anything is loaded; those of files are read with the model.
+        # Refuse bad knobs before anything is loaded; knobs in files are read with the model.
         registry.make(self.method, **{knob: x for knob, x in self.knobs.items() if knob != "scores"})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The method's knobs that are given."""
+        """The given knobs of the method."""
         return registry.parse_knobs(self.method, self.set)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax generate``; returns the exit code."""
+    """Run ``kvjax generate``; return the exit code."""
     about = "Continue a text under a method."
     return run(_generate, GenerateSettings, prog="kvjax generate", about=about, argv=argv, compiles=True)
 
 
 def _generate(settings: GenerateSettings) -> None:
-    """Prints the continuation to standard output, and what it cost to standard error."""
+    """Print the continuation to standard output, and its costs to standard error."""
     prompt = _read_prompt(settings.prompt_file)
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
@@ -129,7 +129,7 @@ def _read_prompt(path: str) -> str:
 
 
 def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iterator[kvjax.Generation]:
-    """Generates piece by piece; equal pieces share a compiled program, so their size divides the whole."""
+    """Generate piece by piece; equal pieces share a compiled program, so their size divides the whole."""
     total = settings.max_new_tokens
     block = max(size for size in range(1, min(_STREAM_BLOCK, total) + 1) if total % size == 0)
     keys = [None] * (total // block)
@@ -147,7 +147,7 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
         )
         cache = out.cache
         yield out
-        # A full piece may end in an end-of-text token, too.
+        # A full piece may end with an end-of-text token too.
         count = int(out.num_tokens[0])
         if count < block or int(out.tokens[0, count - 1]) in cache.model.eos_token_ids:
             return

@@ -1,9 +1,9 @@
-"""Asks a model under a method: the loop of all experiments that generate answers.
+"""Ask a model under a method: the loop of all experiments that generate answers.
 
-The question may stand in the prompt that a method compresses, or be asked afterwards (`kvjax.extend`). These are two
-experiments with different scores. Several questions that are asked afterwards share the compressed cache of their context:
-each is asked of its own copy (one after the other, or all in one batch) or, as the turns of a conversation, after the
-earlier questions and answers in the same cache.
+The question may be part of the prompt that a method compresses, or be asked afterwards (`kvjax.extend`). These are two
+experiments with different scores. Several questions that are asked afterwards share the compressed cache of their context.
+Each question is asked of its own copy of the cache, one question after the other or all in one batch. Or it is a turn of a
+conversation, and follows the earlier questions and answers in the same cache.
 
 Shapes are shared on purpose, because compiling costs more than running: all prompts are padded to the same length, and the
 last batch is filled up with copies of its first row.
@@ -31,13 +31,13 @@ class Shape:
     """The shapes that decide a compiled program, together with the method and the model.
 
     Attributes:
-        length: the number of tokens that every context is padded to; with `questions` 0 the context has the question in it.
-        rows: contexts that are read together.
+        length: the number of tokens that every context is padded to; with `questions` 0 the context includes the question.
+        rows: contexts that are prefilled together.
         new_tokens: most tokens of any answer.
         questions: questions that are asked after each context.
         question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
-        together: whether all questions of a context are asked in one batch, each of its own copy.
+        together: whether all questions of a context are asked in one batch, each of its own copy of the cache.
     """
 
     length: int
@@ -66,11 +66,11 @@ class Asked:
     """The answers, and their accounting.
 
     Attributes:
-        ids: generated token ids, a closing EOS included: ids[context][question]; a context that has its question in it has a
+        ids: generated token ids, a closing EOS included: ids[context][question]; a context that includes its question has a
             single answer.
         stats: (real rows, accounting) after every batch of answers; the real rows come first.
-        run_seconds: wall clock without compilation.
-        decode_seconds: the part of it in which answers were generated; the rest read contexts and questions.
+        run_seconds: wall-clock seconds without compilation.
+        decode_seconds: the part of `run_seconds` in which answers were generated; the rest prefilled contexts and questions.
         compile_seconds: seconds of compilation.
     """
 
@@ -82,7 +82,7 @@ class Asked:
 
 
 def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded token ids int32 [rows, length] and their lengths int32 [rows]."""
+    """Pad token ids on the right, to int32 [rows, length]; return them and their lengths, int32 [rows]."""
     padded = np.zeros((len(rows), length), np.int32)
     for row, tokens in enumerate(rows):
         padded[row, : len(tokens)] = tokens
@@ -90,7 +90,7 @@ def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ask(params: Any, config: Any, contexts: Sequence[Ids], method: Method | str, shape: Shape, **options: Any) -> Asked:
-    """`ask_each` for one method."""
+    """Run `ask_each` for one method."""
     (asked,) = ask_each(params, config, contexts, [method], shape, **options)
     return asked
 
@@ -108,7 +108,7 @@ def ask_each(
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
 ) -> list[Asked]:
-    """Generates greedy answers under each of several methods, which read the contexts together.
+    """Generate greedy answers under each of several methods, which prefill the contexts together.
 
     Args:
         params: model parameters.
@@ -116,19 +116,19 @@ def ask_each(
         contexts: token ids, none longer than `shape.length`.
         methods: kvjax methods or their names, as in `kvjax.prefill_each`.
         shape: how the contexts are batched.
-        questions: 1 to `shape.questions` questions about each context; empty if the contexts have their questions in them.
-        limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all. Other limits do
-            not compile another program.
+        questions: 1 to `shape.questions` questions about each context; empty if the contexts include their questions.
+        limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all answers. Other
+            limits do not compile another program.
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
         kv_dtype: as in `kvjax.prefill`.
 
     Returns:
-        Answers and accounting of each method. Each has an equal share of the time to read the contexts.
+        Answers and accounting of each method. Each method gets an equal share of the time to prefill the contexts.
 
     Raises:
-        ValueError: a context or a question longer than the shape allows, or more questions than it has; or, together, fewer
-            for a context before the last.
+        ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape;
+            or, with `shape.together`, a context before the last has fewer questions than the shape.
     """
     _check(contexts, questions, shape)
     clock = clock or CompileClock()
@@ -140,7 +140,7 @@ def ask_each(
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
             caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
-            if len(caches) > 1:  # otherwise the first would answer for the time of all
+            if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
         for number, asked in enumerate(made):
             with Timer(clock) as answering:
@@ -168,14 +168,18 @@ def _answer(
     eos_token_ids: tuple[int, ...] | None,
     clock: CompileClock,
 ) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]], float]:
-    """The answers of a batch, whose contexts ``at`` are in the cache and of which ``real`` are no copies; and their costs."""
+    """Generate the answers of a batch whose contexts ``at`` are in the cache; the first ``real`` rows are no copies.
+
+    Returns:
+        The answers, the accounting of each batch of answers, and the seconds of decoding.
+    """
     answers: list[list[list[int]]] = [[] for _ in range(real)]
     stats: list[tuple[int, kvjax.Stats]] = []
     seconds, turns = 0.0, max(shape.questions, 1)
     for together in [range(turns)] if shape.together else [(turn,) for turn in range(turns)]:
         slots = [(row, turn) for row in range(shape.rows) for turn in together]  # the rows that are answered now
         if shape.questions:
-            # The copy is asked: `extend` consumes the cache it is given.
+            # A copy is asked, because `extend` consumes its cache.
             last = shape.keep or together[-1] == turns - 1 and shape.copies == 1
             now = cache if last else kvjax.fork(cache, shape.copies)
             asked, asked_lengths = pad([_turn(questions[at[row]], turn) for row, turn in slots], shape.question_length)
@@ -184,7 +188,7 @@ def _answer(
             now = jax.block_until_ready(cache)
         count = sum(len(questions[i]) for i in at[:real]) if shape.together else real
         most = [_turn(limits[at[row]], turn) if limits else shape.new_tokens for row, turn in slots]
-        most[count:] = [0] * (len(slots) - count)  # nobody reads what the copies would answer
+        most[count:] = [0] * (len(slots) - count)  # the answers of the copies are not used
         with Timer(clock) as decoding:
             out = kvjax.generate(
                 params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
@@ -202,7 +206,7 @@ def _answer(
 
 
 def _turn(values: Sequence[Any], turn: int) -> Any:
-    """The value of a turn; the last one where there are fewer."""
+    """Return the value of a turn; the last value if there are fewer values."""
     return values[min(turn, len(values) - 1)]
 
 
@@ -214,9 +218,9 @@ def programs(
     eos_token_ids: tuple[int, ...] | None = None,
     kv_dtype: str | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that `ask_each` runs, traced and lowered one after the other; see `kvjax.api.programs.lower_programs`.
+    """Lower the programs that `ask_each` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
-    An offloaded method has none here: its arrays in host memory cannot be described before they exist.
+    With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """
     if not any(method.offload for method in methods):
         yield from lower_programs(
@@ -254,7 +258,7 @@ def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: S
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:
-    """The mean accounting over the real rows of all batches; JSON values."""
+    """Average the accounting over the real rows of all batches; JSON values."""
 
     def mean(read: Any, digits: int = 1) -> float:
         return round(float(np.mean(np.concatenate([np.asarray(read(s))[:real] for real, s in stats]))), digits)
@@ -270,9 +274,10 @@ def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, An
 
 
 def reads_all(accounting: Mapping[str, Any]) -> bool:
-    """Whether a method with this accounting, of `account`, reads all that Full reads, and so was not tested at all.
+    """Tell whether a method with this accounting, from `account`, reads all that Full reads, and so was not tested at all.
 
-    It attends to every token, and reads as many bytes: a method that stores less of each token reads fewer.
+    Such a method attends to every token and reads as many bytes as Full. A method that stores fewer bytes of each token
+    reads fewer bytes.
     """
     read, full = (accounting[name] for name in ("bytes_read_per_step", "full_bytes_read_per_step"))
     return accounting["attended_tokens"] >= accounting["length_tokens"] and read >= (1 - 1e-4) * full

@@ -1,4 +1,4 @@
-"""Batches: the lengths that prompts are padded to, rows of a batch, and a tally of what requests took."""
+"""Batches: the lengths that prompts are padded to, the rows of a batch, and a tally of requests and their costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def padded_length(tokens: int, smallest: int = 128) -> int:
-    """The length that a text is padded to: a multiple of ``smallest``, at most four lengths per doubling.
+    """Compute the length that a text is padded to: a multiple of ``smallest``, at most four lengths per doubling.
 
     Few lengths mean few compiled programs.
     """
@@ -23,25 +23,25 @@ def padded_length(tokens: int, smallest: int = 128) -> int:
 
 
 def most_rows(length: int, batch_tokens: int, groups: int = 1) -> int:
-    """The most rows that are generated together: as `batch_tokens` allow; a multiple of ``groups``, above 0."""
+    """Compute the most rows that `batch_tokens` allow to generate together; a multiple of ``groups``, above 0."""
     return max(groups, batch_tokens // length // groups * groups)
 
 
 def batch_rows(length: int, batch_tokens: int, samples: int, groups: int = 1) -> int:
-    """Rows that are generated together: batches as equal as possible.
+    """Compute the rows that are generated together, so that batches are as equal as possible.
 
     Args:
         length: tokens of a row.
         batch_tokens: rows x length of a batch, at most; but a batch has at least one row for each of ``groups``.
-        samples: rows in all.
-        groups: the rows are a multiple of it (`LoadedModel.groups`); the last rows may have to be copies.
+        samples: rows of all batches together.
+        groups: the rows of a batch are a multiple of this number (`LoadedModel.groups`); the last rows may be copies.
     """
     batches = -(-samples // most_rows(length, batch_tokens, groups))
     return equal_rows(-(-samples // batches), groups)
 
 
 class Tally:
-    """Counts requests, their tokens, their accounting, and the prompts that were cut.
+    """A tally of requests, their tokens, their accounting, and the prompts that were cut.
 
     Args:
         rows: rows of every batch.
@@ -54,14 +54,14 @@ class Tally:
         self._truncated = 0
 
     def cut(self, prompts: Sequence[Sequence[int]], most: int) -> None:
-        """Counts the prompts of more than ``most`` tokens."""
+        """Count the prompts of more than ``most`` tokens."""
         self._truncated += sum(len(prompt) > most for prompt in prompts)
 
     def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
-        """Counts a batch.
+        """Count a batch.
 
         Args:
-            real: how many rows are requests; they come first, the others are copies.
+            real: how many rows are requests; the requests come first, all later rows are copies.
             stats: accounting of the batch.
             tokens: tokens that were generated or scored for the requests.
         """
@@ -69,10 +69,10 @@ class Tally:
         self._tokens += tokens
 
     def summary(self, room: str) -> dict[str, Any]:
-        """The counts as JSON values; if prompts were cut, a warning is logged.
+        """Return the counts as JSON values; log a warning if prompts were cut.
 
         Args:
-            room: names, for the warning, the thing that needed the room.
+            room: what needed the room, for the warning.
         """
         requests = sum(real for real, _ in self._stats)
         if self._truncated:

@@ -16,17 +16,17 @@ from experiments.records import Results
 from experiments.tasks import get_task
 from kvjax import registry
 
-CALIBRATION_SEED = 1_000_003  # is added to the samples' seed, so that other prompts are calibrated on than measured
+CALIBRATION_SEED = 1_000_003  # added to the samples' seed, so that calibration and measurement use different prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The generations that CHESS's thresholds come from; they go on past the end of an answer.
+    """The generations that CHESS's thresholds come from; they continue past the end of an answer.
 
     Attributes:
         tasks: names of tasks, which take turns.
         length: tokens of a prompt.
-        prompts: how many prompts.
+        prompts: number of prompts.
         new_tokens: tokens that are generated after each prompt.
         seed: the seed of the measured samples.
     """
@@ -41,7 +41,7 @@ class Calibration:
 def calibration_tokens(
     model: LoadedModel, calibration: Calibration, reading: Reading | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts].
+    """Encode held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts].
 
     Args:
         model: the model.
@@ -59,17 +59,17 @@ def calibration_tokens(
 
 
 def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether the method is CHESS and its knobs leave it a trigger for which `chess_thresholds` sets the thresholds."""
+    """Tell whether the method is CHESS, with a trigger that needs the thresholds of `chess_thresholds`."""
     return name == "chess" and given.get("trigger", "and") in ("and", "or")
 
 
 def chess_thresholds(
     model: LoadedModel, calibration: Calibration, results: Results, reading: Reading | None = None
 ) -> dict[str, float]:
-    """CHESS's thresholds as knobs.
+    """Calibrate CHESS's thresholds; return them as knobs.
 
-    They are kept among the record's notes, and come from there if the record has them for the same calibration. Prompts that
-    would leave no room for their generation in the model's window are shorter.
+    The thresholds are kept among the record's notes, and are reused if the record holds them for the same calibration.
+    Prompts that would leave no room for their generation in the model's window are shortened.
 
     Args:
         model: the model.

@@ -27,13 +27,13 @@ class FetchCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax fetch``; returns the exit code."""
+    """Run ``kvjax fetch``; return the exit code."""
     about = "Download a model, so that the other commands need no network."
     return run(_fetch, FetchCommand, prog="kvjax fetch", about=about, argv=argv)
 
 
 def _fetch(command: FetchCommand) -> None:
-    """Prints the directory, the size and the licence."""
+    """Print the directory, the size and the licence."""
     found = find(command.name, offline=command.offline)
     if command.json:
         print(json.dumps({**dataclasses.asdict(found), "directory": str(found.directory)}))

@@ -1,4 +1,4 @@
-"""Where a model is on this machine, how large it is, and its licence."""
+"""Find a model on this machine, with its size and its licence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Found:
     """A model on this machine.
 
     Attributes:
-        name: its name, repository or path.
-        directory: where it is.
-        size: bytes of its files.
-        licence: as its table or its repository's page states it, "not stated" otherwise.
+        name: the model's name, repository or path.
+        directory: the directory of the model's files.
+        size: bytes of the files.
+        licence: the licence that `models.NAMED_MODELS` or the model card states, else "not stated".
     """
 
     name: str
@@ -28,7 +28,7 @@ class Found:
 
 
 def find(name: str, *, offline: bool = False) -> Found:
-    """A model's place on this machine; the model is downloaded if it is not there.
+    """Find a model on this machine; download it first if it is absent.
 
     Args:
         name: see `models.checkpoint_directory`.
@@ -49,7 +49,7 @@ def find(name: str, *, offline: bool = False) -> Found:
 
 
 def _stated(card: pathlib.Path) -> str:
-    """The licence that a model card states in the lines before its text."""
+    """Read the licence that a model card states in the lines before its text."""
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     found = re.search(r"(?m)^license(?:_name)?: *['\"]?([\w.+-]+)", head.group(1)) if head else None

@@ -1,4 +1,4 @@
-"""``kvjax ls models``: the models that have a name, and where they are."""
+"""``kvjax ls models``: list the named models, and where they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ListCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax ls models``; returns the exit code."""
+    """Run ``kvjax ls models``; return the exit code."""
     return run(_list, ListCommand, prog="kvjax ls models", about="List the models that have a name.", argv=argv)
 
 
@@ -41,7 +41,7 @@ def _list(command: ListCommand) -> None:
 
 
 def _entry(model: models.NamedModel) -> dict[str, Any]:
-    """A model as JSON values."""
+    """Describe a model as JSON values."""
     try:
         directory = str(find(model.name, offline=True).directory)
     except FileNotFoundError:

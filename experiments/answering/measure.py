@@ -1,4 +1,4 @@
-"""Generated tokens and the score of one cell, with the method's accounting, for experiments that ask in the prompt.
+"""Generate and score one cell, with the method's accounting, for experiments whose prompts include the question.
 
 Shapes are shared on purpose, because compiling costs more than running: all prompts are padded to the cell's length, the last
 batch is filled up with copies of its first row, and all tasks decode up to the same number of tokens.
@@ -27,8 +27,8 @@ class Generated:
 
     Attributes:
         ids: generated token ids of each prompt, a closing EOS included.
-        accounting: means over the prompts of tokens attended and of bytes.
-        seconds: wall clock, compilation included.
+        accounting: means over the prompts, see `experiments.answering.account`.
+        seconds: wall-clock seconds, compilation included.
     """
 
     ids: list[list[int]]
@@ -47,7 +47,7 @@ def generate(
     eos_token_ids: tuple[int, ...] | None = None,
     limits: Sequence[int] = (),
 ) -> Generated:
-    """Generates greedy continuations.
+    """Generate greedy continuations.
 
     Args:
         model: the model.
@@ -56,11 +56,11 @@ def generate(
         length: all prompts are padded to this number of tokens.
         rows: prompts that are generated together.
         new_tokens: most tokens that are generated for a prompt.
-        eos_token_ids: tokens that end a row; None takes the model's, () none.
-        limits: most tokens of each prompt's continuation, fewer than `new_tokens`; empty sets none.
+        eos_token_ids: tokens that end a row; None takes the model's, () takes none.
+        limits: most tokens of each prompt's continuation, fewer than `new_tokens`; empty sets no limits.
 
     Returns:
-        Ids, means over the prompts of the method's accounting at the end, and seconds.
+        The continuations, with the method's mean accounting after the last step, and the seconds.
     """
     shape = Shape(length, rows, new_tokens)
     most = [[min(limit, new_tokens)] for limit in limits]
@@ -69,21 +69,21 @@ def generate(
 
 
 def interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
-    """The 95 % bootstrap interval of the mean score in percent, see `experiments.records.bootstrap_interval`."""
+    """Compute the 95 % bootstrap interval of the mean score in percent, see `experiments.records.bootstrap_interval`."""
     return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
 
 
 def measure(
     model: LoadedModel, encoded: Encoded, method: Method | str, *, rows: int, failures: int = 1
 ) -> dict[str, Any]:
-    """Scores one generated cell under a method; the question is part of the prompt.
+    """Score one generated cell under a method; the question is part of the prompt.
 
     Args:
         model: the model.
         encoded: the cell's examples as token ids.
         method: a kvjax method or its name.
         rows: prompts that are generated together.
-        failures: how many wrong answers the metric shows.
+        failures: most wrong answers that the metric shows.
 
     Returns:
         A metric for `experiments.records.make_record`.

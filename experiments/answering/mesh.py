@@ -1,4 +1,4 @@
-"""The devices of a command's ``--mesh``: the axes that its text names, and JAX's mesh of them."""
+"""The devices of a command's ``--mesh``: the axes that its text names, and JAX's mesh with these axes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _AXES = (DATA, MODEL, SLOTS)
 
 
 def mesh_axes(text: str | None) -> dict[str, int]:
-    """The sizes of the axes in a text such as "data=2,model=4", by name; no axes if there is no text.
+    """Parse the sizes of the axes in a text such as "data=2,model=4", by name; no axes if there is no text.
 
-    The axes data and model are always there. The axis slots, which few methods can use, is there if the text names it.
+    The result always has the axes data and model. It has the axis slots, which few methods can use, if the text names it.
 
     Raises:
-        ValueError: an axis that is not known or stands there twice, or a size that is no whole number of at least 1.
+        ValueError: an axis is unknown or named twice, or a size is no whole number of at least 1.
     """
     if text is None:
         return {}
@@ -39,15 +39,15 @@ def mesh_axes(text: str | None) -> dict[str, int]:
 
 
 def mesh_text(axes: Mapping[str, int]) -> str | None:
-    """The text of the axes' sizes, for records; None if there are none."""
+    """Write the axes' sizes as text, for records; None if there are no axes."""
     return ",".join(f"{name}={size}" for name, size in axes.items()) or None
 
 
 def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh that a text describes, of the first devices; None if there is no text.
+    """Make the mesh that a text describes, of the first devices; None if there is no text.
 
     Raises:
-        ValueError: see `mesh_axes`; or it needs more devices than there are.
+        ValueError: see `mesh_axes`; or the mesh needs more devices than there are.
     """
     axes = mesh_axes(text)
     if not axes:
@@ -57,16 +57,16 @@ def make_mesh(text: str | None) -> Mesh | None:
         raise ValueError(
             f"a mesh of {mesh_text(axes)} needs {needed} devices, got {len(devices)} ({devices[0].device_kind})"
         )
-    # With Explicit axes, what reads a row of a result would have to say where the row goes.
+    # With Explicit axes, code that reads a row of a result would have to name the row's sharding.
     kinds = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices[:needed])
 
 
 def groups_of(mesh: Mesh | None) -> int:
-    """The parts into which a mesh divides the rows of a batch; 1 without a mesh."""
+    """Count the parts into which a mesh divides the rows of a batch; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape.get(DATA, 1)
 
 
 def equal_rows(rows: int, groups: int) -> int:
-    """So many rows, or as many more as make a multiple of ``groups``."""
+    """Round a number of rows up to a multiple of ``groups``."""
     return -(-rows // groups) * groups

@@ -1,4 +1,4 @@
-"""A model, loaded with its tokenizer: the loader of every command."""
+"""Load a model with its tokenizer: the loader of every command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.cli import Settings, option
 from models import gguf_files
 
 DTYPES = ("float32", "bfloat16")
-_NUMBERS = 64  # of a leaf; enough to differ between two quantisations of a model
+_NUMBERS = 64  # values of a leaf, at least; enough to differ between two quantisations of a model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MeshSettings(ModelSettings):
             data the rows of a batch, slots the tokens of a row (default: one device)
 
     Raises:
-        ValueError: no mesh, see `experiments.answering.mesh.mesh_axes`.
+        ValueError: the text describes no mesh, see `experiments.answering.mesh.mesh_axes`.
     """
 
     mesh: str | None = None
@@ -63,12 +63,12 @@ class LoadedModel:
 
     Attributes:
         name: the name for tables and records.
-        params: its parameters.
-        config: its description.
-        tokenizer: its tokenizer.
+        params: the model's parameters.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer.
         tokenizer_file: the tokenizer.json from which worker processes load the tokenizer.
         mesh: the devices over which the parameters are spread; None means one device.
-        kv_dtype: of the keys and values that its caches store, as in `kvjax.prefill`.
+        kv_dtype: dtype of the keys and values that the model's caches store, as in `kvjax.prefill`.
     """
 
     name: str
@@ -81,19 +81,23 @@ class LoadedModel:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of computation, and that of stored keys and values if it is another."""
+        """The dtype of computation, and the dtype of stored keys and values if it differs."""
         return self.config.dtype if self.kv_dtype is None else f"{self.config.dtype}, keys and values {self.kv_dtype}"
 
     @property
     def groups(self) -> int:
-        """The rows of a batch must be a multiple of this number, because so many parts of the devices share them."""
+        """The number of groups of devices that share the rows of a batch; the rows are a multiple of it."""
         return groups_of(self.mesh)
 
     def check_positions(self, what: str, tokens: int) -> None:
-        """Refuse more tokens than the model has positions, before so long a text is made; ``what`` is asked for.
+        """Refuse more tokens than the model has positions, before a text of this length is made.
+
+        Args:
+            what: name of the refused length, for the message.
+            tokens: the length in tokens.
 
         Raises:
-            ValueError: there are more.
+            ValueError: the model has fewer positions than ``tokens``.
         """
         if tokens > (most := self.config.max_position_embeddings):
             raise ValueError(f"{what} must be at most {most} tokens, the positions of {self.name}, got {tokens}")
@@ -105,7 +109,7 @@ class LoadedModel:
 
     @property
     def weights(self) -> str:
-        """Twelve hexadecimal digits that tell the parameters from others of the same name, by some numbers of every leaf."""
+        """Twelve hexadecimal digits that tell the parameters from others of the same name, by some values of every leaf."""
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.params):
             digest.update(_some(leaf).tobytes())
@@ -113,7 +117,7 @@ class LoadedModel:
 
 
 def _some(leaf: Array) -> np.ndarray:
-    """Some numbers of a parameter, float32: every n-th of the flat array. They are read where they are."""
+    """Sample some values of a parameter, float32: every n-th of the flat array, read in place."""
     at = np.stack(np.unravel_index(np.arange(0, leaf.size, max(1, leaf.size // _NUMBERS)), leaf.shape))
     found = np.zeros(at.shape[1], np.float32)
     for shard in leaf.addressable_shards:
@@ -121,7 +125,7 @@ def _some(leaf: Array) -> np.ndarray:
         first, end, _ = np.asarray(bounds, int).reshape(-1, 3).T[..., None]
         here = ((at >= first) & (at < end)).all(axis=0)
         if shard.replica_id == 0 and here.any():
-            # On a CPU this is the array itself; elsewhere it would be a copy of all of it.
+            # On a CPU np.asarray gives the array itself; elsewhere it would copy the whole array.
             data = np.asarray(shard.data) if jax.default_backend() == "cpu" else shard.data
             found[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
     return found
@@ -130,16 +134,16 @@ def _some(leaf: Array) -> np.ndarray:
 def load_model(
     model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
 ) -> LoadedModel:
-    """Loads a model that has a name, a Hugging Face directory, a GGUF file or a repository of the hub.
+    """Load a named model, a Hugging Face directory, a GGUF file or a repository of the hub.
 
     Args:
-        model: a GGUF file, or see `models.checkpoint_directory`; what has a name and is not on this machine is downloaded.
+        model: a GGUF file, or see `models.checkpoint_directory`; a named model or a repository is downloaded if it is absent.
         dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
         offline: whether to raise an error instead of downloading.
         mesh: the devices over which the parameters are spread; None means one device.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
         ValueError: the checkpoint is damaged or of a kind that `models` does not know, or the mesh does not divide it.
         OSError: a download failed.
     """
@@ -158,7 +162,7 @@ def load_model(
 
 
 def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:
-    """A directory with the tokenizer and the chat template of a GGUF file; it goes when this process ends."""
+    """Make a directory with the tokenizer and the chat template of a GGUF file; it is deleted when this process ends."""
     directory = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tokenizer-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     gguf_files.save_tokenizer(gguf_files.open_file(gguf), directory)

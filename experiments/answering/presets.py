@@ -11,26 +11,26 @@ from kvjax.fields import check_names
 from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
-_ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # of the tables; other baselines follow
-POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts that the model was not trained for; within its length there is Full
-_ALL_READ = ("full", *POSITIONS, "prefill")  # what they do is not that a step reads fewer tokens
-MEASURED = ("duoattention", "headkv")  # need the scores of a model's heads, in a file: `--set headkv.scores=PATH`
+_ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # order of the tables; other baselines follow
+POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts beyond the length that the model was trained for
+_ALL_READ = ("full", *POSITIONS, "prefill")  # methods whose steps read all tokens on purpose
+MEASURED = ("duoattention", "headkv")  # methods that need a file of scores of a model's heads: `--set headkv.scores=PATH`
 _OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
 BASELINES = (*_ORDER, *_OTHERS)
-BASELINE_SHARE = 8  # of the context
+BASELINE_SHARE = 8  # tokens of the context / tokens of a baseline's budget
 METHODS = ("full", *PAPERS, *BASELINES)
-# Where a question stands: in the prompt that is compressed, after it, after earlier questions and answers, or by the method.
+# Where a question stands: in the compressed prompt, after it, after earlier questions and answers, or as the method needs.
 QUESTIONS = ("prefill", "extend", "turns", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A method as it is run.
+    """A method with the knobs of a run.
 
     Attributes:
         name: the method's name.
         method: the method.
-        note: the difference to the paper's own setting, "" if there is none.
+        note: the difference from the paper's own setting, "" if there is none.
     """
 
     name: str
@@ -41,26 +41,26 @@ class Setting:
 def paper_method(
     name: str, length: int, *, tokenizer: Any, config: Any, given: Mapping[str, Any] | None = None
 ) -> Setting:
-    """A method at its paper's budget, which is scaled down if it would fill more than half of the context.
+    """Make a method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
-    A method outside of kvjax that has a budget gets that of the baselines.
+    A method outside of kvjax that has a budget gets the budget of the baselines.
 
     Args:
         name: the method's name, or its path.
         length: tokens of context, question and answer.
-        tokenizer: the model's, for methods that need a tokenizer.
+        tokenizer: the model's tokenizer, for methods that need one.
         config: the model; None if there is no tokenizer.
-        given: knobs that replace the paper's.
+        given: knobs that replace the paper's knobs.
 
     Raises:
-        ValueError: unknown method or knob, or a value the method refuses.
+        ValueError: the method or a knob is unknown, or the method refuses a value.
         FileNotFoundError: a knob names a file that does not exist.
     """
     name, cls = registry.canonical_name(name), registry.find(name)
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
     if name not in ("full", *_SCALED) and "budget" in cls.__dataclass_fields__:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
-    if knobs.keys() & (given or {}).keys():  # the note speaks of knobs that are replaced
+    if knobs.keys() & (given or {}).keys():  # the note describes knobs that are replaced
         note = ""
     try:
         size = None if config is None else config.vocab_size
@@ -73,31 +73,31 @@ def paper_method(
 
 
 def read_files(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Knobs with what a file holds in place of its name: scores of heads, patterns of prompts; ``config`` is the model."""
+    """Replace the names of files in knobs by their contents, scores of heads or patterns of prompts, for a model."""
     read = {"scores": head_scores, "pattern": patterns}
     return {knob: read[knob](x, config) if knob in read and isinstance(x, str) else x for knob, x in given.items()}
 
 
 def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
-    """The pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
 
     Raises:
-        ValueError: an unknown name, or a value that the pattern refuses.
+        ValueError: a name is unknown, or the pattern refuses a value.
     """
     check_names(Pattern, numbers)
     return Pattern(**numbers)
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a record reads all that Full reads although its method should leave some out: it tested nothing."""
+    """Tell whether a record's row tested nothing: its method should read fewer tokens than Full, and read all of them."""
     return row["no_effect"] and row["method"].partition("(")[0] not in _ALL_READ
 
 
 def resolve_question(method: Method, question: str) -> str:
-    """Where the question stands under a method: "prefill", "extend" or "turns".
+    """Resolve where the question stands under a method: "prefill", "extend" or "turns".
 
     "auto" is "prefill" for methods that choose tokens or channels by the prompt's last queries, so that they see the
-    question, and "extend" for all others.
+    question, and "extend" for all other methods.
     """
     if question == "auto":
         return "prefill" if method.composable and method.obs_window > 0 else "extend"
@@ -105,7 +105,7 @@ def resolve_question(method: Method, question: str) -> str:
 
 
 def budget_tokens(share: str | int | float, length: int) -> int:
-    """The tokens of a budget that is given as a share of a length (``1/8``, ``0.125``) or as a number of tokens.
+    """Compute the tokens of a budget, given as a share of a length (``1/8``, ``0.125``) or as a number of tokens.
 
     Raises:
         ValueError: the budget is neither.
@@ -121,7 +121,7 @@ def budget_tokens(share: str | int | float, length: int) -> int:
 
 
 def _share(total: int, length: int) -> tuple[float, str]:
-    """A factor for budgets, and a note. A `total` of more than half of the length becomes a quarter of it; others stay."""
+    """Compute a factor for budgets, and a note. A `total` above half of the length becomes a quarter of it, else it stays."""
     if 2 * total <= length:
         return 1.0, ""
     share = length / 4 / total
@@ -142,7 +142,7 @@ def _pariskv(length: int) -> tuple[dict[str, Any], str]:
 
 
 def _sentencekv(length: int) -> tuple[dict[str, Any], str]:
-    share, note = _share(2 * 1024, length)  # it keeps twice its budget
+    share, note = _share(2 * 1024, length)  # SentenceKV keeps twice its budget
     # 32 sink and 32 recent tokens are always kept: a smaller budget would leave nothing to choose.
     return {"budget": max(int(1024 * share), 80), "keep_factor": 2.0}, note
 
@@ -160,7 +160,7 @@ def _chess(length: int) -> tuple[dict[str, Any], str]:
 
 
 def _searched(num_sink: int, num_local: int, whose: str = "") -> Callable[[int], tuple[dict[str, Any], str]]:
-    """An eighth of the context: at most a half of it goes to sinks and recent tokens, the rest to tokens that are found."""
+    """Divide a budget of an eighth of the context: at most half for sinks and recent tokens, the rest for found tokens."""
 
     def made(length: int) -> tuple[dict[str, Any], str]:
         total = length // BASELINE_SHARE
@@ -178,7 +178,7 @@ def _pqcache(length: int) -> tuple[dict[str, Any], str]:
 
 def _freekv(length: int) -> tuple[dict[str, Any], str]:
     total, page = length // BASELINE_SHARE, 32
-    while page > 4 and 3 * page > total:  # a page at each end, and one that is found
+    while page > 4 and 3 * page > total:  # a page at each end, and one found page
         page //= 2
     share = min(1.0, total / 2 / (512 + 512))
     sinks, local = int(512 * share) // page * page, max(int(512 * share) // page, 1) * page
@@ -234,14 +234,14 @@ _SCALED: dict[str, Callable[[int], tuple[dict[str, Any], str]]] = {
 def knobs_by_method(
     pairs: Sequence[str], parse: Callable[[str, Sequence[str]], dict[str, Any]] = registry.parse_knobs
 ) -> dict[str, dict[str, Any]]:
-    """Knobs by method from texts `method.knob=value`.
+    """Parse knobs by method from texts `method.knob=value`.
 
     Args:
         pairs: the texts.
-        parse: reads the texts `knob=value` of a method.
+        parse: parses the texts `knob=value` of a method.
 
     Raises:
-        ValueError: a text without a dot before its equals sign, an unknown method, or a text that `parse` refuses.
+        ValueError: a text has no dot before its equals sign, a method is unknown, or `parse` refuses a text.
     """
     grouped: dict[str, list[str]] = {}
     for pair in pairs:

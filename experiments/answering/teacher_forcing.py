@@ -1,4 +1,4 @@
-"""A method is led along a given text, a decode step for each token, to see what it would have written."""
+"""Teacher forcing: lead a method along a given text, a decode step for each token, to see its predictions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvjax.decoding.decode import run_step
 def follow[Seen](
     params: Any, cache: kvjax.Cache, tokens: Array, counts: Array, see: Callable[[Array, Array], Seen]
 ) -> tuple[Seen, kvjax.Cache]:
-    """Feeds texts through the decode path, where methods select. Runs under `jax.jit`.
+    """Feed texts through the decode path, where methods select. Run it under `jax.jit`.
 
     Args:
         params: model parameters.
         cache: holds the tokens before the texts, and has room for them.
         tokens: int32 [B, N], the texts, padded on the right.
         counts: int32 [B], real tokens of each text.
-        see: keeps something of a step, from the step's number i (int32) and the logits after token i, [B, V]: a tree of
-            arrays, such as the logits themselves or the result of `score`.
+        see: maps a step's number i (int32) and the logits after token i, [B, V], to a tree of arrays to keep, such as the
+            logits themselves or the result of `score`.
 
     Returns:
-        What `see` gave, with a first axis N. Steps after the end of a row's text see the logits after its last token; steps
-        after the end of the longest text are not run and hold zeros. And the cache, which holds the texts now.
+        The results of `see`, with a first axis N, and the cache, which now holds the texts. Steps after the end of a row's
+        text see the logits after its last token; steps after the end of the longest text are not run and hold zeros.
     """
     shapes = jax.eval_shape(see, jnp.int32(0), cache.logits)
     seen = jax.tree.map(lambda part: jnp.zeros((tokens.shape[1], *part.shape), part.dtype), shapes)
@@ -44,11 +44,11 @@ def follow[Seen](
 
 
 def score(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Compares distributions with the tokens that a text has there.
+    """Score predicted distributions against the next tokens of a text.
 
     Args:
         logits: [B, V].
-        targets: int32 [B].
+        targets: int32 [B], the next token of each text.
 
     Returns:
         The log-probability of each target in nats, float32 [B], and whether it is the most likely token, bool [B].

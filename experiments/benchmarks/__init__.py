@@ -1,4 +1,4 @@
-"""Examples of any suite, generated or read from users' files, their token ids and their scores; imports no JAX."""
+"""Examples of any suite, generated or read from users' files, with token ids and scores. The package imports no JAX."""
 
 from experiments.benchmarks.base import Example as Example
 from experiments.benchmarks.cells import Cell as Cell

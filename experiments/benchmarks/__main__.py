@@ -1,4 +1,4 @@
-"""``kvjax suites FORMAT:PATH``: what a suite's file holds, by task, with the beginning of an example."""
+"""``kvjax suites FORMAT:PATH``: show what a suite's file holds, by task, with the beginning of an example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 300  # characters of the example's context
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what a file holds.
+    """Print what a file holds.
 
     Args:
         argv: arguments without the program's name; None takes the process's.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 class Example:
     """A context, a question about it and its references; prompt = context + question + answer_prefix.
 
-    The names are those of the tables that kvpress users have, so that their files can be read as they are.
+    The fields are named as the columns of kvpress's tables, so that users of kvpress can read their files unchanged.
 
     Attributes:
         task: name of the task in tables.
@@ -18,9 +18,9 @@ class Example:
         question: text that follows the context.
         answer_prefix: text that opens the answer; it follows the assistant tag of a chat template.
         answers: references; the scorer decides how several references count.
-        max_new_tokens: how many tokens the model may generate.
+        max_new_tokens: most tokens that the model may generate.
         scorer: name in `experiments.benchmarks.scorers.SCORERS`.
-        group: examples of the same group share their context and are asked in their order; "" is no group.
+        group: name of the group of examples that share a context and are asked in their order; "" is no group.
         labels: values by which tables may be split, for example {"depth": 0.5} or {"difficulty": "hard"}.
         classes: labels to choose from, for the scorers of classification tasks.
         chat: whether a chat template wraps the prompt if the model has a template; some suites leave it out for some tasks.

@@ -24,10 +24,10 @@ class Cell:
     Attributes:
         task: task name.
         length: tokens of prompt and answer together; None for a file's examples, which have lengths of their own.
-        samples: number of contexts; of a file, at most.
-        seed: of generated examples.
-        haystack: kind, or None for the task's own.
-        depth: where the needle goes, 0 to 1; None draws the depth.
+        samples: number of contexts; most contexts of a file.
+        seed: seed of generated examples.
+        haystack: kind of haystack, or None for the task's own.
+        depth: where the needle goes, 0 (start) to 1 (end); None draws the depth.
         questions: number of questions about each context.
         source: FORMAT:PATH of a file's examples, "" for generated examples.
         given: the file's examples.
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def identity(self) -> dict[str, str | int | float | None]:
-        """The fields that tell the cell from others; JSON values."""
+        """The fields that tell the cell from other cells; JSON values."""
         names = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
         return {name: vars(self)[name] for name in names}
 
@@ -64,9 +64,9 @@ class Reading:
     Attributes:
         tokenizer_file: tokenizer.json of the model.
         around: text before and after a user's content in the chat template; None without a template.
-        limit: tokens of prompt and answer that a model can take; None if there is no limit.
+        limit: most tokens of prompt and answer that a model takes; None if there is no limit.
         truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
-        new_tokens: most tokens of an answer; None takes each example's own number.
+        new_tokens: most tokens of an answer; None takes each example's own `max_new_tokens`.
     """
 
     tokenizer_file: pathlib.Path
@@ -82,12 +82,12 @@ class Encoded:
 
     Attributes:
         cell: the cell.
-        examples: as text.
-        heads: the tokens before the question: template and context, truncated.
-        tails: the tokens of the question, the template's end and the answer's opening.
-        wholes: heads and tails, encoded as a single text.
+        examples: the examples as text.
+        heads: token ids before the question: template and context, truncated.
+        tails: token ids of the question, the template's end and the answer's opening.
+        wholes: token ids of head and tail, encoded as a single text.
         cut: number of tokens that were cut out of each context.
-        keys: a short text per example that tells it from all others.
+        keys: a short text for each example that tells it from all other examples.
     """
 
     cell: Cell
@@ -100,10 +100,10 @@ class Encoded:
 
 
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
-    """Encodes the examples of a cell, and makes them first if they are not given.
+    """Encode the examples of a cell; generate them first if they are not given.
 
     Raises:
-        ValueError: see `experiments.benchmarks.generated.examples`, or a context that may not be truncated and is too long.
+        ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
     """
     tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
 
@@ -135,7 +135,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         whole_ids = ids(head + tail, special)
         excess = 0
         if reading.limit is not None:
-            # Tokens may merge where head and tail meet. The prompt is read as a whole or in two parts: the longer one counts.
+            # Tokens may merge where head and tail meet. The prompt is encoded whole or in two parts: the longer form counts.
             size = max(len(whole_ids), len(head_ids) + len(tail_ids))
             excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
         if excess > 0:
@@ -143,7 +143,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
             if kept < 1:
                 alone = reading.limit - kept
                 raise ValueError(
-                    f"{cell.title}: question and answer alone take {alone} tokens, the limit is {reading.limit}"
+                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context"
                 )
             head_ids = truncate(head_ids, kept, reading.truncation)
             whole_ids = head_ids + tail_ids
@@ -156,7 +156,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
 
 
 class CellStore:
-    """Encoded cells: worker processes make them ahead of their use, and the store keeps them.
+    """A store of encoded cells: worker processes encode cells ahead of their use, and the store keeps them.
 
     Args:
         reading: how text becomes tokens.

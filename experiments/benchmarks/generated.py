@@ -20,9 +20,9 @@ def examples(
     depth: float | None = None,
     questions: int = 1,
 ) -> list[Example]:
-    """Held-out contexts of a task with their questions.
+    """Generate held-out contexts of a task with their questions.
 
-    Context i depends on the task's name, the length, the seed, i and the depth only.
+    Context i depends only on the task's name, the length, the seed, i and the depth.
 
     Args:
         name: task name.
@@ -30,12 +30,12 @@ def examples(
         count: number of contexts.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
-        haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own.
-        depth: where the first needle goes, 0 to 1; None draws the depth.
+        haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind.
+        depth: where the first needle goes, 0 (start) to 1 (end); None draws the depth.
         questions: number of questions about each context.
 
     Returns:
-        The examples. Several questions about a context stand together and share a group.
+        The examples. Several questions about a context follow each other and share a group.
 
     Raises:
         ValueError: see `experiments.tasks.make_document`.
@@ -72,7 +72,7 @@ def examples(
 
 
 def score(example: Example, prediction: str) -> float:
-    """Scores an answer as the example's suite does, in [0, 1].
+    """Score an answer as the example's suite does, in [0, 1].
 
     Raises:
         ValueError: the example's scorer is unknown.

@@ -1,8 +1,8 @@
 """InfiniteBench (Zhang et al. 2024, arXiv:2402.13718): a jsonl file for each task.
 
 Records are `id, context, input, answer, options`. Templates are the suite's `yarn_mistral_templates` for base models
-(OpenBMB/InfiniteBench @88b3daa, `src/prompt.py`, MIT), which others use, too. The cue at the end of each template is the
-answer prefix, so that it follows the assistant tag of a chat template.
+(OpenBMB/InfiniteBench @88b3daa, `src/prompt.py`, MIT), which other projects use too. The cue at the end of each template is
+the answer prefix, so that it follows the assistant tag of a chat template.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ KV_CUE = "\nThe value associated with the specified key is: "  # the field `inpu
 
 
 def option_texts(record: Record) -> dict[str, str]:
-    """The four options under their names in the templates; ValueError if there are not four."""
+    """Return the four options under their names in the templates; ValueError if there are not four options."""
     options = record.texts("options")
     if len(options) != 4:
         raise record.error(f"expected 4 texts in the field 'options', got {len(options)}")
@@ -118,7 +118,7 @@ def option_texts(record: Record) -> dict[str, str]:
 
 
 def choice_answers(record: Record) -> tuple[str, str]:
-    """The right option's text and its letter; ValueError if the answer is not among the options."""
+    """Return the right option's text and its letter; ValueError if the answer is not among the options."""
     answers = record.texts("answer")
     if len(answers) == 2 and answers[1] in ("A", "B", "C", "D"):
         return answers[0], answers[1]
@@ -136,7 +136,7 @@ def _phrase(record: Record, pattern: str, what: str) -> str:
 
 
 def _values(task: str, record: Record) -> dict[str, str]:
-    """The values that fill the task's template."""
+    """Collect the values that fill the task's template."""
     values = {"context": record.text("context"), "input": record.text("input")}
     if task in CHOICES:
         values |= option_texts(record)
@@ -160,7 +160,7 @@ def _answers(task: str, record: Record) -> tuple[str, ...]:
 
 
 def task_of(path: Path) -> str:
-    """The task that a file is named after; ValueError if its name is no task's."""
+    """Return the task that a file is named after; ValueError if no task has the file's name."""
     if path.stem not in TASKS:
         near = difflib.get_close_matches(path.stem, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -171,7 +171,7 @@ def task_of(path: Path) -> str:
 
 
 def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads a file of InfiniteBench.
+    """Read a file of InfiniteBench.
 
     Args:
         path: the file, named after its task (`passkey.jsonl`).
@@ -181,8 +181,8 @@ def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
         An example for each line.
 
     Raises:
-        ValueError: there is no such file or task, or a line has not the suite's form; the message says the file, the line,
-            what was read and what was expected.
+        ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the
+            line, what was found and what was expected.
     """
     task = task_of(path)
     form = TASKS[task]

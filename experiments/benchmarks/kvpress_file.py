@@ -36,7 +36,7 @@ _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 @contextlib.contextmanager
 def _long_fields() -> Iterator[None]:
-    """Lets csv read fields of more than 131,072 characters, because contexts are longer."""
+    """Let csv read fields of more than 131,072 characters, because contexts can be longer."""
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -54,7 +54,7 @@ def _csv_rows(path: Path, limit: int | None) -> list[Record]:
 
 
 def _json_rows(path: Path, limit: int | None) -> list[Record]:
-    """Reads a list of rows, or the default form of pandas: columns that map row numbers to values."""
+    """Read a list of rows, or the default form of pandas: columns that map row numbers to values."""
     start = path.read_bytes().lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start != b"{":
         return read_json_list(path, limit)
@@ -92,10 +92,10 @@ ROWS: dict[str, Callable[[Path, int | None], list[Record]]] = {
 
 
 def listed(text: str) -> list[str]:
-    """The texts that a csv field stands for.
+    """Parse the texts in a csv field.
 
     Args:
-        text: a list in the form of JSON, Python or numpy, `["a", "b"]` or `['a' 'b']`; or any other text.
+        text: a list as JSON, Python or NumPy prints it, `["a", "b"]` or `['a' 'b']`; or any other text.
 
     Returns:
         The list's texts, or the text itself.
@@ -141,18 +141,18 @@ def _max_new_tokens(record: Record) -> int:
 
 
 def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads a table with kvpress's columns.
+    """Read a table with kvpress's columns.
 
     Args:
         path: `.csv`, `.json` (a list of rows, or columns as pandas writes them), `.jsonl` or `.parquet`.
         limit: most rows to read.
 
     Returns:
-        An example for each row. Rows with the same task and context share a group, as kvpress reads their context once.
+        An example for each row. Rows with the same task and context share a group, as kvpress prefills their context once.
 
     Raises:
-        ValueError: there is no such file, its suffix is unknown, it has no rows, or a row lacks a column; the message says
-            the file, the line, what was read and what was expected.
+        ValueError: the file does not exist, its suffix is unknown, it has no rows, or a row lacks a column; the message names
+            the file, the line, what was found and what was expected.
         ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
     """
     check_file(path)

@@ -18,7 +18,7 @@ LABELS = ("difficulty", "length", "domain")
 
 
 def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads LongBench v2.
+    """Read LongBench v2.
 
     Args:
         path: `.json` (a list) or `.jsonl`. Records have `question, choice_A ... choice_D, answer, context,
@@ -29,8 +29,8 @@ def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
         An example for each record, labelled with its difficulty (easy, hard), length (short, medium, long) and domain.
 
     Raises:
-        ValueError: there is no such file, or a record has not LongBench v2's form; the message says the file, the line, what
-            was read and what was expected.
+        ValueError: the file does not exist, or a record lacks LongBench v2's form; the message names the file, the line, what
+            was found and what was expected.
     """
     examples = []
     for record in (read_json_list if path.suffix == ".json" else read_jsonl)(path, limit):

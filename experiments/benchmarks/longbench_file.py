@@ -50,7 +50,7 @@ def _specification() -> dict[str, Any]:
 
 
 def length_bucket(length: float) -> str:
-    """LongBench-E's bucket of a record's `length` (words, or characters of Chinese)."""
+    """Return LongBench-E's bucket of a record's `length` (in words, or in characters of Chinese)."""
     return "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
 
 
@@ -66,19 +66,19 @@ def _dataset_of(record: Record, path: Path) -> str:
 
 
 def read_longbench(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads a file of LongBench or LongBench-E; the names of LongBench-E's files and tasks end in `_e`.
+    """Read a file of LongBench or LongBench-E; the names of LongBench-E's files and tasks end in `_e`.
 
     Args:
         path: the file. Records have `input, context, answers, length, dataset, all_classes`; without
-            `dataset` the file's name counts.
+            `dataset` the file's name is the dataset.
         limit: most lines to read.
 
     Returns:
         An example for each line, with LongBench-E's bucket as the label "length".
 
     Raises:
-        ValueError: there is no such file or dataset, or a line has not LongBench's form; the message says the file, the line,
-            what was read and what was expected.
+        ValueError: the file or the dataset does not exist, or a line lacks LongBench's form; the message names the file, the
+            line, what was found and what was expected.
     """
     specification = _specification()
     examples = []

@@ -1,4 +1,4 @@
-"""Examples from users' files: `read("FORMAT:PATH")`."""
+"""Read examples from users' files: `read("FORMAT:PATH")`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
 
 
 def parse(spec: str) -> tuple[str, Path]:
-    """Splits "FORMAT:PATH".
+    """Split "FORMAT:PATH".
 
     Args:
         spec: for example "longbench:data/qasper.jsonl".
@@ -35,7 +35,7 @@ def parse(spec: str) -> tuple[str, Path]:
         The format and the path.
 
     Raises:
-        ValueError: no colon, or an unknown format; the message names the nearest known format.
+        ValueError: the text has no colon or no path, or the format is unknown; the message then names the nearest format.
     """
     name, colon, path = spec.partition(":")
     if not colon or not path:
@@ -47,7 +47,7 @@ def parse(spec: str) -> tuple[str, Path]:
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """The files that a path stands for: the file itself, or the files below a folder that have the format's suffixes.
+    """List the files of a path: the file itself, or the files below a folder that have the format's suffixes.
 
     Args:
         name: a format.
@@ -57,7 +57,7 @@ def files_of(name: str, path: Path) -> list[Path]:
         The paths in the order of their names, at least one.
 
     Raises:
-        ValueError: nothing is at the path, or a folder without such a file.
+        ValueError: the path does not exist, or the folder has no such file.
     """
     if not path.is_dir():
         check_file(path)
@@ -70,18 +70,18 @@ def files_of(name: str, path: Path) -> list[Path]:
 
 
 def read(spec: str, limit: int | None = None) -> list[Example]:
-    """Reads the examples of one file, or of all files in a folder.
+    """Read the examples of one file, or of all files in a folder.
 
     Args:
         spec: "FORMAT:PATH", with a format of `READERS`.
-        limit: most records that are read of each file (lines or rows; for SCBench contexts); None reads all.
+        limit: most records to read of each file (lines or rows; contexts for SCBench); None reads all records.
 
     Returns:
         The examples, in the order of the files and of the records in them.
 
     Raises:
-        ValueError: an unknown format, a missing file, or a record of another form than the format's; the message says the
-            file, the line, what was read and what was expected.
+        ValueError: the format is unknown, a file is missing, or a record lacks the format's form; the message names the file,
+            the line, what was found and what was expected.
         ModuleNotFoundError: the file needs an optional package that is not installed.
     """
     if limit is not None and limit < 1:

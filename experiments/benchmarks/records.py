@@ -1,4 +1,4 @@
-"""Records of users' files, and errors that say the file, the line, what was read and what was expected."""
+"""Records of users' files, and errors that name the file, the line, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Record:
     values: Mapping[str, Any]
 
     def error(self, message: str) -> ValueError:
-        """An error whose message begins with the record's file and line."""
+        """Build an error whose message begins with the record's file and line."""
         return ValueError(f"{self.where}: {message}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Tell whether the field exists and is not null."""
         return self.values.get(name) is not None
 
     def get(self, name: str, kinds: type | tuple[type, ...], expected: str) -> Any:
-        """A field's value.
+        """Return a field's value.
 
         Args:
             name: the field.
             kinds: the types that are allowed.
-            expected: these types in words, for the message.
+            expected: the allowed types in words, for the message.
 
         Returns:
             The value.
@@ -52,11 +52,11 @@ class Record:
         return value
 
     def text(self, name: str) -> str:
-        """A field that is a text; ValueError if it is not."""
+        """Return the text in a field; ValueError if the field holds no text."""
         return self.get(name, str, "a text")
 
     def texts(self, name: str, at_least: int = 1) -> tuple[str, ...]:
-        """A field as texts; it may be a text, a number, or a list of texts and numbers.
+        """Return a field as texts; the field may hold a text, a number, or a list of texts and numbers.
 
         Args:
             name: the field.
@@ -84,13 +84,13 @@ def _shown(value: Any) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Raises ValueError if `path` is not a file."""
+    """Refuse a path that is not a file, with a ValueError."""
     if not path.is_file():
         raise ValueError(f"{path}: expected a file, got {'a folder' if path.is_dir() else 'nothing at this path'}")
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
-    """Reads a file that has a JSON object in each line; empty lines are skipped.
+    """Read a file that has a JSON object in each line; empty lines are skipped.
 
     Args:
         path: the file, in UTF-8.
@@ -100,7 +100,7 @@ def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
         At least one record.
 
     Raises:
-        ValueError: there is no such file, it holds no record, or a line is not a JSON object in UTF-8.
+        ValueError: the file does not exist, it holds no record, or a line is not a JSON object in UTF-8.
     """
     check_file(path)
     records = list(itertools.islice(_json_lines(path), limit))
@@ -110,7 +110,7 @@ def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:  # bytes: only \n ends a line, whatever separators of Unicode the texts hold
+    with path.open("rb") as file:  # bytes, so that only \n ends a line, whatever separators of Unicode the texts hold
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parsed(line, f"{path}, line {number}")
@@ -119,7 +119,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
 def _parsed(line: bytes, where: str) -> Record:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8, or nested too deeply
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         start = line[:40].decode("utf-8", "replace").strip()
         raise ValueError(f"{where}: expected a JSON object, got a damaged line ({error}): {start!r}...") from error
     if not isinstance(value, dict):
@@ -128,7 +128,7 @@ def _parsed(line: bytes, where: str) -> Record:
 
 
 def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
-    """Reads a file that is a JSON list of objects.
+    """Read a file that is a JSON list of objects.
 
     Args:
         path: the file, in UTF-8.
@@ -138,7 +138,7 @@ def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
         At least one record.
 
     Raises:
-        ValueError: there is no such file, its JSON is damaged, or it is not a list of objects, or an empty list.
+        ValueError: the file does not exist, its JSON is damaged, or it is not a list of objects, or an empty list.
     """
     check_file(path)
     try:

@@ -1,8 +1,8 @@
 """RULER's files: `validation.jsonl` of a task, in the old and in the new form of the suite's generator.
 
-New files have the answer prefix in a field of its own. In older dumps it ends the field `input`, often after a chat template.
-Context and question are separated at the suite's fixed questions, so that a context can be compressed before its question is
-known.
+New files have the answer prefix in a field of its own. In older dumps the prefix ends the field `input`, often after a chat
+template. Context and question are separated at the suite's fixed questions, so that a context can be compressed before its
+question is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Family:
 
     Attributes:
         opening: the beginning of a prompt without a chat template.
-        question: the beginning of the question; the last occurrence counts, because some tasks repeat it or have an example.
+        question: the beginning of the question; the last occurrence counts, because some tasks repeat the question or have
+            an example.
         prefix: the answer prefix at the end of an old dump.
         max_new_tokens: the suite's generation length.
         scorer: the suite's scorer.
@@ -45,7 +46,7 @@ def _family(opening: str, question: str, prefix: str, max_new_tokens: int, score
     )
 
 
-# Chat templates of the suite begin with these tokens. Tokenizers add them, too, and two of them would be another prompt.
+# Chat templates of the suite begin with these tokens. Tokenizers add them too, and a doubled token would be another prompt.
 BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<BOS_TOKEN>")
 # Old copies of the suite write "assgined" in the prefix of vt, so nothing here depends on that word.
 FAMILIES: dict[str, Family] = {
@@ -89,7 +90,7 @@ TASKS = (
 
 
 def task_of(path: Path) -> str:
-    """The task that a file or its folder is named after.
+    """Return the task that a file or its folder is named after.
 
     Raises:
         ValueError: neither name is a task of the suite.
@@ -105,7 +106,7 @@ def task_of(path: Path) -> str:
 
 
 def _split(record: Record, family: Family) -> tuple[str, str, str]:
-    """Context, question and answer prefix; joined they are the suite's prompt without a begin-of-text token."""
+    """Split a prompt into context, question and answer prefix; joined they are the prompt without begin-of-text token."""
     text = record.text("input")
     for beginning in BEGINNINGS:
         text = text.removeprefix(beginning)
@@ -128,26 +129,26 @@ def _split(record: Record, family: Family) -> tuple[str, str, str]:
 
 
 def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads a file of RULER.
+    """Read a file of RULER.
 
-    If the file's prompts are already wrapped in a chat template, its examples have `chat=False`. That template stays, without
-    the token that begins a text, because tokenizers add this token.
+    If the file's prompts are already wrapped in a chat template, its examples have `chat=False`. The file's template stays,
+    without the begin-of-text token, because tokenizers add this token.
 
     Args:
-        path: the file; it or its folder is named after a task. If the name of one of the three folders around it is a number,
-            as in `4096/niah_single_1/validation.jsonl`, the number becomes the label "length".
+        path: the file; the file or its folder is named after a task. If one of the three folders around it is named by a
+            number, as in `4096/niah_single_1/validation.jsonl`, the number becomes the label "length".
         limit: most lines to read.
 
     Returns:
         An example for each line.
 
     Raises:
-        ValueError: there is no such file or task, or a line has not RULER's form; the message says the file, the line, what
-            was read and what was expected.
+        ValueError: the file or the task does not exist, or a line lacks RULER's form; the message names the file, the line,
+            what was found and what was expected.
     """
     task = task_of(path)
     family = FAMILIES[task.split("_")[0]]
-    # The suite writes 4096/data/niah_single_1/validation.jsonl, others leave out "data".
+    # The suite writes 4096/data/niah_single_1/validation.jsonl; other tools leave out "data".
     lengths = [int(folder.name) for folder in path.parents[:3] if folder.name.isdecimal()][:1]
     examples = []
     for record in read_jsonl(path, limit):

@@ -1,7 +1,7 @@
 """SCBench (Li et al. 2024, arXiv:2412.10319): a jsonl file for each task, with several questions about each context.
 
 Templates are the suite's multi-turn templates (microsoft/MInference @fb56c91, `scbench/eval_utils.py`, MIT). Every question
-has its first-turn form, so that a context is read once and each question can be asked of a copy.
+has its first-turn form, so that a context is prefilled once and each question can be asked of a copy of the cache.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TASKS: dict[str, TaskFormat] = {
         "from the code context in a code block wrapped by ```:\n\n{context}",
     ),
 }
-# In these files the turn's field `task` says which task the turn belongs to; generation lengths differ from other files.
+# In these files a turn's field `task` names the turn's task. The generation lengths differ from the lengths in other files.
 MIXED: dict[str, dict[str, int]] = {
     "scbench_summary_with_needles": {"scbench_summary": 800, "scbench_passkey": 15},
     "scbench_repoqa_and_kv": {"scbench_repoqa": 1024, "scbench_kv": 80},
@@ -79,7 +79,7 @@ MIXED: dict[str, dict[str, int]] = {
 
 
 def _turns(record: Record) -> list[Record]:
-    """The questions of a line; each has its own position for messages."""
+    """Return the questions of a line; each question has its own position for messages."""
     turns = record.get("multi_turns", list, "a list of questions")
     made = []
     for number, turn in enumerate(turns, 1):
@@ -92,7 +92,7 @@ def _turns(record: Record) -> list[Record]:
 
 
 def _named_number(turn: Record) -> str:
-    """The question that `scbench_mf` asks first: "What is the ...?", from "The ... is" in the turn's input."""
+    """Form the question that `scbench_mf` asks first: "What is the ...?", from "The ... is" in the turn's input."""
     found = re.search(r"The .+ is", turn.text("input"))
     if found is None:
         raise turn.error(f"expected 'The ... is' in the field 'input', got {turn.text('input')[:80]!r}")
@@ -100,8 +100,8 @@ def _named_number(turn: Record) -> str:
 
 
 def _texts(file_task: str, turns: Sequence[Record], context: str) -> tuple[str, list[str]]:
-    """The context that all questions share, and the questions."""
-    form = TASKS.get(file_task, TaskFormat(0, ""))  # mixed files have the input alone
+    """Format the context that all questions share, and the questions."""
+    form = TASKS.get(file_task, TaskFormat(0, ""))  # mixed files have only the input
     context = form.context.format(context=context)
     questions = []
     for turn in turns:
@@ -115,7 +115,7 @@ def _texts(file_task: str, turns: Sequence[Record], context: str) -> tuple[str, 
 
 
 def _task_of_turn(file_task: str, turn: Record) -> tuple[str, TaskFormat]:
-    """The name in tables and the format of a question."""
+    """Return the name in tables and the format of a question."""
     if file_task not in MIXED:
         return file_task, TASKS[file_task]
     task, lengths = turn.text("task"), MIXED[file_task]
@@ -125,20 +125,20 @@ def _task_of_turn(file_task: str, turn: Record) -> tuple[str, TaskFormat]:
 
 
 def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
-    """Reads a file of SCBench.
+    """Read a file of SCBench.
 
     Args:
-        path: the file, named after its task (`scbench_kv.jsonl`). Records have `id, context, multi_turns`, the turns
-            `input, answer`, and `options` (choice), `task` (mixed files) or, with the record, `repo` (repoqa).
-        limit: most lines to read; each is a context with its questions.
+        path: the file, named after its task (`scbench_kv.jsonl`). Records have `id, context, multi_turns`; repoqa's records
+            also have `repo`. Turns have `input, answer`, and also `options` (choice) or `task` (mixed files).
+        limit: most lines to read; each line is a context with its questions.
 
     Returns:
         An example for each question, in the order of the file. Questions about the same context share their group and have
         the label "turn" (0, 1, ...). Turns of mixed files have tasks like "scbench_repoqa_and_kv.scbench_kv".
 
     Raises:
-        ValueError: there is no such file or task, or a line has not the suite's form; the message says the file, the line,
-            what was read and what was expected.
+        ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the
+            line, what was found and what was expected.
     """
     file_task = path.stem
     if file_task not in TASKS and file_task not in MIXED:
@@ -148,7 +148,7 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
             f"{path}: expected a file named after an SCBench task, got {file_task!r}, did you mean {near!r}? "
             f"expected one of {', '.join(known)}"
         )
-    functions: dict[str, list[str]] = collections.defaultdict(list)  # of each repository in the whole file
+    functions: dict[str, list[str]] = collections.defaultdict(list)  # repository -> its functions in the whole file
     made = []
     for record in read_jsonl(path, limit):
         turns = _turns(record)

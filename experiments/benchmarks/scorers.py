@@ -2,7 +2,7 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test.
-Suites report means over examples times 100. A score here is that of a single example, in [0, 1].
+Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Scorer = Callable[[str, Example], float]
 
 
 def _best(measure: Callable[[str, str], float], prediction: str, example: Example) -> float:
-    """LongBench's rule for several references: the best score counts."""
+    """Score several references by LongBench's rule: the best score counts."""
     return max(measure(prediction, answer) for answer in example.answers)
 
 
 def _first_line(scorer: Scorer, prediction: str, example: Example) -> float:
-    """LongBench's rule for few-shot tasks: only the first line counts, because a model goes on with a next question."""
+    """Score the first line, by LongBench's rule for few-shot tasks: a model continues with a next question."""
     return scorer(prediction.lstrip("\n").split("\n")[0], example)
 
 
@@ -49,7 +49,7 @@ def _chinese_rouge_l(prediction: str, answer: str) -> float:
 
 
 def _class_named(prediction: str, example: Example) -> float:
-    """1 / number of classes that the output names, if the right class is among them."""
+    """Score 1 / number of classes that the output names, if the right class is among them, else 0."""
     if not example.classes:
         raise ValueError(f"task {example.task!r}: classification needs the labels to choose from, got no classes")
 
@@ -78,7 +78,7 @@ def _share_of_paragraphs(prediction: str, answer: str) -> float:
 
 
 def _stated_choice(prediction: str, example: Example) -> float:
-    """LongBench v2: the letter behind "The correct answer is", with brackets if there is one with brackets."""
+    """Score LongBench v2: the letter after "The correct answer is"; a letter in brackets comes first."""
     text = prediction.strip().replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return float(found is not None and found.group(1) in example.answers)
@@ -91,7 +91,7 @@ def _blanked(text: str, marks: Sequence[str]) -> str:
 
 
 def _behind(text: str, openings: Sequence[str]) -> str | None:
-    """The text after the first of `openings` that occurs, without its first character; None if none occurs."""
+    """Return the text after the first of `openings` that occurs, without its first character; None if none occurs."""
     for opening in openings:
         if opening in text:
             return text[text.index(opening) + len(opening) + 1 :]
@@ -99,7 +99,7 @@ def _behind(text: str, openings: Sequence[str]) -> str | None:
 
 
 def _letter(prediction: str, example: Example) -> float:
-    """InfiniteBench En.MC: the first letter, or behind "answer is" and the like, or the first word that is a letter."""
+    """Score InfiniteBench's En.MC: the first character, else the text after "answer is" etc., else the first word A to D."""
     text = prediction.strip()
     if not text:
         return 0.0
@@ -115,7 +115,7 @@ def _letter(prediction: str, example: Example) -> float:
 
 
 def _faulty_function(prediction: str, example: Example) -> float:
-    """InfiniteBench Code.Debug; the references are the function's name and its letter."""
+    """Score InfiniteBench's Code.Debug; the references are the function's name and its letter."""
     if len(example.answers) != 2:
         raise ValueError(f"Code.Debug expects a function's name and a letter as references, got {example.answers}")
     name, letter = example.answers
@@ -128,7 +128,7 @@ def _faulty_function(prediction: str, example: Example) -> float:
 
 
 def _last_word_integer(prediction: str, example: Example) -> float:
-    """InfiniteBench Code.Run: the output's last word is the value."""
+    """Score InfiniteBench's Code.Run: the output's last word must be the value."""
     words = _blanked(prediction, "\n.`'\":").split()
     try:
         return float(bool(words) and int(words[-1]) == int(example.answers[0]))
@@ -137,7 +137,7 @@ def _last_word_integer(prediction: str, example: Example) -> float:
 
 
 def _first_number(prediction: str, example: Example) -> float:
-    """InfiniteBench Math.Find and SCBench's: the first number; its integer part if the reference is an integer."""
+    """Score Math.Find of InfiniteBench and SCBench: the first number; its integer part if the reference is an integer."""
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
         return 0.0
@@ -146,7 +146,7 @@ def _first_number(prediction: str, example: Example) -> float:
 
 
 def _leading_values(prediction: str, example: Example) -> float:
-    """InfiniteBench Math.Calc: how many of the intermediate values are right before the first that is wrong."""
+    """Score InfiniteBench's Math.Calc: the share of the intermediate values that are right before the first wrong one."""
     written = [digits.lstrip("0") or "0" for digits in re.findall("[0-9]+", prediction)]
     right = 0
     while right < min(len(written), len(example.answers)) and written[right] == example.answers[right]:
@@ -155,12 +155,12 @@ def _leading_values(prediction: str, example: Example) -> float:
 
 
 def _name_among_words(prediction: str, example: Example) -> float:
-    """InfiniteBench En.Dia: the first reference is a word of the output in capitals."""
+    """Score InfiniteBench's En.Dia: the first reference must be a word of the output in capitals."""
     return float(example.answers[0] in _blanked(prediction, "\n:\"'.,?!{}").upper().split())
 
 
 def _passkey(prediction: str, example: Example) -> float:
-    """Quest: the first integer, compared as a number."""
+    """Score Quest's passkey: the first integer, compared as a number."""
     found = re.search(r"\d+", prediction)
     try:
         return float(found is not None and int(found.group()) == int(example.answers[0]))
@@ -176,7 +176,7 @@ _ENGLISH_F1 = functools.partial(_best, _english_f1)
 _ROUGE_L = functools.partial(_best, text_metrics.rouge_l)
 
 SCORERS: dict[str, Scorer] = {
-    # RULER: share of references in the output, or any of them (qa); lower case, control characters are line breaks.
+    # RULER: share of references in the output, or any reference (qa); lower case, control characters are line breaks.
     "ruler_all": lambda prediction, example: score_all(prediction, example.answers),
     "ruler_part": lambda prediction, example: score_any(prediction, example.answers),
     # LongBench v1 and v2.
@@ -203,7 +203,7 @@ SCORERS: dict[str, Scorer] = {
     "infinitebench_code_debug": _faulty_function,
     "infinitebench_dialogue": _name_among_words,
     "infinitebench_summary": functools.partial(_best_rouge, "rougeLsum", False),
-    # SCBench, where it differs from InfiniteBench: containment, any of the references in capitals, two decimals.
+    # SCBench, where it differs from InfiniteBench: containment, any reference in capitals, two decimals.
     "scbench_contains": lambda prediction, example: float(example.answers[0] in prediction),
     "scbench_any": lambda prediction, example: float(any(a.upper() in prediction.upper() for a in example.answers)),
     "scbench_vt": lambda prediction, example: round(score_all(prediction, example.answers), 2),
@@ -218,14 +218,14 @@ SCORERS: dict[str, Scorer] = {
 
 
 def check_scorer(name: str) -> None:
-    """Raises ValueError, with the nearest known name, if there is no scorer called `name`."""
+    """Refuse the name of an unknown scorer by a ValueError that gives the nearest known name."""
     if name not in SCORERS:
         near = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown scorer {name!r}, did you mean {near!r}? expected one of {', '.join(SCORERS)}")
 
 
 def score(example: Example, prediction: str) -> float:
-    """Scores a model's text with the example's own scorer.
+    """Score a model's text with the example's own scorer.
 
     Args:
         example: the example.

@@ -1,6 +1,6 @@
 """Measures of two texts that several suites share: token F1, ROUGE, repeated functions.
 
-Each measure gives the numbers of the suites' own programs, odd roundings included, so that scores can be compared with
+Each measure gives the values of the suites' own programs, including odd roundings, so that scores can be compared with
 published scores.
 """
 
@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Sequence
 
-# LongBench's and InfiniteBench's list: ASCII marks, and those of Chinese text.
+# LongBench's and InfiniteBench's list: ASCII marks and the marks of Chinese text.
 _MARKS = set(
     string.punctuation
     + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､"
@@ -26,7 +26,7 @@ _MARKS = set(
 
 @functools.cache
 def _package(name: str, pip_name: str) -> types.ModuleType:
-    """Imports an optional package, or says which extra brings it."""
+    """Import an optional package; the error for an absent package names the extra that installs it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # jieba's source has escapes that newer Pythons warn about
@@ -38,25 +38,25 @@ def _package(name: str, pip_name: str) -> types.ModuleType:
 
 
 def chinese_words(text: str) -> list[str]:
-    """Cuts a Chinese text into words, as LongBench does (`jieba`, accurate mode); English words stay whole."""
+    """Cut a Chinese text into words, as LongBench does (`jieba`, accurate mode); English words stay whole."""
     jieba = _package("jieba", "jieba")
     jieba.setLogLevel(logging.WARNING)  # it reports its dictionary on stderr otherwise
     return jieba.lcut(text)
 
 
 def normalize_english(text: str) -> str:
-    """SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces."""
+    """Normalise a text as SQuAD does: lower case, no ASCII punctuation, no articles, single spaces."""
     kept = "".join(mark for mark in text.lower() if mark not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def normalize_chinese(text: str) -> str:
-    """Lower case, no ASCII or Chinese punctuation, no white space."""
+    """Lower the case of a text, and remove ASCII and Chinese punctuation and white space."""
     return "".join("".join(mark for mark in text.lower() if mark not in _MARKS).split())
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags of tokens; 0 if they share no token."""
+    """Compute the harmonic mean of precision and recall of two bags of tokens; 0 if they share no token."""
     shared = sum((collections.Counter(prediction) & collections.Counter(reference)).values())
     if shared == 0:
         return 0.0
@@ -65,7 +65,7 @@ def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """LongBench's ROUGE-L: F of the package `rouge`, at summary level, sentences ending at full stops.
+    """Compute LongBench's ROUGE-L: F of the package `rouge`, at summary level, with sentences that end at full stops.
 
     Args:
         prediction: generated text, words separated by spaces.
@@ -91,7 +91,7 @@ def _google_rouge(kind: str, stem: bool):
 
 
 def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bool) -> float:
-    """F of the package `rouge-score`, the best over references.
+    """Compute F of the package `rouge-score`, the best over references.
 
     Args:
         prediction: generated text.
@@ -109,15 +109,15 @@ def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bo
 
 
 def repeats_function(prediction: str, function: str, candidates: Sequence[str], threshold: float = 0.8) -> float:
-    """RepoQA's measure: whether the output repeats the function asked for, rather than another of its repository.
+    """Tell by RepoQA's measure whether the output repeats the wanted function, and no other of its repository.
 
     RepoQA cuts the first function out of the output's code block with tree-sitter. Here the whole block counts, so other
     text around the function inside the block lowers the score.
 
     Args:
         prediction: generated text; its first fenced code block counts, or the whole text if it has no such block.
-        function: the function that is asked for.
-        candidates: the functions of the repository that any question asks for, with or without `function`.
+        function: the wanted function.
+        candidates: all functions of the repository that questions ask for, with or without `function`.
         threshold: the least BLEU that counts (SCBench reports 0.8).
 
     Returns:

@@ -1,4 +1,4 @@
-"""How prompts that are longer than a limit are cut. Suites differ here, and scores depend on it."""
+"""Cut prompts that are longer than a limit. Suites cut differently, and scores depend on the cut."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ TRUNCATIONS = ("middle", "head", "tail", "error")
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
-    """Shortens a prompt to at most `limit` tokens.
+    """Shorten a prompt to at most `limit` tokens.
 
     Args:
         ids: token ids of the prompt.
         limit: most tokens that stay, at least 1.
         mode: "middle" drops the middle and keeps the first and the last `limit // 2` tokens, as LongBench and
-            InfiniteBench do (so an odd limit keeps a token less); "head" keeps the beginning, "tail" the end;
+            InfiniteBench do (so an odd limit keeps one token less); "head" keeps the beginning, "tail" the end;
             "error" refuses.
 
     Returns:
-        A new list; it has all of `ids` if they fit.
+        A new list, with all of `ids` if they fit.
 
     Raises:
         ValueError: the mode is unknown, the limit is below 1, or the prompt is too long under "error".

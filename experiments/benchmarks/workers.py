@@ -1,4 +1,4 @@
-"""Worker processes that end when the process that started them ends, however it ends, and say nothing then."""
+"""Worker processes that end silently when the process that started them ends, however it ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as its parent has ended; the initializer of a pool of spawned processes.
+    """End this process as soon as its parent has ended; the initializer of a pool of spawned processes.
 
-    A parent that is killed cannot tell its workers to stop. They would wait for work for ever, and hold its standard output
-    open, on which a pipe behind it waits. An interrupt from a keyboard reaches the workers too: they end without a word, for
-    their parent says what happened.
+    A killed parent cannot tell its workers to stop. The workers would wait for work for ever, and would hold the parent's
+    standard output open, so that a pipe after the parent would never end. An interrupt from a keyboard reaches the workers
+    too: they end silently, because their parent says what happened.
     """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -26,9 +26,9 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Interrupts wait for the end of this context, and in processes that start in it for `end_with_parent`.
+    """Hold interrupts until this context ends; in processes that start inside it, until `end_with_parent` runs.
 
-    A process that is interrupted while Python starts shows a traceback.
+    A process that is interrupted while Python starts would show a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

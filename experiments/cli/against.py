@@ -1,4 +1,4 @@
-"""What a measurement is compared with when it ends: the committed record of the same name, or one that the user names."""
+"""Compare a measurement, when it ends, with the committed record of the same name or with a record that the user names."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _SHORT = 40  # rows that a command prints when it ends
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Against:
-    """What a measurement is compared with when it ends.
+    """The record that a measurement is compared with when it ends.
 
     Attributes:
         against: record or result folder to compare with, row by row, when all is measured (default: in a checkout, the
             one of docs/records whose name --out has)
 
     Raises:
-        ValueError: there is nothing at this path.
+        ValueError: the path does not exist.
     """
 
     against: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.against.exists():
-            raise ValueError(f"--against: expected a record or a result folder, and there is nothing at {self.against}")
+            raise ValueError(f"--against: expected a record or a result folder, got {self.against}, which does not exist")
 
     def show(self, made: pathlib.Path, name: str = "") -> None:
-        """Prints the comparison of a record that was just made; nothing if there is none to compare with.
+        """Print the comparison of a new record; print nothing if there is no record to compare it with.
 
         Args:
             made: the record, a result folder, or a folder of records.
-            name: of the committed record, if it is not the file's or the folder's.
+            name: the committed record's name, if it differs from the file's or the folder's.
         """
         if made.is_dir() and not (made / "metrics.json").is_file():
             for file in sorted(made.glob("*.json")):
@@ -51,10 +51,10 @@ def _print(made: pathlib.Path, other: pathlib.Path | None) -> None:
 
 
 def committed(made: pathlib.Path, name: str = "", records: pathlib.Path = RECORDS) -> pathlib.Path | None:
-    """The committed record of a name and of the same experiment, or None.
+    """Find the committed record of the same name and the same experiment; None if there is none.
 
     Args:
-        made: the record or result folder to compare with it; a committed record is not compared with itself.
+        made: the record or result folder to compare; a committed record is not compared with itself.
         name: the committed record's name, such as "speed" or "ablations/votes" (default: the file's or the folder's).
         records: the folder of the committed records.
 
@@ -71,21 +71,21 @@ def committed(made: pathlib.Path, name: str = "", records: pathlib.Path = RECORD
 
 
 def compared(made: pathlib.Path, other: pathlib.Path, most: int | None = None) -> str:
-    """The rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records share, with both values and their ratio, as text.
 
     Args:
         made: a record or result folder.
-        other: the record that it is compared with.
+        other: the record to compare ``made`` with.
         most: rows that are shown; None shows all.
 
     Raises:
-        ValueError: one of them is no record, or they are of different experiments.
+        ValueError: a path holds no record, or the two records are of different experiments.
     """
     names = (_shown(made), _shown(other))
     return importlib.import_module(RECORDS_PACKAGE).beside(read_record(made), read_record(other), names, most)
 
 
 def _shown(path: pathlib.Path) -> str:
-    """A path as people read it: from the current directory on, if it lies there."""
+    """Shorten a path for people: relative to the current directory, if it lies there."""
     here = pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

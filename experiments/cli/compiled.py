@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, by JAX's persistent compilation cache: the second run of a command hardly compiles."""
+"""Keep compiled programs on disk, in JAX's persistent compilation cache: the second run of a command hardly compiles."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 import platformdirs
 
-MAX_BYTES = 4 << 30  # then JAX deletes the programs that were not used for the longest time
-_MIN_SECONDS = 0.1  # below, a program is compiled about as fast as it is read
+MAX_BYTES = 4 << 30  # of a larger cache, JAX deletes the programs that were not used for the longest time
+_MIN_SECONDS = 0.1  # a program with a shorter compile time is compiled about as fast as it is loaded
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPrograms:
-    """Whether a command keeps what it compiles.
+    """Whether a command keeps the programs that it compiles.
 
     Attributes:
         cache: keep compiled programs on disk, for the next run
@@ -23,9 +23,9 @@ class CompiledPrograms:
     cache: bool = True
 
     def switch_on(self) -> None:
-        """Switches JAX's cache on, in the user's cache directory; a directory that the user has given to JAX stays.
+        """Turn JAX's cache on, in the user's cache directory; a directory that the user has given to JAX stays.
 
-        The directory is named on standard error when it is made. Where it cannot be made, nothing is kept.
+        A line on standard error names the directory when it is made. If it cannot be made, no program is kept.
         """
         import jax  # only for commands that compile
 
@@ -48,7 +48,7 @@ class CompiledPrograms:
 
 
 def cache_directory() -> pathlib.Path:
-    """The directory of compiled programs, in the user's cache directory."""
+    """Return the directory of compiled programs, in the user's cache directory."""
     return platformdirs.user_cache_path("kvjax") / "xla"
 
 

@@ -1,7 +1,7 @@
 """The flags of a command, made from the fields of its settings; how a command ends.
 
-A command has one or more dataclasses. Those that derive from `Settings` say what is measured: their fields are flags, and
-keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, how it
+A command has one or more dataclasses. Dataclasses that derive from `Settings` say what is measured: their fields are flags,
+and keys of the YAML file that ``--config`` names. The other dataclasses say how a single call goes (where it writes, how it
 shows results): their fields are flags only. A flag replaces the key of the same name. The flags follow from the fields:
 
 * the flag's name is the field's, with dashes; `Option` can give another name, choices and more;
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses bad arguments with one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line."""
+        """End the program with one line."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -58,7 +58,7 @@ def run(
     compiles: bool = False,
     models: bool = False,
 ) -> int:
-    """Runs a command: reads its flags, calls the job, turns errors into one line.
+    """Run a command: read its flags, call the job, turn errors into one line.
 
     Args:
         job: takes an instance of each of `kinds`; it returns an exit code, or None for 0.
@@ -66,9 +66,9 @@ def run(
         prog: the command as users write it, such as "kvjax eval".
         about: a sentence for the help.
         argv: arguments without the program's name; None takes the process's.
-        compiles: whether the command compiles long programs and does not report how long that takes. Then they are kept on
-            disk, and the command has the flag ``--no-cache``.
-        models: whether the command runs models, as one that ``compiles`` does. Then it has the flag ``--implementation``.
+        compiles: whether the command compiles long programs without reporting the compile time. Then the programs are kept
+            on disk, and the command has the flags ``--no-cache`` and ``--implementation``.
+        models: whether the command runs models. Then it has the flag ``--implementation``.
 
     Returns:
         The exit code: 0, 2 for bad input, 130 when interrupted, or the job's own.
@@ -89,7 +89,7 @@ def run(
 
 
 def guarded(job: Callable[[], int | None]) -> int:
-    """Calls a job; errors that users can cause become one line on standard error and an exit code."""
+    """Call a job; turn errors that users can cause into one line on standard error and an exit code."""
     try:
         code = job()
         sys.stdout.flush()
@@ -114,14 +114,14 @@ def guarded(job: Callable[[], int | None]) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an error comes from an interrupt: a compiled module that is interrupted while it starts raises ImportError."""
+    """Tell whether an error comes from an interrupt: a compiled module interrupted at its start raises ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _one_line(error: BaseException) -> str:
-    """The error's message in one line, without the number of a system's error."""
+    """Return the error's message in one line, without the number of a system's error."""
     text = re.sub(r"^\[Errno \d+\] ", "", str(error))
     return " ".join(text.split()) or type(error).__name__
 
@@ -132,10 +132,10 @@ def _say(text: str, code: int) -> int:
 
 
 def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about: str) -> list[Any]:
-    """An instance of each dataclass from the command line; see `run`.
+    """Build an instance of each dataclass from the command line; see `run`.
 
     Raises:
-        SystemExit: the flags are bad (exit code 2), or ask for help (0).
+        SystemExit: the flags are bad (exit code 2), or ask for help (exit code 0).
         ValueError: the settings refuse a value.
     """
     parser = make_parser(kinds, prog=prog, about=about)
@@ -163,7 +163,7 @@ def parse(kinds: Sequence[type], argv: Sequence[str] | None, *, prog: str, about
 
 
 def _flag_value(value: Any, kind: FieldType, stored: Any) -> Any:
-    """The value of a flag; values by name join those of the file."""
+    """Return the value of a flag; values by name are merged into the file's values by name."""
     if not kind.is_mapping:
         return value
     merged = dict(stored or {})
@@ -173,7 +173,7 @@ def _flag_value(value: Any, kind: FieldType, stored: Any) -> Any:
 
 
 def make_parser(kinds: Sequence[type], *, prog: str, about: str) -> Parser:
-    """The parser whose flags are the fields of some dataclasses; flags that are not given leave no value behind."""
+    """Make the parser whose flags are the fields of some dataclasses; a flag that is not given leaves no value."""
     parser = Parser(prog=prog, description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     if any(issubclass(kind, Settings) for kind in kinds):
         parser.add_argument(
@@ -191,7 +191,7 @@ def make_parser(kinds: Sequence[type], *, prog: str, about: str) -> Parser:
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """The flag of a field, or the field's name if its value stands on the command line without a flag."""
+    """Return the flag of a field, or the field's name if its value is positional on the command line."""
     option = option_of(field)
     return field.name if option.positional else "--" + (option.flag or field.name.replace("_", "-"))
 
@@ -229,7 +229,7 @@ def _add_flag(parser: Any, field: dataclasses.Field, kind: FieldType, told: str)
 
 
 def _help(field: dataclasses.Field, told: str) -> str:
-    """The help text, with the default where there is one to show."""
+    """Return the help text, with the default if there is one to show."""
     default = field.default
     if default is _MISSING and field.default_factory is _MISSING and not option_of(field).positional:
         told += " (required)"
@@ -241,7 +241,7 @@ def _help(field: dataclasses.Field, told: str) -> str:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say under "Attributes:", by field, in one line each."""
+    """Collect the entries under "Attributes:" in the docstrings of a dataclass and its bases, one line for each field."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         text = inspect.cleandoc(owner.__doc__ or "")

@@ -1,4 +1,4 @@
-"""``kvjax fuzz``: runs ``tests/fuzz``, which a clone of the repository has and an installation has not."""
+"""``kvjax fuzz``: runs ``tests/fuzz``, which a clone of the repository has and an installation lacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-_CLONE = pathlib.Path(__file__).resolve().parents[2]  # its packages lie beside each other
+_CLONE = pathlib.Path(__file__).resolve().parents[2]  # the folder that holds the packages of a clone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax fuzz``; returns the exit code.
+    """Run ``kvjax fuzz``; return the exit code.
 
     Args:
         argv: arguments without the program's name; None takes the process's.

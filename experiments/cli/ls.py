@@ -1,4 +1,4 @@
-"""``kvjax ls``: all methods with their papers and knobs, one method in full, the tasks, or the models that have a name."""
+"""``kvjax ls``: list all methods with their papers and knobs, one method in full, the tasks, or the named models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from experiments.cli.flags import run
 from experiments.cli.settings import option
 
-_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.answering.listing"}  # what else can be listed
+_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.answering.listing"}  # other lists, by name
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
 
@@ -32,7 +32,7 @@ class LsCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax ls``; returns the exit code."""
+    """Run ``kvjax ls``; return the exit code."""
     return run(_ls, LsCommand, prog="kvjax ls", about="List methods, tasks or models.", argv=argv)
 
 
@@ -63,7 +63,7 @@ def _ls(command: LsCommand) -> int | None:
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
-    """A method as JSON values."""
+    """Describe a method as JSON values."""
     from kvjax import plugins, registry
 
     knobs = [dataclasses.asdict(knob) for knob in registry.knobs(cls)]

@@ -60,7 +60,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         argv: arguments without the program's name; None takes the process's.
@@ -89,9 +89,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _imported(module: str) -> types.ModuleType:
-    """A command's module. An interrupt meanwhile ends the process at once, and there is nothing yet to clean up.
+    """Import a command's module. An interrupt meanwhile ends the process at once, and there is nothing yet to clean up.
 
-    As an exception it would reach compiled modules while they start. These print it, abort, or raise an ImportError.
+    As an exception, the interrupt would reach compiled modules while they start, which print it, abort, or raise an
+    ImportError.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

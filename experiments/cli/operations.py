@@ -21,11 +21,11 @@ class Operations:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """A context in which all threads of this process do so; it changes nothing where nothing was given."""
+        """Set the implementation for all threads of this process inside the block; without one, change nothing."""
         if self.implementation is None:
             yield
             return
-        # It imports JAX: only for commands that run models.
+        # Imported here, because it imports JAX, which only commands that run models need.
         from pallas_kernels.dispatch import set_default_implementation
 
         set_default_implementation(self.implementation)

@@ -1,12 +1,12 @@
-"""``kvjax plot``: the figures of a result folder or of a JSON record, whatever experiment made it.
+"""``kvjax plot``: draw the figures of a result folder or of a JSON record of any experiment.
 
 This file knows no experiment. `PACKAGES` names the package that draws the records of an experiment, and the package exports
 
     figures(record) -> (figures, usual)
 
-where ``figures`` has, by name, functions without arguments that draw the record and return a figure, and ``usual`` lists
-the names of the figures that are drawn by default. A function raises ``ValueError`` if the record lacks the values for its
-figure. The figure of the experiment's own name is written as ``RECORD.png``, any other as ``RECORD-NAME.png``.
+where ``figures`` holds, by name, functions without arguments that draw the record and return a figure. ``usual`` lists the
+names of the figures that are drawn by default. A function raises ``ValueError`` if the record lacks the values for its
+figure. The figure with the experiment's own name is written as ``RECORD.png``, every other figure as ``RECORD-NAME.png``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PlotCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax plot``; returns the exit code."""
+    """Run ``kvjax plot``; return the exit code."""
     return flags.run(
         _plot, PlotCommand, prog="kvjax plot", about="Draw the figures of a result folder or of a record.", argv=argv
     )
@@ -79,11 +79,11 @@ def _plot(command: PlotCommand) -> None:
 def write_figures(
     path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = FORMATS
 ) -> list[pathlib.Path]:
-    """Draws and writes the figures of a result.
+    """Draw and write the figures of a result.
 
     Args:
         path: a result folder, or a JSON record.
-        kinds: names of figures; none takes those that are usual for the record.
+        kinds: names of figures; without names, the usual figures of the record are drawn.
         out: the directory to write to.
         formats: "png", "pdf" or both.
 
@@ -102,18 +102,18 @@ def write_figures(
 
 
 def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callable[[str], bytes]]]:
-    """The figures of a result folder, or of a record.
+    """List the figures of a result folder, or of a record.
 
     Args:
         path: a folder of `eval`, `sweep` or `fidelity`, or a JSON record.
-        kinds: names of figures; none takes those that are usual for the record.
+        kinds: names of figures; without names, the usual figures of the record are listed.
 
     Returns:
-        Each figure's file name without its ending, and a function of "png" or "pdf" that draws the figure and returns the
+        Each figure's file name without suffix, and a function of "png" or "pdf" that draws the figure and returns the
         file's bytes.
 
     Raises:
-        ValueError: there is no result, or it cannot be drawn as one of the kinds.
+        ValueError: the path holds no result, or the result cannot be drawn as one of the kinds.
     """
     record = read_record(path)
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
@@ -140,7 +140,7 @@ def _draw(path: pathlib.Path, draw: Callable[[], Any], kind: str) -> bytes:
 
 @contextlib.contextmanager
 def _rows_of(path: pathlib.Path) -> Iterator[None]:
-    """Errors about what the rows of a record lack, or hold of another kind, end in a sentence about its file."""
+    """Turn errors about absent or mistyped values in a record's rows into a sentence about its file."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
@@ -149,10 +149,10 @@ def _rows_of(path: pathlib.Path) -> Iterator[None]:
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:
-    """The record in a result folder (its metrics.json) or in a JSON file.
+    """Read the record in a result folder (its metrics.json) or in a JSON file.
 
     Raises:
-        ValueError: there is no record at this path.
+        ValueError: the path holds no record.
     """
     file = path / "metrics.json" if path.is_dir() else path
     if not file.is_file():

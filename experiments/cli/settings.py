@@ -19,12 +19,12 @@ class Option:
         choices: the values that are allowed; none allows all.
         flag: the flag's name without its dashes, if it differs from the field's.
         metavar: how help names the value.
-        parse: makes the field's value of the flag's text; None goes by the field's type.
-        read: makes the field's value of a value in a mapping; None checks the value's type.
-        write: makes a YAML value of the field's value; None goes by the value's type.
+        parse: converts the flag's text to the field's value; None converts by the field's type.
+        read: converts a value in a mapping to the field's value; None checks the value's type.
+        write: converts the field's value to a YAML value; None converts by the value's type.
         repeat: the flag can be given several times, each time with an item of the tuple.
         several: the flag takes several items of the tuple, with spaces between them.
-        positional: the value stands on the command line without a flag.
+        positional: the value is given on the command line without a flag.
         group: flags of the same group exclude each other.
     """
 
@@ -50,11 +50,11 @@ def option(
     choices: Sequence[Any] = (),
     **about: Any,
 ) -> Any:
-    """A field of a settings dataclass, with more about its flag.
+    """Declare a field of a settings dataclass, with more about its flag.
 
     Args:
         default: the field's default; without a default and a factory the setting must be given.
-        factory: makes the default, for types that can be changed.
+        factory: makes the default, for mutable types.
         choices: the values that are allowed.
         **about: other fields of `Option`.
     """
@@ -63,7 +63,7 @@ def option(
 
 
 def option_of(field: dataclasses.Field) -> Option:
-    """The `Option` of a field; the defaults if the field was made without `option`."""
+    """Return the `Option` of a field; the default `Option` if the field was declared without `option`."""
     return field.metadata.get("option", _PLAIN)
 
 
@@ -83,12 +83,12 @@ class FieldType:
 
     @property
     def kind(self) -> type:
-        """The first type that is not None's."""
+        """The first type other than None's."""
         return next(kind for kind in self.kinds if kind is not type(None))
 
 
 def field_types(cls: type) -> dict[str, FieldType]:
-    """The types of a dataclass' fields, by name."""
+    """Return the types of a dataclass' fields, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -112,34 +112,34 @@ class Settings:
     ``__post_init__`` by a ``ValueError``.
     """
 
-    gone: ClassVar[Mapping[str, str]] = {}  # settings that earlier versions had: what to do instead, by name
+    gone: ClassVar[Mapping[str, str]] = {}  # name of a removed setting -> what to do instead
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], where: str) -> Self:
-        """Settings from values by name; the fields that are not given keep their defaults.
+        """Build settings from values by name; the fields that are not given keep their defaults.
 
         Args:
-            given: values as a YAML file has them.
+            given: values as a YAML file holds them.
             where: the file or the command line, for messages.
 
         Raises:
-            ValueError: an unknown name, a value of a wrong type, a missing value, or a value that the settings refuse.
+            ValueError: a name is unknown, a value is missing or of a wrong type, or the settings refuse a value.
         """
         return build(cls, given, where)
 
     @classmethod
     def from_yaml(cls, path: pathlib.Path) -> Self:
-        """Settings from a YAML file.
+        """Read settings from a YAML file.
 
         Raises:
             ValueError: see `from_mapping`; or the file is no YAML.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             ModuleNotFoundError: PyYAML is not installed.
         """
         return cls.from_mapping(read_yaml(path), str(path))
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as a YAML file has them; JSON values."""
+        """Return the settings as a YAML file holds them; JSON values."""
         made = {}
         for field in dataclasses.fields(self):
             value, write = vars(self)[field.name], option_of(field).write
@@ -147,12 +147,12 @@ class Settings:
         return made
 
     def to_yaml(self) -> str:
-        """The settings as the text of a YAML file."""
+        """Write the settings as the text of a YAML file."""
         return write_yaml(self.as_dict())
 
 
 def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
-    """An instance of a dataclass from values by name; see `Settings.from_mapping`."""
+    """Build an instance of a dataclass from values by name; see `Settings.from_mapping`."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     kinds = field_types(cls)
     made: dict[str, Any] = {}
@@ -171,12 +171,12 @@ def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
 
 
 def gone_from(*classes: type) -> dict[str, str]:
-    """What `Settings.gone` of some dataclasses says; those that are no settings say nothing."""
+    """Merge `Settings.gone` of some dataclasses; dataclasses that are no `Settings` are skipped."""
     return {name: told for cls in classes if issubclass(cls, Settings) for name, told in cls.gone.items()}
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str, gone: Mapping[str, str]) -> None:
-    """Raises ValueError, with the nearest known name or what is ``gone``, if a name is none of the settings'."""
+    """Refuse names that are no setting; the message gives the nearest known name, or the advice in ``gone``."""
     for name in given:
         if name in gone:
             raise ValueError(f"{where}: the setting {name!r} is gone: {gone[name]}")
@@ -187,13 +187,13 @@ def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str, g
 
 
 def checked(name: str, value: Any, kind: FieldType) -> Any:
-    """A value of the type that a field has, from a value as YAML has it.
+    """Convert a value as YAML holds it to a field's type.
 
-    A single value becomes a tuple where a tuple is expected, a text becomes a path, and a number becomes a text where texts
-    are expected (a budget of 256).
+    A single value becomes a tuple where a tuple is expected, and a text becomes a path. A number becomes a text where a tuple
+    of texts is expected (a budget of 256).
 
     Raises:
-        ValueError: a value of another type.
+        ValueError: the value has another type.
     """
     if kind.is_mapping:
         if not isinstance(value, Mapping):
@@ -232,11 +232,11 @@ def _plain(value: Any) -> Any:
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
     Raises:
         ValueError: the file holds no mapping, is no YAML, or has a key twice.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ModuleNotFoundError: PyYAML is not installed.
     """
     try:
@@ -249,10 +249,10 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text holds; None if the text is empty.
+    """Parse the value in a YAML text; None if the text is empty.
 
     Raises:
-        ValueError: the text is no YAML, is nested too deeply, or has a key twice, of which PyYAML would take the last.
+        ValueError: the text is no YAML, is nested too deeply, or has a key twice. (PyYAML would take the last one.)
         ModuleNotFoundError: PyYAML is not installed.
     """
     yaml = _yaml()
@@ -263,17 +263,17 @@ def parse_yaml(text: str) -> Any:
             for key, _ in node.value:
                 line = key.start_mark.line + 1
                 if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
-                    raise ValueError(f"the key {key.value!r} stands in lines {lines[key.tag, key.value]} and {line}")
+                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, Loader)  # a SafeLoader, too: it makes no objects but plain values
+        return yaml.load(text, Loader)  # Loader is a SafeLoader too: it makes only plain values
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Values by name as the text of a YAML file, in their order."""
+    """Write values by name as the text of a YAML file, in their order."""
     return _yaml().safe_dump(dict(values), sort_keys=False, allow_unicode=True)
 
 

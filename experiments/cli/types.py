@@ -1,4 +1,4 @@
-"""How the text of a flag becomes a value: names, numbers, pairs, the path of a record."""
+"""Parsers of a flag's text: names, numbers, pairs, the path of a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Comma-separated names."""
+    """Split comma-separated names."""
     parts = tuple(name.strip() for name in text.split(","))
     if not all(parts):
         raise argparse.ArgumentTypeError(f"expected comma-separated names, got {text!r}")
@@ -15,7 +15,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Comma-separated whole numbers of at least 1."""
+    """Parse comma-separated whole numbers of at least 1."""
     try:
         parts = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -26,7 +26,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -37,7 +37,7 @@ def positive(text: str) -> int:
 
 
 def items(kind: type, text: str) -> tuple:
-    """Comma-separated items of one type.
+    """Parse comma-separated items of one type.
 
     Args:
         kind: str, int, float or `pathlib.Path`.
@@ -54,16 +54,16 @@ def items(kind: type, text: str) -> tuple:
 
 
 def pair(text: str) -> dict[str, str | bool | None]:
-    """``NAME=VALUE`` as one value by name; the words true, false and none are values of Python, all else is text."""
+    """Parse ``NAME=VALUE`` as one value by name; true, false and none become Python's values, all else is text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     words = {"true": True, "false": False, "none": None}
     return {name.strip(): words.get(value.lower(), value)}
 
 
 def record_path(text: str) -> pathlib.Path:
-    """The path of a JSON record; its table and its figure get the same name with other endings."""
+    """Parse the path of a JSON record; its table and its figure get the same name with other suffixes."""
     path = pathlib.Path(text)
     if path.suffix != ".json" or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file that ends in .json, got {text!r}")

@@ -1,4 +1,4 @@
-"""``kvjax demo``: needles in prose under each method."""
+"""``kvjax demo``: find needles in prose under each method."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.demo.settings import DemoOutput, DemoSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax demo``; returns the exit code."""
+    """Run ``kvjax demo``; return the exit code."""
     about = "Find needles in prose under each method."
     return run(_demo, DemoSettings, DemoOutput, Against, prog="kvjax demo", about=about, argv=argv, compiles=True)
 
@@ -24,7 +24,7 @@ def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=make_mesh(settings.mesh))
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:
-        print(table(result), flush=True)  # before anything is written, so that a full disk does not take the result along
+        print(table(result), flush=True)  # before anything is written, so that a full disk does not lose the result
     write(result, output.files)
     written = [str(path) for path in output.files]
     if output.json:

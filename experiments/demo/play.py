@@ -1,19 +1,21 @@
-"""Runs a demo: needles in prose, asked for under each KV-cache method and budget.
+"""Runs a demo: questions about needles in prose under each KV-cache method and budget.
 
 Each context hides several needles at different depths. All questions about a context are asked in a batch.
 
-**Protocol.** Full always runs first, as the reference. Every row says where its questions stood:
+**Protocol.** Full always runs first, as the reference. Every row says where its questions stand:
 
 * ``extend``: the context is prefilled *once* under the method, `kvjax.fork` copies the compressed cache for every question,
   and the question follows through `kvjax.extend`. So the method compresses without knowing the question.
-* ``prefill``: the question ends the prompt, and every question has a row of its own. So the method compresses knowing it.
+* ``prefill``: the question ends the prompt, and every question has a prompt of its own. So the method compresses with the
+  question in sight.
 
 ``auto`` (the default) is ``prefill`` for methods that choose tokens by the attention of the prompt's last queries, and
-``extend`` for all others. SnapKV and SentenceKV choose so: in their papers the question stands there, and without it their
-vote is about nothing. Full, StreamingLLM and Quest end with the same cache both ways, and H2O and KeyDiff do not single out
-the question. Published comparisons do the same: methods that use the question see it, others do not.
+``extend`` for all other methods. SnapKV and SentenceKV choose by the last queries: in their papers the prompt ends with the
+question, and without it their votes say nothing about the answer. Full, StreamingLLM and Quest end with the same cache either
+way, and H2O and KeyDiff do not single out the question. Published comparisons also show the question only to methods that use
+it.
 
-Times leave compilation out. Tokens per second count decoding of all questions of a context in a batch. Bytes are per
+Times leave compilation out. Tokens per second count the batched decoding of all questions of a context. Bytes are per
 question.
 """
 
@@ -48,7 +50,7 @@ class Context:
     Attributes:
         task: name of the task.
         tokens: token ids of the context.
-        questions: the questions about it.
+        questions: the questions about the context.
         asked: token ids of each question.
     """
 
@@ -59,13 +61,13 @@ class Context:
 
 
 def make_contexts(settings: DemoSettings, tokenizer: Any, around: tuple[str, str] | None = None) -> list[Context]:
-    """Held-out contexts; the tasks take turns.
+    """Make held-out contexts; the tasks take turns.
 
-    A task's context i depends on the task, the length, the seed and i only.
+    A task's context i depends only on the task, the length, the seed and i.
 
     Args:
         settings: what to run.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         around: text before and after a user's content in the chat template; None without a template.
     """
 
@@ -107,11 +109,11 @@ class _Sizes:
     """The sizes that all contexts share, so that a method compiles once.
 
     Attributes:
-        rows: questions that are asked together, a multiple of the groups.
+        rows: questions that are asked together, a multiple of `groups`.
         groups: the parts into which a mesh divides the rows.
-        context: tokens of a context at most.
-        question: tokens of a question at most.
-        answer: tokens of an answer at most.
+        context: the most tokens of a context.
+        question: the most tokens of a question.
+        answer: the most tokens of an answer.
     """
 
     rows: int
@@ -122,7 +124,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, model: LoadedModel, contexts: list[Context]) -> _Sizes:
-        """The sizes of some contexts."""
+        """Compute the sizes of some contexts."""
         answers = [
             min(
                 len(model.tokenizer.encode(q.target, add_special_tokens=False).ids) + _SPARE_TOKENS,
@@ -140,15 +142,15 @@ class _Sizes:
         )
 
     def shape(self, question: str) -> Shape:
-        """The shape of a batch whose questions stand in the prompt ("prefill") or after it ("extend")."""
+        """Return the shape of a batch whose questions stand in the prompt ("prefill") or after it ("extend")."""
         if question == "prefill":
             return Shape(self.context + self.question, self.rows, self.answer)
-        each = self.rows // self.groups  # each group of devices reads the context, and answers its part of the questions
+        each = self.rows // self.groups  # each group of devices prefills the context, and answers its part of the questions
         return Shape(self.context, self.groups, self.answer, each, self.question, together=True)
 
 
 def _play(model: LoadedModel, run: Run, context: Context, sizes: _Sizes, clock: CompileClock) -> dict[str, Any]:
-    """Answers, their scores, the method's accounting and the seconds they took."""
+    """Answer a context's questions; return scored answers, and the accounting and seconds of the method."""
     shape = sizes.shape(run.question)
     if run.question == "prefill":
         contexts, questions = [context.tokens + question for question in context.asked], []
@@ -174,7 +176,7 @@ def _play(model: LoadedModel, run: Run, context: Context, sizes: _Sizes, clock: 
 
 
 def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:
-    """Runs the demo.
+    """Run the demo.
 
     Args:
         model: the model.
@@ -205,7 +207,7 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         for number, row in enumerate(table_runs):
             bar.set_description(f"{row.name} {row.share}".strip())
             bar.set_postfix_str("compiling")
-            with Timer(clock) as waiting:  # side by side, but not those of other methods, which would disturb the times
+            with Timer(clock) as waiting:  # in parallel, but without programs of other methods, which would disturb the times
                 shape = sizes.shape(row.question)
                 ahead.add(
                     number,

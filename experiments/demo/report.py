@@ -1,4 +1,4 @@
-"""What a demo shows and writes: the table, the figure of accuracy and KV bytes, the JSON record."""
+"""The output of a demo: the table, the figure of accuracy and KV bytes, the JSON record."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float], str], ...] = (
 
 
 def figures(result: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a demo's record for `experiments.cli.plot`: there is a single one."""
+    """Return the only figure of a demo's record, by name, for `experiments.cli.plot`."""
     return {"demo": functools.partial(draw, result)}, ["demo"]
 
 
 def draw(result: Mapping[str, Any]) -> Any:
-    """The figure of a demo: a bar for each row of the table; the dashed line is Full.
+    """Draw the figure of a demo: a bar for each row of the table; the dashed line is Full.
 
     Args:
-        result: what `experiments.demo.play.run_demo` returns.
+        result: the record that `experiments.demo.play.run_demo` returns.
     """
     settings, metrics = result["settings"], result["metrics"]
     methods = list(dict.fromkeys(m["method"] for m in metrics if m["method"] != "full"))
@@ -72,12 +72,12 @@ def draw(result: Mapping[str, Any]) -> Any:
 
 
 def _label(share: str, tokens: int | None) -> str:
-    """A budget as the user gave it, and in tokens if the user gave a share."""
+    """Format a budget as the user gave it, and in tokens if the user gave a share."""
     return (share or "all") if not tokens or share == str(tokens) else f"{share} = {tokens}"
 
 
 def table(result: dict[str, Any]) -> str:
-    """The record as a text table."""
+    """Format the record as a text table."""
     lines = [_HEAD]
     for m in result["metrics"]:
         cells = (
@@ -111,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def check_output(output: DemoOutput) -> None:
-    """Refuses what would fail at the end of a demo.
+    """Refuse settings that would fail at the end of a demo.
 
     Raises:
         ValueError: the directory is a file.
@@ -124,7 +124,7 @@ def check_output(output: DemoOutput) -> None:
 
 
 def write(result: dict[str, Any], files: list[pathlib.Path]) -> None:
-    """Writes the record and, if there is a second file, the figure; each file is complete or not there."""
+    """Write the record and, if there is a second file, the figure; each file is complete or not there."""
     image = save(draw(result), "png") if len(files) > 1 else None  # before any file exists, so that errors leave none
     write_record(files[0], result)
     if image is not None:

@@ -1,4 +1,4 @@
-"""What a demo runs: its settings, and the methods and budgets that follow from them."""
+"""The settings of a demo, and the methods and budgets that follow from them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvjax import registry
 from kvjax.method import Method
 from pallas_kernels.formats.quantised import MOST
 
-_KNOBS = {"chess": {"trigger": "fixed"}}  # its other triggers need thresholds, and nothing here calibrates them
+_KNOBS = {"chess": {"trigger": "fixed"}}  # CHESS' other triggers need thresholds, which a demo does not calibrate
 _QUESTIONS = ("auto", "prefill", "extend")
 _BUDGETS = ("1/8", "1/4")
 _SLOW_BUDGETS = ("1/4",)
-_SLOW_PARAMETERS = 50_000_000  # a CPU takes minutes for models of more parameters, most of them to compile
+_SLOW_PARAMETERS = 50_000_000  # a CPU takes minutes for larger models, most of the time to compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoSettings(MeshSettings):
-    """What to run.
+    """The settings of a demo.
 
     Attributes:
         length: tokens of context, questions and answers
         samples: contexts per task
-        questions: questions, and needles, per context
+        questions: questions per context; more questions bring more needles
         budgets: comma-separated shares of the length or numbers of tokens (default: 1/8,1/4; on a CPU 1/4 alone for models
             of more than 50M parameters, which take half a minute for each method and budget)
         methods: comma-separated names or package.module:Class; Full is always run first
@@ -67,7 +67,7 @@ class DemoSettings(MeshSettings):
 
 @dataclasses.dataclass(frozen=True)
 class DemoOutput:
-    """What a demo writes and shows.
+    """The output of a demo.
 
     Attributes:
         out: directory for demo.json and demo.png
@@ -93,10 +93,10 @@ class Run:
 
     Attributes:
         name: the method's name.
-        share: the budget as it was given, "" for Full.
+        share: the budget as it was given, "" without a budget.
         budget: the budget in tokens; None without a budget.
         method: the method.
-        question: "prefill" or "extend".
+        question: place of the question, "prefill" or "extend".
     """
 
     name: str
@@ -107,15 +107,15 @@ class Run:
 
 
 def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None = None) -> list[Run]:
-    """Full, then every method at every budget.
+    """List the rows of the table: Full, then every method at every budget.
 
     Args:
         settings: what to run.
-        tokenizer: the model's, for methods that need a tokenizer; without it such a method is made but cannot run.
+        tokenizer: the model's tokenizer, for methods that need one; without it such a method is made but cannot run.
         vocab_size: entries of the model's vocabulary.
 
     Raises:
-        ValueError: an unknown method, or a budget that is neither a share nor a number of tokens or that the method refuses.
+        ValueError: an unknown method, a budget that is no share and no number of tokens, or a budget that the method refuses.
     """
 
     def make(name: str, share: str, budget: int | None) -> Run:
@@ -137,12 +137,12 @@ def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None =
 
 
 def with_budgets(settings: DemoSettings, parameters: int, platform: str) -> DemoSettings:
-    """The settings with the budgets that are run.
+    """Fill in the budgets that are run.
 
     Args:
-        settings: without budgets, those that fit the model's size are chosen.
-        parameters: how many the model has.
-        platform: where it runs, "cpu" or another.
+        settings: the settings; if they have no budgets, budgets that suit the model's size are chosen.
+        parameters: number of the model's parameters.
+        platform: JAX's platform, such as "cpu".
     """
     slow = platform == "cpu" and parameters > _SLOW_PARAMETERS
     return dataclasses.replace(settings, budgets=settings.budgets or (_SLOW_BUDGETS if slow else _BUDGETS))

@@ -14,7 +14,7 @@ from experiments.evaluation.settings import EvaluationSettings
 
 @dataclasses.dataclass(frozen=True)
 class MethodKnobs:
-    """Knobs for the methods of the settings; a YAML file has them beside the methods' names.
+    """Knobs for the methods of the settings; a YAML file gives them with the methods' names.
 
     Attributes:
         set: a knob of a method; repeatable
@@ -24,7 +24,7 @@ class MethodKnobs:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax eval``; returns the exit code."""
+    """Run ``kvjax eval``; return the exit code."""
     about = "Score methods on suites, Full first."
     kinds = (EvaluationSettings, MethodKnobs, Output, Against)
     return run(_eval, *kinds, prog="kvjax eval", about=about, argv=argv, compiles=True)

@@ -1,11 +1,12 @@
-"""Compiles the programs of the next methods while this one runs.
+"""Compiles the programs of the next methods while the present method runs.
 
 Tracing holds Python's lock, so a single thread traces, in the order in which the programs will be needed. XLA's compiler does
-not hold the lock, so several threads compile what was traced. The thread that asks finds the programs in JAX's own caches. It
-runs first what is compiled first. A program that could not be compiled here is compiled there, where its error belongs.
+not hold the lock, so several threads compile the traced programs. The thread that runs the methods finds the programs in
+JAX's own caches, and first runs the programs that compile first. If a program fails to compile here, the running thread
+compiles it again and raises the error.
 
 A method's times stay usable: XLA never tries variants of a kernel while another program is on the GPU. On a CPU, where the
-model needs all cores, nothing is compiled ahead; a method's own programs are compiled side by side.
+model needs all cores, nothing is compiled ahead; a method's own programs are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _MOST = 8  # threads; each holds the memory of a compilation
 
 
 class CompileAhead:
-    """A queue of programs; use it in a ``with`` block. At the block's end what has not begun is dropped.
+    """A queue of programs to compile; use it in a ``with`` block. The block's end drops programs that have not begun.
 
     Args:
-        threads: threads that compile; None takes half of the cores, at most eight.
+        threads: number of threads that compile; None takes half of the cores plus one, at most eight.
 
     Attributes:
         spare: whether programs may be compiled while a model runs.
@@ -47,22 +48,22 @@ class CompileAhead:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def add(self, key: Hashable, programs: Callable[[], Iterable[Lowered]]) -> None:
-        """Queues the programs that ``programs`` traces and lowers, unless those of ``key`` are queued already."""
+        """Add the programs that ``programs`` traces and lowers to the queue, unless ``key`` is queued already."""
         if key not in self._traced:
             self._traced[key] = self._tracer.submit(self._lower, programs)
             self._traced[key].add_done_callback(self._note)
 
     def wait(self, key: Hashable) -> None:
-        """Returns when the programs of ``key``, which were added, are compiled or could not be."""
+        """Wait until each program of an added ``key`` has compiled or failed."""
         traced = self._traced[key]
         if traced.exception() is None:
             concurrent.futures.wait(traced.result())
 
     def first(self, wanted: Sequence[Collection[Hashable]]) -> int:
-        """Waits until all programs of one of several sets of keys, which were added, are compiled or could not be.
+        """Wait until, for one of several sets of added keys, each program has compiled or failed.
 
         Returns:
-            The place of that set; of several, the first. An empty set is ready at once.
+            The index of the first such set. An empty set is ready at once.
         """
         while True:
             self._changed.clear()
@@ -86,12 +87,12 @@ class CompileAhead:
 
 
 class Waiting[T]:
-    """What is still to run, in order; but what is compiled goes before what is not.
+    """The items that are still to run, in order, except that compiled items go first.
 
     Args:
-        items: what is to run.
-        keys: of an item, those of its programs that were added to ``ahead``.
-        ahead: compiles them.
+        items: the items to run.
+        keys: returns the keys of an item's programs that were added to ``ahead``.
+        ahead: compiles the programs.
     """
 
     def __init__(self, items: Iterable[T], keys: Callable[[T], Collection[Hashable]], ahead: CompileAhead) -> None:
@@ -101,9 +102,9 @@ class Waiting[T]:
         return bool(self._items)
 
     def take(self) -> T:
-        """The first item that is compiled, when there is one; an item without keys counts as compiled."""
+        """Take the first compiled item, and wait until there is one; an item without keys counts as compiled."""
         return self._items.pop(self._ahead.first([self._keys(item) for item in self._items]))
 
     def put_back(self, items: Sequence[T]) -> None:
-        """Puts items before all others."""
+        """Put items before all other items."""
         self._items[:0] = items

@@ -1,4 +1,4 @@
-"""A cell under a method: batches, answers, scores, and the row of the table."""
+"""One cell under a method: its batches, answers and scores, and its row of the table."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from experiments.records import LIBRARY_FIELD, CompileClock
 from experiments.tasks import library_origin, reads_library
 from kvjax.method import Method
 
-# Texts are padded to multiples of these, so that tasks share a compiled program.
+# Texts are padded to multiples of these numbers of tokens, so that tasks share a compiled program.
 _NEW_TOKENS = 128
 _QUESTION_TOKENS = 128
-SHARED_TOKENS = 512  # longer answers than these need so much room that they get a program of their own
+SHARED_TOKENS = 512  # longer answers need so much room that they get a program of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Batch:
     """Contexts of the same shape.
 
     Attributes:
-        shape: decides the compiled program.
+        shape: the shape, which decides the compiled program.
         units: for each context the indices of the examples that are asked about it.
     """
 
@@ -57,19 +57,19 @@ def make_batches(
     room: int = 0,
     groups: int = 1,
 ) -> list[Batch]:
-    """Sorts a cell's examples into batches.
+    """Sort a cell's examples into batches.
 
     Generated cells of one length get one shape, whatever their tasks, if they get the same ``samples`` and ``room``.
 
     Args:
         encoded: the cell.
-        question: where it stands: "prefill", "extend" or "turns".
+        question: where the question stands: "prefill", "extend" or "turns".
         batch_tokens: rows x length that are generated together.
-        limit: tokens that the model can take; None if there is no limit.
+        limit: the most tokens that the model can take; None if there is no limit.
         new_tokens: most tokens of an answer; None takes the examples' own.
-        samples: the most contexts of a generated cell of the run, which decide the number of rows.
-        room: answers get room for so many tokens, if this cell does not need more.
-        groups: the rows of a batch are a multiple of it (`LoadedModel.groups`).
+        samples: the most contexts of any generated cell of the run; they decide the number of rows.
+        room: the least room for answers, in tokens.
+        groups: the rows of a batch are a multiple of this number (`LoadedModel.groups`).
 
     Returns:
         A single batch for a generated cell; a batch for each padded length for a file's cell.
@@ -94,7 +94,7 @@ def make_batches(
             longest = max(len(encoded.wholes[i]) for unit in members for i in unit)
             wanted = max(min(wanted, limit - longest), answer)
         rows = batch_rows(length, batch_tokens, max(len(members), samples), groups)
-        if encoded.cell.length is None:  # the groups of a file have any size: let them share a few numbers of rows
+        if encoded.cell.length is None:  # groups of a file's examples have any size: let them share a few numbers of rows
             rows = min(equal_rows(padded_length(rows, 1), groups), most_rows(length, batch_tokens, groups))
         shape = Shape(length, rows, wanted)
         if question != "prefill":
@@ -110,10 +110,10 @@ def make_batches(
 
 
 def with_room(config: Any, shape: Shape) -> Any:
-    """The model with positions for all the room of a shape.
+    """Return the model's description with enough positions for all the room of a shape.
 
-    Contexts and answers together fit the model as it is, because each answer has a limit of its own. But the room for answers
-    is the same for all tasks, and would not fit behind the longest contexts. The turns of a conversation are counted whole.
+    A context and its answer fit the model as it is, because each answer has a limit of its own. But the room for answers is
+    the same for all tasks, and would not fit behind the longest contexts. A conversation fits with all its turns.
     """
     if shape.keep:
         return config
@@ -121,7 +121,7 @@ def with_room(config: Any, shape: Shape) -> Any:
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
-    """The text that a suite's scorer sees: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
+    """Decode the text to score: at most `limit` tokens, without end-of-text tokens, cut at the first stop text."""
     text = tokenizer.decode([token for token in ids[:limit] if token not in ends])
     for end in stop:
         while text.startswith(end):  # the suites forbid a stop text as the first token
@@ -139,13 +139,13 @@ def answer_cell(
     clock: CompileClock,
     new_tokens: int | None = None,
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Answers and scores a cell.
+    """Answer and score a cell.
 
     Args:
         model: the model.
         encoded: the cell.
-        methods: the methods, which read the contexts together.
-        question: where it stands.
+        methods: the methods, which prefill the contexts together.
+        question: where the question stands.
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
@@ -175,7 +175,7 @@ def answer_cell(
 def _scored(
     model: LoadedModel, encoded: Encoded, batches: Sequence[Batch], asked: Sequence[Asked], new_tokens: int | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The row and the predictions of a method, from what it answered in every batch."""
+    """Make the row and the predictions of a method from its answers in every batch."""
     ids: dict[int, list[int]] = {}
     for batch, one in zip(batches, asked, strict=True):
         for unit, answers in zip(batch.units, one.ids, strict=True):
@@ -190,7 +190,7 @@ def _scored(
 def predict(
     model: LoadedModel, encoded: Encoded, ids: Sequence[Sequence[int]], new_tokens: int | None
 ) -> list[dict[str, Any]]:
-    """Turns token ids into answers with their scores.
+    """Decode and score the answers of a cell.
 
     Args:
         model: the model.
@@ -225,7 +225,7 @@ def predict(
 
 
 def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The score of a cell, 0 to 100, with its interval, and means over its examples."""
+    """Compute the score of a cell, 0 to 100, with its interval, and means over the cell's examples."""
     scores = [line["score"] for line in predictions]
     return {
         "name": encoded.cell.task,
@@ -254,7 +254,7 @@ def _measured(predictions: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The mean score, 0 to 100, for every value of every label that has more than one value."""
+    """Compute the mean score, 0 to 100, for every value of every label that has more than one value."""
     made: dict[str, dict[str, float]] = {}
     for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
         values: dict[Any, list[float]] = {}
@@ -270,7 +270,7 @@ def _seconds(run: float, compiling: float) -> dict[str, float]:
 
 
 def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
-    """The mean accounting of batches, which are weighted by their numbers of contexts."""
+    """Average the accounting of batches, weighted by their numbers of contexts."""
 
     def mean(values: Sequence[float]) -> float:
         return round(float(np.average(values, weights=weights)), 4)

@@ -1,4 +1,4 @@
-"""The cells that an evaluation asks: a task at a length, or what a file holds of one task."""
+"""The cells that an evaluation answers: a task at a length, or a file's examples of one task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.tasks import expand, get_task
 
 
 def make_cells(settings: CellSettings) -> list[Cell]:
-    """The cells of the settings in the order of the tasks; files are read.
+    """Make the cells of the settings in the order of the tasks; read the files.
 
     A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
     """
@@ -37,13 +37,13 @@ def make_cells(settings: CellSettings) -> list[Cell]:
 
 
 def without_file(settings: CellSettings) -> list[str]:
-    """The tasks of the settings' groups that are left out, because they ask the questions of a file that is not given."""
+    """List the tasks that `make_cells` leaves out of groups, because they ask the questions of a file that is not given."""
     named = [name for spec in settings.generated for name in expand((spec,))]
     return [name for name in dict.fromkeys(named) if get_task(name).needs_file and settings.haystack_of(name) is None]
 
 
 def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
-    """All questions about the first ``count`` contexts of each task; questions about the same context stand together."""
+    """Select all questions about the first ``count`` contexts of each task, grouped by context."""
     made: dict[str, dict[Any, list[Example]]] = {}
     for index, example in enumerate(examples):
         made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)

@@ -1,4 +1,4 @@
-"""``kvjax compare``: the methods of result folders against Full, example by example; other records row by row."""
+"""``kvjax compare``: compare methods in result folders with Full, example by example, and other records row by row."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CompareCommand:
     """What to compare.
 
     Attributes:
-        folders: result folders of eval or sweep; or a record of another experiment, such as speed, and the record that it is
-            compared with (default: in a checkout, the one of docs/records that has its name)
+        folders: result folders of eval or sweep; or a record of another experiment, such as speed, and the record to compare
+            it with (default: in a checkout, the record of the same name in docs/records)
         papers: also show the scores that papers print for the same model and tasks
         out: Markdown file to write (default: standard output)
     """
@@ -31,7 +31,7 @@ class CompareCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax compare``; returns the exit code."""
+    """Run ``kvjax compare``; return the exit code."""
     about = "Compare methods with Full, example by example; or the rows of two records of speed and other experiments."
     return run(_compare, CompareCommand, prog="kvjax compare", about=about, argv=argv)
 
@@ -47,7 +47,7 @@ def _compare(command: CompareCommand) -> None:
 
 
 def _records(command: CompareCommand) -> str:
-    """The comparison of two records that hold no answers."""
+    """Compare two records that hold no answers."""
     made, *others = command.folders
     if command.papers:
         raise ValueError(f"--papers has no meaning for {made}, which holds no scores of tasks")

@@ -1,4 +1,4 @@
-"""Methods against Full, example by example: differences with intervals, so that nobody takes noise for a result."""
+"""Compares methods with Full, example by example: differences with intervals, so that nobody takes noise for a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMMON = (
     "model", "dtype", "template", "template_variables", "system", "truncation", "max_length", "max_new_tokens",
 )  # fmt: skip
 BASELINE = "full"
-FEW = 20  # contexts; if fewer are all alike, a bootstrap gives an interval without width, which is no evidence
+FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Entry:
     """A row with its examples.
 
     Attributes:
-        folder: the folder that holds it.
+        folder: the folder that holds the row.
         row: the metric.
         scores: by the example's key, 0 to 1 (perplexity, in records of earlier versions: negative log-likelihood per token).
         answers: digests of the predictions, equal for equal texts, by the example's key; empty for perplexity.
-        groups: of examples that share a context, by the example's key.
+        groups: names of the groups of examples that share a context, by the example's key.
     """
 
     folder: pathlib.Path
@@ -54,10 +54,10 @@ class Compared:
     Attributes:
         row: the metric.
         baseline: Full's value.
-        difference: in points of the score; for perplexity the ratio to Full's, less 1, in percent.
-        interval_95: of the difference, paired bootstrap over examples (over contexts, where examples share them).
-        same: share of examples answered word for word as under Full, percent; None for perplexity.
-        contexts: how many the examples have; examples that share none stand alone.
+        difference: the row's score less Full's, in points; for perplexity the ratio to Full's, less 1, in percent.
+        interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
+        same: percent of examples answered word for word as under Full; None for perplexity.
+        contexts: number of the examples' contexts; an example that shares no context counts as one.
     """
 
     row: dict[str, Any]
@@ -69,13 +69,13 @@ class Compared:
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether the interval leaves out zero, and is more than a few examples that are all alike."""
+        """Whether the interval leaves out zero, and has a width or comes from at least `FEW` contexts."""
         low, high = self.interval_95
         return (low > 0 or high < 0) and (low < high or self.contexts >= FEW)
 
 
 def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
-    """Every row of every folder with its examples.
+    """Load every row of every folder with its examples.
 
     Raises:
         ValueError: a path that is no result folder, folders of different settings, missing predictions, or damaged files.
@@ -90,7 +90,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         told = {name: record["settings"].get(name) for name in _COMMON}
         if first is not None and told != first:
             other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
-            raise ValueError(f"folders must be of the same settings, {folders[0]} and {folder} differ: {other}")
+            raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
         first = told
         for row, lines in read_examples(folder, record["metrics"]):
             scores = {line["key"]: line["score"] for line in lines}
@@ -107,7 +107,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
 
 
 def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows whose names say of which file a task is, where the same task comes from several files, and of which samples."""
+    """Name in each row the file and the samples of its task, where rows of one task come from several files or samples."""
     sources: dict[str, set[str]] = {}
     for row in rows:
         sources.setdefault(row["name"], set()).add(row.get("source") or "")
@@ -125,7 +125,7 @@ def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _set(row: Mapping[str, Any]) -> tuple:
-    """Which examples of a task were drawn: how many, and the seed."""
+    """Return the number of samples and the seed that a row's examples were drawn with."""
     return row.get("samples"), row.get("seed")
 
 
@@ -135,7 +135,7 @@ def _set_text(drawn: tuple) -> str:
 
 
 def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one task was answered with several sets of examples. They may overlap, so no mean is over several of them."""
+    """Tell whether one task was answered with several sets of examples; sets may overlap, so a mean takes one set only."""
     sets: dict[tuple, set[tuple]] = {}
     for row in rows:
         at = tuple(row.get(name) for name in _CELL if name not in ("samples", "seed"))
@@ -144,16 +144,16 @@ def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:
-    """Every row beside Full's row of the same cell.
+    """Compare every row with Full's row of the same cell.
 
-    If Full was asked the question in several ways (prefill, extend, turns), its row with the same way is taken.
+    If Full was asked the question in several ways (prefill, extend, turns), its row that was asked in the same way is taken.
 
     Args:
         entries: see `load`; if a row occurs twice, the first counts.
 
     Returns:
         An item for each row, Full's own included. Methods keep the order of their first rows. The rows of a method stand
-        together: first its own setting, then the others by the bytes that a step reads.
+        together: first the setting without knobs, then the other settings by the bytes that a decode step reads.
 
     Raises:
         ValueError: a row without a row of Full on the same examples.
@@ -179,7 +179,7 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
 
 
 def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], tuple[int, bool, float, str]]:
-    """A sorting key of rows, whatever their order is in a folder that processes filled together; see `beside_full`."""
+    """Return a sorting key that orders rows as `beside_full` does, in whatever order several processes wrote them."""
     families: dict[str, int] = {}
     reads: dict[str, float] = {}
     for row in rows:
@@ -198,7 +198,7 @@ def _against(entry: Entry, base: Entry) -> Compared:
         raise ValueError(
             f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
             f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both, and "
-            f"{len(entry.answers.keys() ^ base.answers.keys())} have a text in one only"
+            f"{len(entry.answers.keys() ^ base.answers.keys())} have an answer in only one of them"
         )
     keys = list(base.scores)
     mine = np.asarray([entry.scores[key] for key in keys])
@@ -218,10 +218,10 @@ def _against(entry: Entry, base: Entry) -> Compared:
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Means of scores over tasks (without perplexity), for each method, way of asking the question, and length.
+    """Average scores over tasks (without perplexity), for each method, way of asking the question, and length.
 
-    If a task was answered with several numbers of samples or seeds, there is a mean for each, whose ``drawn`` says which.
-    Only methods that have the same cells as Full are averaged, because a mean over other tasks is another number.
+    If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
+    the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
     """
     groups: dict[tuple, list[Compared]] = {}
     scores = [item for item in compared if item.row["unit"] == "percent"]
@@ -245,10 +245,10 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "length": length,
                 "drawn": drawn,
                 "tasks": len(members),
-                "samples": min(item.contexts for item in members),  # a file may have fewer than were asked for
+                "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),
                 "difference": round(float(np.mean([item.difference for item in members])), 2),
-                # Cells are independent, so the variance of their mean is the mean of theirs over their number.
+                # Cells are independent: the variance of their mean is the mean of their variances over their number.
                 "plus_minus": round(float(np.sqrt(np.sum(np.square(halves)))) / len(members), 2),
                 "same": round(float(np.mean([item.same for item in members])), 1),
                 **{name: round(float(np.mean([item.row[name] for item in members]))) for name in _ACCOUNT},

@@ -1,7 +1,7 @@
-"""A small file with the fields of every example that a comparison needs: key, context, score, and a digest of the answer.
+"""A small file of the fields that a comparison needs of every example: key, context, score, and a digest of the answer.
 
-The predictions of an evaluation take megabytes. The tables need less: they ask whether two answers are equal, not how they
-read. ``examples.npz`` keeps these fields beside metrics.json, so that a folder without its predictions can still be compared.
+The predictions of an evaluation take megabytes. The tables need less: they only ask whether two answers are equal.
+``examples.npz`` keeps the needed fields beside metrics.json, so that a folder without its predictions can still be compared.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ FILE = "examples.npz"
 
 
 def brief(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A prediction without its texts: "key", "group", "score", and "answer", a 32-bit digest (None for
-    perplexity, which earlier versions measured)."""
+    """Reduce a prediction to "key", "group", "score" and "answer", a 32-bit digest of its text.
+
+    The digest is None for perplexity, which earlier versions measured.
+    """
     answer = None
     if "prediction" in line:
         answer = int(hashlib.sha256(line["prediction"].encode()).hexdigest()[:8], 16)
@@ -28,10 +30,10 @@ def brief(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """The examples of many cells as the bytes of an npz file.
+    """Pack the examples of many cells into the bytes of an npz file.
 
     Args:
-        cells: for the file of a cell's predictions, its examples as `brief` gives them.
+        cells: the examples of each cell as `brief` gives them, by the name of the cell's file of predictions.
     """
     # Cells with the same examples stand side by side, because repeated keys then compress to almost nothing.
     names = sorted(cells, key=lambda name: ([example["key"] for example in cells[name]], name))
@@ -51,7 +53,7 @@ def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
 
 
 def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The examples in a file that `packed` wrote, by the file of their predictions; {} if there is no file.
+    """Read the examples of a file that `packed` wrote, by the name of their file of predictions; {} if there is no file.
 
     Raises:
         ValueError: the file is damaged.

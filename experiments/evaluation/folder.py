@@ -20,18 +20,18 @@ from models.hub import leaves_folder
 
 
 class Folder:
-    """The folder of an evaluation.
+    """The result folder of an evaluation.
 
-    A cell is finished when its row is in metrics.json, which is written after the cell's predictions. So an interruption
+    A cell is finished when its row is in metrics.json. The row is written after the cell's predictions, so an interruption
     costs at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device.
     Several processes may fill a folder, each with other methods or cells.
 
     Args:
-        path: the folder; it is made.
+        path: the folder, which is created if need be.
         kind: what the folder holds, "eval" or "sweep".
         common: settings that all cells of the folder share; JSON values.
-        config: text of config.yaml, which is written with the first cell; the file keeps the settings of earlier runs.
-        meta: more about this run for meta.json, beside commit, versions and device; JSON values.
+        config: text of config.yaml, which is written with the first cell and keeps the settings of earlier runs.
+        meta: more facts about this run for meta.json, in addition to commit, versions and device; JSON values.
         force: throw away what the folder holds, as soon as this run has a cell.
 
     Raises:
@@ -53,7 +53,7 @@ class Folder:
         header = make_record(kind, {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # of this run among meta.json's runs, as soon as it has a cell
+        self._number: int | None = None  # this run's index in meta.json, as soon as it has a cell
 
     @property
     def _meta(self) -> pathlib.Path:
@@ -65,15 +65,15 @@ class Folder:
         return self.results.metrics
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The finished cell of this identity, or None."""
+        """Return the row of the finished cell with this identity, or None."""
         return self.results.find(identity)
 
     def add(self, row: dict[str, Any], identity: Mapping[str, Any], predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Writes a finished cell: its predictions, its row, and the totals of this run.
+        """Write a finished cell: its predictions, its row, and the totals of this run.
 
         Args:
             row: a metric, see `experiments.records.make_record`; with "seconds" and "compile_seconds".
-            identity: some of its fields, which tell it from all other rows.
+            identity: the fields that tell the row from all other rows.
             predictions: a JSON object for each example.
         """
         # A row with other knobs under the same name replaces the row that is there.
@@ -98,7 +98,7 @@ class Folder:
             self.results.add({**row, "predictions": name, "run": self._number}, key)
 
     def _begin(self, first: str) -> None:
-        """Prepares the folder for the first cell, whose predictions are ``first``: old content is joined or thrown away."""
+        """Prepare the folder for this run's first cell, whose predictions are ``first``: join or throw away old content."""
         file = self.path / "config.yaml"
         if self._force:
             for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
@@ -113,19 +113,19 @@ class Folder:
         write_bytes(file, config.encode())
 
     def keep_examples(self) -> None:
-        """Writes examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
+        """Write examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
         cells = {row["predictions"]: lines for row, lines in read_examples(self.path, self.rows)}
         write_bytes(self.path / examples.FILE, examples.packed(cells))
 
     def write(self, name: str, data: str | bytes) -> pathlib.Path:
-        """Writes a table or a plot into the folder; returns its path."""
+        """Write a table or a plot into the folder; return its path."""
         path = self.path / name
         write_bytes(path, data.encode() if isinstance(data, str) else data)
         return path
 
 
 def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file.
+    """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file.
 
     Raises:
         ValueError: the file is damaged.
@@ -135,23 +135,23 @@ def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The predictions of a row, in the order of its examples.
+    """Read the predictions of a row, in the order of its examples.
 
     Raises:
         ValueError: the file of predictions is missing, damaged, or outside of the folder.
     """
     path = folder / row["predictions"]
     if leaves_folder(row["predictions"]):
-        raise ValueError(f"{folder} has predictions of its own, got {row['predictions']!r} in its metrics.json")
+        raise ValueError(f"{folder}: predictions must be a file of the folder, got {row['predictions']!r} in metrics.json")
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
     return read_lines(path)
 
 
 def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:
-    """Each row with its examples as `examples.brief` gives them.
+    """Read each row's examples as `examples.brief` gives them.
 
-    They come from the predictions or, if these are missing, from examples.npz.
+    The examples come from the predictions or, if the predictions are missing, from examples.npz.
 
     Raises:
         ValueError: neither file has a row's examples, or a file is damaged.

@@ -1,7 +1,7 @@
 """A grid of a method's hyper-parameters; settings of equal structure share a compiled program.
 
-`kvjax.sweep` maps the whole run over all settings and reads the dense prompt once for all. Each setting and cell has a row in
-a folder like those that `eval` writes, Full first, so that `compare` and `plot` read both.
+`kvjax.sweep` maps the whole run over all settings and prefills a dense prompt once for all of them. Each setting and cell has
+a row, Full first, in a folder of the form that `eval` writes, so that `compare` and `plot` read it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Grid:
 
     Attributes:
         name: the method.
-        fixed: knobs that have the same value in all settings; none of them is in ``varied``.
-        varied: values by knob; the settings are all combinations, in which the last knob varies fastest.
+        fixed: values of the knobs that are the same in all settings; no such knob is in ``varied``.
+        varied: values by knob; the settings are all combinations, and the last knob varies fastest.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Grid:
             raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 
     def choices(self) -> list[Choice]:
-        """The settings.
+        """List the settings.
 
         The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
-        room is fixed: a `capacity` for budgets, fractions and ratios, `max_beta` for beta, a `pool` for keep factors.
+        room is fixed: `capacity` for budgets, fractions and ratios, `max_beta` for beta, `pool` for keep factors.
         """
         known = [knob.name for knob in registry.knobs(registry.find(self.name))]
         fixed = dict(self.fixed)
@@ -82,22 +82,22 @@ class Grid:
         """Refuse a grid with a setting that the method refuses at one of the lengths, before anything is loaded.
 
         Raises:
-            ValueError: the method's own message.
+            ValueError: the method refuses a setting.
         """
         for choice, length in itertools.product(self.choices(), lengths):
             choice.at(length, None, None, {})
 
 
 def run_sweep(runner: Runner, grid: Grid) -> None:
-    """Runs every cell of the runner's settings under Full, then under the whole grid at once.
+    """Run every cell of the runner's settings under Full, then under the whole grid at once.
 
     Args:
         runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` on which it cannot run, or questions that
-            are asked in turns, which cannot be swept.
+        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` that the method does not support, or
+            questions in turns, which cannot be swept.
     """
     settings = runner.settings
     choices = grid.choices()
@@ -135,7 +135,7 @@ def _label(grid: Grid, choice: Choice) -> str:
 def _answer(
     runner: Runner, encoded: Encoded, methods: Sequence[Method], question: str, rows: int
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The row and the predictions of every method on a cell."""
+    """Answer a cell under every method; return the row and the predictions of each."""
     model, settings = runner.model, runner.settings
     texts = encoded.heads if question == "extend" else encoded.wholes
     length = encoded.cell.length or padded_length(max(map(len, texts)))

@@ -1,4 +1,4 @@
-"""Knobs of methods from the command line, where a budget may be a share of the length."""
+"""Reads knobs of methods from the command line, where a budget may be a share of the length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax import registry
 
 
 def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """The knobs that texts ``knob=value`` set, with the knobs' types; a budget may be a share such as 1/8.
+    """Parse texts ``knob=value`` into values of the knobs' types; a budget may be a share such as 1/8.
 
     Raises:
         ValueError: see `kvjax.registry.parse_knobs`.
@@ -26,12 +26,12 @@ def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def with_knobs(settings: EvaluationSettings, pairs: Sequence[str]) -> EvaluationSettings:
-    """The settings with more knobs for some of their methods; see `set_knobs`."""
+    """Replace knobs of some methods of the settings; see `set_knobs`."""
     return dataclasses.replace(settings, methods=set_knobs(settings.methods, pairs))
 
 
 def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
-    """Methods with more knobs for some of them.
+    """Set knobs of some methods.
 
     Args:
         choices: the methods.

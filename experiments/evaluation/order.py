@@ -1,4 +1,4 @@
-"""Whether two models put the methods in the same order, on the cells that both were asked and that Full solves."""
+"""Do two models put the methods in the same order, on the cells that both models answered and that Full solves?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from experiments.evaluation.comparison import BASELINE, Entry
 from experiments.records import bootstrap_interval
 
-SOLVED = 85.0  # a cell counts if Full scores at least so much: below, a method's loss is mixed with the model's own
+SOLVED = 85.0  # percent; cells with a lower score of Full do not count: there a method's loss is mixed with the model's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Difference:
     """The mean difference of two methods over cells.
 
     Attributes:
-        mean: points of the score.
-        plus_minus: half of its 95 % interval, paired bootstrap over the examples of each cell; cells are independent.
+        mean: the mean difference, in points of the score.
+        plus_minus: half of the mean's 95 % interval, paired bootstrap over the examples of each cell; cells are independent.
     """
 
     mean: float
@@ -38,9 +38,9 @@ class Change:
 
     Attributes:
         better: the method that scores higher on the first model.
-        worse: the other one.
+        worse: the method that scores lower on the first model.
         first: `better` less `worse` on the first model.
-        second: the same on the second model.
+        second: `better` less `worse` on the second model.
     """
 
     better: str
@@ -55,12 +55,12 @@ class Change:
 
 
 def solved(entries: Sequence[Entry], least: float = SOLVED) -> list[tuple]:
-    """The cells in which Full scores at least ``least``, in the order of the rows."""
+    """Select the cells in which Full scores at least ``least`` percent, in the order of the rows."""
     return list(dict.fromkeys(e.cell for e in entries if e.row["method"] == BASELINE and e.row["value"] >= least))
 
 
 def mean_scores(entries: Sequence[Entry], cells: Sequence[tuple]) -> dict[str, float]:
-    """The mean score over some cells of every method that has all of them."""
+    """Average the scores of each method over the cells, for the methods that have all of the cells."""
     values: dict[str, dict[tuple, float]] = {}
     for entry in entries:
         if entry.cell in cells:
@@ -69,9 +69,9 @@ def mean_scores(entries: Sequence[Entry], cells: Sequence[tuple]) -> dict[str, f
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Kendall's tau-b of two lists of scores of the same methods: 1 for the same order, -1 for the reverse one.
+    """Compute Kendall's tau-b of two lists of scores of the same methods: 1 for the same order, -1 for the reverse.
 
-    Pairs that tie in a list count neither for nor against. NaN if a list has only ties.
+    A pair that ties in a list counts neither for nor against. NaN if a list has only ties.
 
     Raises:
         ValueError: the lists differ in length.
@@ -85,7 +85,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[tuple]) -> Difference:
-    """The mean difference of method ``one`` to ``other`` over some cells, which both of them have."""
+    """Compute the mean of ``one`` less ``other`` over cells that both methods have."""
     by_key = {(entry.row["method"], entry.cell): entry for entry in reversed(entries)}
     means, halves = [], []
     for cell in cells:
@@ -99,12 +99,12 @@ def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[t
 
 
 def changes(first: Sequence[Entry], second: Sequence[Entry], cells: Sequence[tuple]) -> list[Change]:
-    """The pairs of methods whose order differs between two models, those beyond noise first.
+    """List the pairs of methods whose order differs between two models, pairs beyond noise first.
 
     Args:
         first: rows of one model, see `experiments.evaluation.comparison.load`.
         second: rows of the other model.
-        cells: cells that both have.
+        cells: cells that both models have.
     """
     scores = mean_scores(first, cells), mean_scores(second, cells)
 
@@ -119,12 +119,14 @@ def changed_places(
     second: Mapping[str, float],
     gaps: Callable[[str, str], tuple[Difference, Difference]],
 ) -> list[Change]:
-    """The pairs whose order differs between two lists of scores, those beyond noise first; a tie changes nothing.
+    """List the pairs of names whose order differs between two lists of scores, pairs beyond noise first.
+
+    A tie in a list is no change of order.
 
     Args:
         first: scores by name.
-        second: the other scores; only names that both have are compared.
-        gaps: the difference of two names, the better one of ``first`` less the worse one, in both lists.
+        second: scores by name; only names that both lists have are compared.
+        gaps: returns, for the better and the worse name of ``first``, the better less the worse in each list.
     """
     made = []
     for pair in itertools.combinations([name for name in first if name in second], 2):

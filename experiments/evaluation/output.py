@@ -1,4 +1,4 @@
-"""What eval and sweep write and show: the folder's table and figures, the table or a JSON line on standard output."""
+"""The output of eval and sweep: table and figures in the folder, the table or a JSON line on standard output."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Output:
 
 
 def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
-    """The runner of an evaluation, with its model loaded.
+    """Load the model, and make the runner of an evaluation.
 
     Raises:
-        ValueError: see `Runner`, or a file of the tasks is missing.
+        ValueError: a file of the tasks is missing, or an error of `Runner`.
         ModuleNotFoundError: figures are wanted and matplotlib is not installed.
     """
     if output.plot:
@@ -54,7 +54,7 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
 
 
 def finish(folder: Folder, output: Output, against: Against) -> None:
-    """Writes the table and the figures into the folder, and prints the table and the comparison, or a JSON line."""
+    """Write the table and the figures into the folder; print the table and the comparison, or a JSON line."""
     folder.keep_examples()
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:

@@ -26,13 +26,13 @@ from experiments.records import (
 
 Row = Mapping[str, Any]
 _SCORES = range(0, 101, 20)  # ticks of scores
-_TOP = 104  # of the axis of scores: room for the marks at 0 and 100
+_TOP = 104  # upper end of the axis of scores: room for the marks at 0 and 100
 _LETTER, _LINE = 0.016, 0.042  # size of a letter of a name as shares of a panel's width and height
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A method at a setting: the means over its cells.
+    """A method at a setting: means over the cells.
 
     Attributes:
         x: the quantity on the x axis.
@@ -65,7 +65,7 @@ def _length_title(length: int | None) -> str:
 
 
 def _by_question(rows: Sequence[Row]) -> list[Row]:
-    """The rows; if their questions stand differently, the methods' names say where."""
+    """Add the question's place to the methods' names, if the rows differ in it."""
     if len({row["question"] for row in rows}) < 2:
         return list(rows)
     return [{**row, "method": f"{row['method']} ({row['question']})"} for row in rows]
@@ -76,7 +76,7 @@ def _mean(rows: Sequence[Row], name: str = "value") -> float:
 
 
 def _ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """The 95 % interval of the mean over cells; cells are independent, so the variances of their means add."""
+    """Compute the 95 % interval of the mean over cells; cells are independent, so the variances of their means add."""
     score = _mean(rows)
     half = [(row["interval_95"][1] - row["interval_95"][0]) / 2 for row in rows]
     half_of_mean = float(np.sqrt(np.sum(np.square(half)))) / len(rows)
@@ -89,7 +89,7 @@ def _score_axis(panel: Any) -> None:
 
 
 def needle(rows: Sequence[Row]) -> Any:
-    """Scores by depth of the needle and length, a panel for each method.
+    """Plot scores by depth of the needle and length, a panel for each method.
 
     Raises:
         ValueError: no row has a depth.
@@ -121,7 +121,7 @@ def needle(rows: Sequence[Row]) -> Any:
 
 
 def _grid(rows: Sequence[Row], cells: Sequence[Sequence[tuple]], key: Callable[[Row], tuple]) -> np.ndarray:
-    """Mean scores float [rows, columns] of the rows with each cell's key; NaN without such a row."""
+    """Average the scores of the rows with each cell's key: float [rows, columns], NaN without such a row."""
     grouped: dict[tuple, list[Row]] = {}
     for row in rows:
         grouped.setdefault(key(row), []).append(row)
@@ -129,10 +129,10 @@ def _grid(rows: Sequence[Row], cells: Sequence[Sequence[tuple]], key: Callable[[
 
 
 def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, str], list[Point]]:
-    """(base method, question) -> the points of its settings, ascending.
+    """Collect the points of a method's settings, ascending, by (base method, question).
 
-    A point is the mean over the tasks that Full ran; methods that ran other tasks are left out, because a mean over other
-    tasks is another number.
+    A point is the mean over the tasks that Full ran. Methods that ran other tasks are left out, because means over different
+    tasks cannot be compared.
     """
     made: dict[tuple[str, str], list[Point]] = {}
     names = {row["name"] for row in rows if row["method"] == BASELINE}
@@ -184,7 +184,7 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_
 def _label_points(
     panel: Any, ends: Sequence[tuple[float, float, str, str]], points: Sequence[tuple[float, float]]
 ) -> None:
-    """Writes a name at the right of each point, or near it where the name would cover another name or a point.
+    """Write a name at the right of each point, or near it where the name would cover another name or a point.
 
     Args:
         panel: axes of matplotlib with their final limits.
@@ -217,7 +217,7 @@ def _label_points(
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points (x, score) that no other point beats with less or equal x and a higher score."""
+    """Select the points (x, score) that no other point beats with less or equal x and a higher score."""
     best: list[tuple[float, float]] = []
     for x, score in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or score > best[-1][1]:
@@ -226,24 +226,24 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def budget(rows: Sequence[Row]) -> Any:
-    """Score against the share of tokens that a decode step attends to; the dashed line is Full."""
+    """Plot the score against the share of tokens that a decode step attends to; the dashed line is Full."""
     xlabel = "% of tokens attended"
     return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", False)
 
 
 def bytes_read(rows: Sequence[Row]) -> Any:
-    """Score against bytes read per decode step; the grey line is the Pareto frontier."""
+    """Plot the score against bytes read per decode step; the grey line is the Pareto frontier."""
     return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", True)
 
 
 def resident(rows: Sequence[Row]) -> Any:
-    """Score against resident bytes per row; the grey line is the Pareto frontier."""
+    """Plot the score against resident bytes per row; the grey line is the Pareto frontier."""
     xlabel = "MB of KV cache resident per row"
     return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", True)
 
 
 def tasks(rows: Sequence[Row]) -> Any:
-    """Scores of every method in every task, a panel for each length.
+    """Plot the scores of every method in every task, a panel for each length.
 
     Raises:
         ValueError: no row has a score.
@@ -263,7 +263,7 @@ def tasks(rows: Sequence[Row]) -> Any:
 
 
 def turns(rows: Sequence[Row]) -> Any:
-    """Score against the number of the question about a context, a panel for each length.
+    """Plot the score against the number of the question about a context, a panel for each length.
 
     The figure shows what is lost while a cache is used.
 
@@ -307,7 +307,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
 
 
 def default_kinds(rows: Sequence[Row]) -> list[str]:
-    """The names of the figures that show something of these rows."""
+    """Return the names of the figures that show something of these rows."""
     scored = [row for row in rows if row["unit"] == "percent"]
     if not scored:
         return []
@@ -317,7 +317,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a folder's record, for `experiments.cli.plot`."""
+    """Return the figures of a folder's record by name, and the names of the usual figures, for `experiments.cli.plot`."""
     rows = told_apart(record["metrics"])
     rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

@@ -1,4 +1,4 @@
-"""The scores that the papers print, beside those of a result folder: which cells are the same, and which are not."""
+"""Sets the scores that the papers print beside a result folder's scores, and says which cells are comparable."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class PrintedRow:
 
     Attributes:
         label: unique in the table: the method's name, and words that tell its settings apart.
-        knobs: what the paper says of the setting.
-        open: what the paper does not say; "" if nothing is missing.
+        knobs: the setting as the paper prints it.
+        open: the part of the setting that the paper does not print; "" if nothing is missing.
         scores: in percent, by task; empty if the paper prints means only.
-        mean: the printed mean over the tasks; None if there is none.
-        means: the printed mean at each length, by length.
+        mean: the printed mean over the tasks; None if the paper prints no mean.
+        means: the printed means, by length.
     """
 
     label: str
@@ -48,7 +48,7 @@ class PrintedRow:
 
     @property
     def method(self) -> str:
-        """The method's name, which kvjax may not have."""
+        """The method's name; kvjax may have no method of this name."""
         return self.label.partition(" ")[0]
 
 
@@ -59,11 +59,11 @@ class PrintedTable:
     Attributes:
         paper: the paper's method.
         suite: the suite of the tasks.
-        source: table or section.
+        source: the paper's table or section.
         model: the model as the paper names it.
-        models: names of checkpoints that are this model, or may be.
+        models: names of checkpoints that are or may be this model.
         length: tokens of prompt and answer; None where prompts have lengths of their own, or a row has means at lengths.
-        samples: of each task; None if that is not known.
+        samples: number of samples of each task; None if it is not known.
         tasks: the tasks.
         rows: by label, in the paper's order.
     """
@@ -85,8 +85,8 @@ class PrintedPart:
 
     Attributes:
         table: the table.
-        tasks: the tasks, where it has scores; none takes all.
-        lengths: the columns, where it has means at lengths.
+        tasks: the tasks of a table with scores; an empty tuple takes all tasks.
+        lengths: the columns of a table with means at lengths.
     """
 
     table: PrintedTable
@@ -94,7 +94,7 @@ class PrintedPart:
     lengths: tuple[int, ...]
 
     def value(self, label: str) -> float:
-        """The printed score of a row: the mean over the part, or else the printed mean.
+        """Return the printed score of a row: the mean over the part, or else the printed mean.
 
         Raises:
             ValueError: the row has neither.
@@ -109,11 +109,11 @@ class PrintedPart:
         return row.mean
 
     def difference(self, one: str, other: str) -> Difference:
-        """The printed score of a row less that of another.
+        """Subtract the printed score of row ``other`` from the printed score of row ``one``.
 
-        Its interval is zero where the table does not say how many samples it has. Else it is too wide rather than too narrow:
-        answers are taken to be right or wrong, which varies most, and not to depend on each other, although both rows answer
-        the same questions.
+        The interval is zero where the table does not say how many samples it has. Otherwise it is too wide rather than too
+        narrow. It assumes that answers are right or wrong, which varies most, and that the answers of the two rows are
+        independent, although both rows answer the same questions.
         """
         variance = 0.0
         for label in (one, other) if self.table.samples else ():
@@ -131,12 +131,12 @@ class Printed:
     """A number that a paper prints.
 
     Attributes:
-        table: the table that it stands in.
-        row: its row.
+        table: the table with the number.
+        row: the row with the number.
         length: tokens of prompt and answer; None where prompts have lengths of their own.
-        tasks: one task, or those that the printed mean is over.
-        value: in percent.
-        full: the same of Full; None if the paper does not print it.
+        tasks: one task, or all tasks of the printed mean.
+        value: the printed number, in percent.
+        full: the printed number of Full; None if the paper does not print it.
     """
 
     table: PrintedTable
@@ -149,7 +149,7 @@ class Printed:
 
 @functools.cache
 def printed_tables() -> tuple[PrintedTable, ...]:
-    """All tables of the file that ships."""
+    """Read all tables of the file printed.yaml."""
     text = importlib.resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
     return tuple(_table(entry) for entry in parse_yaml(text))
 
@@ -174,12 +174,12 @@ def _table(entry: Mapping[str, Any]) -> PrintedTable:
 
 @functools.cache
 def printed() -> tuple[Printed, ...]:
-    """All numbers of the file that ships."""
+    """Read all numbers of the file printed.yaml."""
     return tuple(number for table in printed_tables() for row in table.rows.values() for number in _numbers(table, row))
 
 
 def _numbers(table: PrintedTable, row: PrintedRow) -> list[Printed]:
-    """The numbers of a row: its scores and its means."""
+    """List the numbers of a row: its scores and its means."""
     base = table.rows.get(BASELINE, PrintedRow(BASELINE, {}, "", {}, None, {}))
     made = [Printed(table, row, table.length, (x,), value, base.scores.get(x)) for x, value in row.scores.items()]
     if row.mean is not None:
@@ -188,10 +188,10 @@ def _numbers(table: PrintedTable, row: PrintedRow) -> list[Printed]:
 
 
 def beside(compared: Sequence[Compared], model: str) -> str:
-    """Our cells beside the printed ones, as Markdown; of other models nothing is shown.
+    """Format our cells beside the printed numbers of the same model, as Markdown.
 
     Args:
-        compared: see `experiments.evaluation.comparison.compare`.
+        compared: our rows, see `experiments.evaluation.comparison.beside_full`.
         model: name of our model, with or without the owner of its repository.
     """
     checkpoint = model.rpartition("/")[2].lower()  # a repository's name has its owner in front
@@ -207,7 +207,7 @@ def beside(compared: Sequence[Compared], model: str) -> str:
 
 
 def _rows(number: Printed, compared: Sequence[Compared]) -> list[Sequence[str]]:
-    """Our cells of a printed number's method and tasks: of its length, or of all lengths if we have none of its length."""
+    """Format our cells with a printed number's method and tasks, at its length or, if we have none there, at all lengths."""
     groups: dict[tuple, dict[str, Compared]] = {}
     for item in compared:
         row = item.row
@@ -243,7 +243,7 @@ def _tokens(length: int | None) -> str:
 
 
 def _comparable(number: Printed, length: int | None, row: Mapping[str, Any], question: str) -> str:
-    """ "yes", "open" with what is not printed, or "no" with what differs."""
+    """Return "yes", "open" with the unprinted part of the setting, or "no" with the differences."""
     wrong = [] if length == number.length else ["length"]
     if question != "prefill":
         wrong.append("the question stands behind the compressed prompt")

@@ -1,6 +1,7 @@
-"""Tables of papers that are made again on a model of ours: do the systems lose and gain alike, and stand in the same order?
+"""Makes tables of papers again on a model of ours: do the systems lose and gain alike, and come in the same order?
 
-Other model, other prompts, another length: scores cannot be compared. Signs of the difference to Full and the order can.
+Model, prompts and length differ from the paper's, so scores cannot be compared. The order, and the signs of the differences
+to Full, can be.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class Remade:
     """How a table of a paper is made again.
 
     Attributes:
-        title: unique.
-        about: how its budgets and tasks became ours.
+        title: the title, which is unique.
+        about: how the paper's budgets and tasks became ours.
         tables: the printed tables, one for each model.
-        record: name of the result folder, or of the ablation, that has our rows.
+        record: name of the result folder or ablation that has our rows.
         lengths: lengths of our cells.
         printed_lengths: the columns of a printed table that has means at lengths.
-        tasks: printed tasks and the tasks of ours that stand for them; None takes the tasks that both have. A printed task ""
-            says that ours stand for the printed mean.
-        settings: by the name of a setting, the label of our row by the label of the printed row.
-        left_out: why a printed row has no row of ours, by its label.
+        tasks: pairs of a printed task and our task for it; None takes the tasks that both have. With "" as the printed task,
+            our tasks stand for the printed mean.
+        settings: for each setting's name, the labels of our rows by the labels of the printed rows.
+        left_out: the reasons why printed rows have no row of ours, by the printed label.
     """
 
     title: str
@@ -58,16 +59,16 @@ class Remade:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """A printed row beside ours.
+    """A printed row beside our row.
 
     Attributes:
-        label: of the printed row.
+        label: label of the printed row.
         ours: label of our row.
         printed: the printed score, a mean over tasks.
-        printed_loss: the same less Full's, see `PrintedPart.difference`; None if the paper does not print Full.
-        done: how many of the cells our row has.
-        score: ours, if it has all cells.
-        loss: ours less Full's, likewise.
+        printed_loss: the printed score less Full's, see `PrintedPart.difference`; None if the paper does not print Full.
+        done: number of cells that our row has.
+        score: our score; None unless our row has all cells.
+        loss: our score less Full's; None unless our row has all cells.
     """
 
     label: str
@@ -96,12 +97,12 @@ class Verdict:
     """A printed table beside our rows at one setting.
 
     Attributes:
-        part: of the printed table, that which ours stands beside.
+        part: the part of the printed table that our rows stand for.
         setting: the setting's name.
-        full: Full's score of ours.
-        cells: how many cells a whole row of ours has.
+        full: our score of Full.
+        cells: number of cells of a whole row of ours.
         systems: the rows, in the paper's order.
-        changes: the pairs of systems that change places, those beyond noise first.
+        changes: the pairs of systems that change places, pairs beyond noise first.
     """
 
     part: PrintedPart
@@ -113,7 +114,7 @@ class Verdict:
 
     @property
     def compared(self) -> list[System]:
-        """The systems that both have."""
+        """The systems that have a score of ours."""
         return [system for system in self.systems if system.score is not None]
 
     @property
@@ -125,10 +126,10 @@ class Verdict:
 
 @functools.cache
 def remade_tables() -> tuple[Remade, ...]:
-    """All tables of the file that ships.
+    """Read all tables of the file remade.yaml.
 
     Raises:
-        ValueError: a row that no printed table has.
+        ValueError: an entry names a row that no printed table has.
     """
     text = importlib.resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
     return tuple(_remade(entry) for entry in parse_yaml(text))
@@ -157,14 +158,14 @@ def _remade(entry: Mapping[str, Any]) -> Remade:
 
 
 def verdicts(remade: Remade, entries: Sequence[Entry]) -> list[Verdict]:
-    """The printed tables beside our rows, at each setting.
+    """Compare the printed tables with our rows, at each setting.
 
     Args:
         remade: what to compare.
-        entries: our rows with their examples; rows of Full among them.
+        entries: our rows with their examples, including rows of Full.
 
     Returns:
-        For each printed table an item for each setting; none where Full has no cell of its tasks.
+        A verdict for each printed table and setting; none for a table without a cell of Full on its tasks.
     """
     full = [
         entry
@@ -193,7 +194,7 @@ def _verdict(
     cells: tuple[tuple, ...],
     ours: Callable[[str, str, tuple[tuple, ...]], Difference],
 ) -> Verdict:
-    """A printed table beside our rows; ``ours`` gives the difference of two of our rows over some cells."""
+    """Compare a printed table with our rows; ``ours`` returns the difference of two of our rows over some cells."""
     scores, systems = mean_scores(entries, cells), []
     for label, mine in ((label, rows[label]) for label in part.table.rows if label in rows):
         printed_loss = part.difference(label, BASELINE) if BASELINE in part.table.rows else None

@@ -1,7 +1,7 @@
-"""Runs an evaluation: Full, then every method, cell by cell, into a result folder; on a GPU first what is compiled first.
+"""Runs an evaluation into a result folder: Full, then every method, cell by cell; on a GPU in the order of compiling.
 
 A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
-lengths join the folder. Methods that attend to a prompt densely read it together.
+lengths join the folder. Methods that attend to a prompt densely prefill it together.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Runner:
         cells: the cells that are asked.
         store: the cells' examples as token ids.
         folder: the result folder.
-        placed: of every row: the mesh on which it was made, if there was one.
+        placed: the field of every row that names the mesh, "mesh"; {} without a mesh.
 
     Raises:
         ValueError: unknown names, or settings that do not fit together or do not fit the folder's cells.
@@ -82,7 +82,7 @@ class Runner:
         if settings.generated and longest > limit:
             raise ValueError(
                 f"lengths must be at most {limit} tokens, what {model.name} was made for or max_length says, got {longest}; "
-                f"max_length={longest} reads positions that it was not trained for, so take a method that re-numbers them "
+                f"max_length={longest} uses positions that it was not trained for, so take a method that re-numbers them "
                 f"({', '.join(registry.extrapolating())})"
             )
         if limit > model.config.max_position_embeddings:
@@ -125,7 +125,7 @@ class Runner:
         self.store = CellStore(self._reading, self.cells, settings.workers)
 
     def run(self) -> None:
-        """Runs every cell that the folder does not have."""
+        """Run every cell that the folder does not have."""
         choices = self.settings.choices
         begun = time.monotonic()
         with CompileAhead() as ahead, CompileClock() as clock:
@@ -144,7 +144,7 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             running, compiling = 0.0, 0.0
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
-            # The mean over all cells foretells the end better than the last cells, of which some have to be compiled.
+            # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
             with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
                 while waiting:
                     bar.set_description("compiling")
@@ -173,9 +173,9 @@ class Runner:
     def _attempt(
         self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
     ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
-        """As `_run`. If the device runs out of memory: no rows, and the groups to run instead.
+        """Run a group as `_run` does; if the device runs out of memory, return no rows, and the groups to run instead.
 
-        `kvjax.prefill_each` refuses with a ``MemoryError`` what it knows not to fit.
+        `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
         """
         try:
             return self._run(group, waited, ahead, clock, bar), []
@@ -187,11 +187,11 @@ class Runner:
         return [], again
 
     def _smaller(self, group: Sequence[Job]) -> list[Sequence[Job]]:
-        """A group that did not fit: in halves; a method alone: with half the rows; [] if it had the fewest already."""
+        """Split a group that did not fit, or halve the rows of a single method; return [] if it had the fewest already."""
         did, job = f"out of memory: {group[0].cell.title}", group[0]
         if len(group) > 1:
             middle = len(group) // 2
-            self._say(f"{did}: {len(group)} methods no longer read together, but {len(group) - middle} and {middle}")
+            self._say(f"{did}: {len(group)} methods no longer prefill together, but {len(group) - middle} and {middle}")
             return [group[:-middle], group[-middle:]]
         if (rows := self._rows(job)) <= self.model.groups:
             return []
@@ -201,13 +201,13 @@ class Runner:
         return [group]
 
     def _rows(self, job: Job) -> int:
-        """The most rows that are read at once."""
+        """Return the most rows that are prefilled at once."""
         return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
     def _run(
         self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
     ) -> list[dict[str, Any]]:
-        """Measures the jobs of a cell, which read its contexts together, into the folder; returns their rows."""
+        """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
         cell, question = group[0].cell, group[0].question
         self._same_examples(cell)
         name = group[0].label if len(group) == 1 else f"{len(group)} methods"
@@ -228,9 +228,9 @@ class Runner:
         return rows
 
     def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Sequence[Job]]) -> dict[Hashable, list[Hashable]]:
-        """Queues the programs of generated cells; returns their keys by the kind of the group.
+        """Add the programs of generated cells to the queue; return their keys by the kind of the group.
 
-        The first cell of some methods and a length stands for the others.
+        The programs of the first cell of a kind serve all cells of the kind.
         """
         queued: dict[Hashable, list[Hashable]] = {}
         for group in groups if ahead.spare else ():
@@ -240,16 +240,16 @@ class Runner:
         return queued
 
     def _kind(self, group: Sequence[Job]) -> Hashable:
-        """What groups of generated cells have in common that share their programs."""
+        """Return a key that is equal for groups of generated cells that share their programs."""
         cell = group[0].cell
         return tuple(job.label for job in group), group[0].question, cell.length, cell.task in self._own_room
 
     def _add(self, ahead: CompileAhead, group: Sequence[Job]) -> list[Hashable]:
-        """Queues the programs of a group; returns their keys."""
+        """Add the programs of a group to the queue; return their keys."""
         cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
         for batch in self._batches(cell, methods[0], group[0].question):
             shape, config = batch.shape, with_room(self.model.config, batch.shape)
-            # The questions are asked one after the other: their number decides the room at most.
+            # The questions are asked one after the other: their number can change the program only through the room.
             keys.append(
                 (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
             )
@@ -258,7 +258,7 @@ class Runner:
         return keys
 
     def _bytes(self, group: Sequence[Job]) -> int | None:
-        """What the caches of jobs of one cell need, which read its contexts together; None if one of them reads alone."""
+        """Compute the bytes of the caches of jobs that prefill a cell together; return None if one of them must run alone."""
         methods, cell = [job.setting.method for job in group], group[0].cell
         if any(method.offload or not method.dense_prompt for method in methods):
             return None
@@ -266,14 +266,14 @@ class Runner:
         return max(self._cache_bytes(methods, shape) for shape in shapes)
 
     def _cache_bytes(self, methods: Sequence[Method], shape: Shape) -> int:
-        """`cache_bytes`, computed once."""
+        """Compute `cache_bytes` once for each structure and shape."""
         at = jax.tree.structure(methods), shape
         if at not in self._known_bytes:
             self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape), shape, self.model)
         return self._known_bytes[at]
 
     def _same_examples(self, cell: Cell) -> None:
-        """Refuses a cell whose file has changed since Full answered it, because the answers could not be compared."""
+        """Refuse a cell whose file has changed since Full answered it, because the answers could not be compared."""
         full = self.folder.find({"method": BASELINE, **cell.identity})
         if full is None or not (cell.source or ":" in (cell.haystack or "") or reads_code(cell)):
             return
@@ -288,7 +288,7 @@ class Runner:
     def measure(
         self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Answers a cell under methods that read it together: rows without the methods' names, and their predictions."""
+        """Answer a cell under methods that prefill it together; return rows without the methods' names, and predictions."""
         batches = self._batches(cell, methods[0], question)
         return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
 
@@ -311,18 +311,18 @@ class Runner:
 
     @functools.cached_property
     def _own_room(self) -> frozenset[str]:
-        """The tasks whose answers are so long that they do not share a program with others."""
+        """The tasks whose answers are so long that they do not share a program with other tasks."""
         return frozenset(task for task in self._generated if get_task(task).max_new_tokens > SHARED_TOKENS)
 
     @functools.cached_property
     def _room(self) -> int:
-        """The longest answer of the generated tasks that share a program."""
+        """The longest answer, in tokens, of the generated tasks that share a program."""
         if self.settings.max_new_tokens is not None:
             return self.settings.max_new_tokens
         return max((get_task(task).max_new_tokens for task in self._generated - self._own_room), default=0)
 
     def _most_contexts(self, question: str) -> int:
-        """The most contexts that a generated cell of this run has; a question in the prompt makes a context of its own."""
+        """Return the most contexts of a generated cell of this run; a question in the prompt makes a context of its own."""
         return max(
             cell.samples * (cell.questions if question == "prefill" else 1)
             for cell in self.cells
@@ -330,7 +330,7 @@ class Runner:
         )
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
-        """The cells of every choice that the folder does not have."""
+        """List the cells of every choice that the folder does not have."""
         made = []
         for choice in choices:
             for cell in self.cells:
@@ -347,7 +347,7 @@ class Runner:
         return made
 
     def setting(self, choice: Choice, cell: Cell) -> Setting:
-        """The method of a choice at a cell's length."""
+        """Make the method of a choice at a cell's length."""
         length = cell.length
         if length is None:
             # A file's examples have lengths of their own; a budget that is a share is a share of their mean.
@@ -358,9 +358,9 @@ class Runner:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
     def _chess(self) -> dict[str, float]:
-        """CHESS' thresholds, calibrated once for a folder, on other prompts of the tasks that the shipped models know.
+        """Calibrate CHESS' thresholds, once for a folder, on other prompts of the tasks that the shipped models know.
 
-        They do not depend on the tasks that are asked, so processes that share a folder run the same method.
+        The thresholds do not depend on the tasks of the run, so processes that share a folder run the same method.
         """
         length = min(self.settings.lengths, default=2048)
         calibration = Calibration(expand(("trained",)), length, 16, 512, self.settings.seed)

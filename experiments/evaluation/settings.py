@@ -1,4 +1,4 @@
-"""What an evaluation runs, from flags or a YAML file."""
+"""The settings of an evaluation, from flags or a YAML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvjax.fields import check_field, check_names
 from pallas_kernels.formats.quantised import MOST
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
-_SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # what gives a share of the length
+_SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # types of a share of the length
 _PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"
 
 
@@ -35,8 +35,8 @@ class Choice:
 
     Attributes:
         name: the method's registered name.
-        knobs: the knobs that are given; a budget may be a share of the length such as "1/8", the method inside of a wrapper
-            is another name or ``{name: knobs}``, and a pattern of prompts is ``{kind: ..., ...}``.
+        knobs: the given knobs. A budget may be a share of the length such as "1/8"; the method inside a wrapper is a name or
+            ``{name: knobs}``; a pattern of prompts is ``{kind: ..., ...}``.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Choice:
         return f"{self.name}({given})" if given else self.name
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
-        """The method for a length; knobs that are not given are the paper's, or an eighth of the length for baselines.
+        """Make the method for a length; knobs not given are the paper's, or an eighth of the length as a baseline's budget.
 
         Args:
             length: tokens of context and answer.
-            tokenizer: the model's, for methods that need a tokenizer.
-            config: the model; None if there is no tokenizer.
-            extra: knobs that replace the paper's, but not the given ones.
+            tokenizer: the model's tokenizer, for methods that need one.
+            config: the model's description; None if there is no tokenizer.
+            extra: knobs that replace the paper's knobs, but not the given knobs.
         """
         # A YAML file has lists where knobs are tuples.
         given = {knob: tuple(value) if isinstance(value, list) else value for knob, value in self.knobs.items()}
@@ -72,7 +72,7 @@ class Choice:
 
 
 def _inner(knob: str, value: Any) -> Choice | None:
-    """The method inside of a wrapper that a knob gives as a name or ``{name: knobs}``; None if it gives something else."""
+    """Parse the method inside a wrapper from a name or ``{name: knobs}``; return None if the knob is something else."""
     if knob != "method" or not isinstance(value, (str, Mapping)):
         return None
     chosen = choices_of(value)
@@ -82,17 +82,17 @@ def _inner(knob: str, value: Any) -> Choice | None:
 
 
 def _told(knob: str, value: Any) -> Any:
-    """The value of a knob as a label has it."""
+    """Format the value of a knob for a label."""
     if inner := _inner(knob, value):
         return inner.label
     return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
-    """Methods from names, paths of classes, names of groups, and {name: knobs}.
+    """Parse methods from names, paths of classes, names of groups, and {name: knobs}.
 
     Raises:
-        ValueError: an entry is none of these.
+        ValueError: an entry has none of these forms.
     """
     made: list[Choice] = []
     for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
@@ -110,16 +110,15 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
 
 
 def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
-    """Methods as a YAML file has them; `choices_of` reads them again, in any process."""
+    """Convert methods to entries of a YAML file, which `choices_of` reads again, in any process."""
     named = [(registry.lasting_name(choice.name), choice.knobs) for choice in choices]
     return [{name: dict(knobs)} if knobs else name for name, knobs in named]
 
 
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
-    """Refuses knobs that a method does not have, and values that are none for them.
+    """Refuse knobs that a method does not have, and values that a knob does not take.
 
-    Shares of a length are left to `budget_tokens`, files to `read_files`, and methods inside of wrappers to
-    `check_choices`.
+    Shares of a length are left to `budget_tokens`, files to `read_files`, and methods inside wrappers to `check_choices`.
     """
     cls = registry.find(name)
     check_names(cls, knobs)
@@ -132,7 +131,7 @@ def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
 
 
 def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
-    """Refuses unknown methods, and budgets that are neither shares nor tokens.
+    """Refuse unknown methods, and budgets that are neither shares nor tokens.
 
     Args:
         choices: the methods.
@@ -152,7 +151,7 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
 
 
 def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice]:
-    """Full, then every method without repeats; a method without a given budget comes at each of ``budgets``."""
+    """List Full, then every method without repeats; a method whose budget is not given comes at each of ``budgets``."""
     made = [Choice("full", {})]
     for choice in choices:
         known = [knob.name for knob in registry.knobs(registry.find(choice.name))]
@@ -165,33 +164,33 @@ def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CellSettings(MeshSettings):
-    """Which cells are answered, and how; the settings that eval and sweep share.
+    """The cells that are answered, and how; eval and sweep share these settings.
 
     Attributes:
         tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (ruler, kvpress,
             longbench, longbench2, infinitebench, scbench)
         lengths: comma-separated, tokens of prompt and answer of generated tasks
-        samples: contexts of a cell; of a file, at most
+        samples: contexts of a cell; a file may have fewer
         questions: questions about each context
-        depths: comma-separated, where needles go, 0 to 1; a cell for each depth (default: drawn for each sample)
+        depths: comma-separated, depths of needles, 0 to 1; a cell for each depth (default: drawn for each sample)
         question: where the question stands. prefill: in the prompt that is compressed, as in the papers; extend: asked of a
             copy of the compressed cache; turns: asked of the cache that has the earlier questions and answers; auto: prefill
-            for methods that choose by the prompt's end, extend for others
+            for methods that choose by the prompt's end, extend for other methods
         template: auto uses the checkpoint's chat template, if it has one; none does not
         system: text of the template's system turn (default: the template's own)
-        template_variables: another value that the template reads, such as enable_thinking=false (Qwen3, which otherwise
+        template_variables: a variable of the template, such as enable_thinking=false (Qwen3, which otherwise
             spends the answer's tokens on thinking); repeatable
         haystack: 'noise', 'prose', 'code' (Python's standard library) or file:PATH for tasks that take a haystack, also
             TASK=KIND, comma-separated; also the files of qa_1 and qa_2 (default: each task's own)
-        max_length: tokens of prompt and answer at most (default: the model's own limit); with more, methods read positions
-            that the model was not trained for
-        truncation: of longer prompts: drop the middle, keep the head or the tail, or refuse them (error)
-        max_new_tokens: most tokens of an answer (default: each task's)
+        max_length: the most tokens of prompt and answer (default: the model's own limit); above that limit, methods use
+            positions that the model was not trained for
+        truncation: what is done with longer prompts: drop the middle, keep the head or the tail, or refuse them (error)
+        max_new_tokens: most tokens of an answer (default: each task's own limit)
         seed: seed of generated examples
-        batch_tokens: rows x length that are generated together; on a mesh, rows are a multiple of its axis data, if need be
-            with copies that are not scored
-        kv_dtype: store the keys and values of all methods, of Full too, in 8 bits: int8 or float8_e4m3fn (default: the dtype
-            of computation)
+        batch_tokens: rows x length that are generated together; on a mesh, rows are a multiple of its axis data,
+            filled up with copies that are not scored
+        kv_dtype: store the keys and values of all methods, including Full, in 8 bits: int8 or float8_e4m3fn (default: the
+            dtype of computation)
         workers: processes that make prompts
 
     Raises:
@@ -257,7 +256,7 @@ class CellSettings(MeshSettings):
         return tuple(task for task in self.tasks if task not in self.files)
 
     def haystack_of(self, task: str) -> str | None:
-        """The kind that is given for a task, by its name or for all tasks; None if none is given."""
+        """Return the kind of haystack that is given for a task, by its name or for all tasks; None if none is given."""
         named = dict(entry.split("=", 1) for entry in self.haystack if "=" in entry)
         if task in named:
             return named[task]
@@ -268,14 +267,14 @@ class CellSettings(MeshSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(CellSettings):
-    """What an evaluation runs; the same names are the keys of a YAML file and the flags of the command line.
+    """The settings of an evaluation; their names are the keys of a YAML file and the flags of the command line.
 
     Attributes:
         methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
             {name: knobs}, too; Full always runs first
-        budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
-        together: the most methods that read a prompt together, if their caches fit; methods that evict or select while they
-            read it always read alone, and so do all with 1
+        budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
+        together: the most methods that prefill a prompt together, if their caches fit; methods that evict or select during
+            prefill always run alone, and with 1 all methods do
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -295,7 +294,7 @@ class EvaluationSettings(CellSettings):
 
     @property
     def choices(self) -> list[Choice]:
-        """Full, then every method without repeats; a method without a given budget comes at each of `budgets`."""
+        """Full, then every method without repeats; a method whose budget is not given comes at each of `budgets`."""
         return at_budgets(self.methods, self.budgets)
 
 
@@ -303,13 +302,13 @@ _JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which anothe
 
 
 def joined(before: str, now: str) -> str:
-    """The text of a folder's config.yaml after another run has joined it.
+    """Merge a new run's settings into the text of a folder's config.yaml.
 
-    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are those of the new run. A method
-    with other knobs is another entry, as it has rows of its own.
+    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are the new run's. A method with
+    other knobs is another entry, because it has rows of its own.
 
     Args:
-        before: the file's text; people may have shortened it.
+        before: the file's text, which people may have shortened.
         now: the new run's settings as YAML.
 
     Raises:

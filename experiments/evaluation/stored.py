@@ -1,4 +1,4 @@
-"""What the files of a result folder must hold, checked where they are read: a damaged file ends in a sentence about it."""
+"""Checks the files of a result folder as they are read, so that an error names the damaged file and what it lacks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_rows(record: Mapping[str, Any], where: pathlib.Path) -> None:
 
 
 def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
-    """Refuse a metrics.json that lacks what a table shows: where its numbers come from, and the accounting of its rows."""
+    """Refuse a metrics.json that lacks fields of a table: what made the numbers, and the accounting of the rows."""
     _check(record, _RECORD, {}, f"{where}")
     _check(record["settings"], {"model": _TEXT, "dtype": _TEXT}, {}, f"{where}, settings")
     _check(record["device"], {"kind": _TEXT}, {}, f"{where}, device")
@@ -81,7 +81,7 @@ def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
 
 
 def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs in a folder's meta.json.
+    """Read the runs in a folder's meta.json.
 
     Raises:
         ValueError: the file is damaged.
@@ -99,7 +99,7 @@ def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The predictions in a file, in the order of its lines.
+    """Read the predictions in a file, in the order of its lines.
 
     Raises:
         ValueError: the file is damaged.

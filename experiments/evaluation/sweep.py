@@ -17,7 +17,7 @@ from kvjax import registry
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepSettings(CellSettings):
-    """Which grid of knobs is run on which cells.
+    """The grid of knobs that is run, and its cells.
 
     Attributes:
         method: see kvjax ls; or package.module:Class
@@ -25,7 +25,7 @@ class SweepSettings(CellSettings):
         set: a knob that all settings have; repeatable
 
     Raises:
-        ValueError: unknown names, or texts of another form.
+        ValueError: an unknown name, or a malformed grid or knob.
     """
 
     method: str
@@ -38,7 +38,7 @@ class SweepSettings(CellSettings):
         self.knob_grid().check(self.lengths if self.generated else ())
 
     def knob_grid(self) -> Grid:
-        """The grid that the texts stand for."""
+        """Parse the grid."""
         varied: dict[str, list[Any]] = {}
         for text in self.grid:
             knob, equals, values = text.partition("=")
@@ -52,13 +52,13 @@ class SweepSettings(CellSettings):
         return Grid(registry.canonical_name(self.method), read_knobs(self.method, self.set), varied)
 
     def beside(self) -> EvaluationSettings:
-        """The settings of the evaluation that runs Full on the same cells."""
+        """Make the settings of the evaluation that runs Full on the same cells."""
         shared = {field.name: vars(self)[field.name] for field in dataclasses.fields(CellSettings)}
         return EvaluationSettings(**shared, methods=(Choice("full", {}),))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax sweep``; returns the exit code."""
+    """Run ``kvjax sweep``; return the exit code."""
     about = "Score a grid of a method's knobs in a single compile."
     return run(_sweep, SweepSettings, Output, Against, prog="kvjax sweep", about=about, argv=argv, compiles=True)
 

@@ -1,4 +1,4 @@
-"""Markdown tables of compared methods, with the commits, devices and settings that the numbers come from."""
+"""Formats Markdown tables of compared methods, with the commits, devices and settings that made the numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."
 
 
 def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
-    """The tables of some folders as one Markdown text.
+    """Format the tables of some folders as one Markdown text.
 
     Args:
         folders: result folders.
-        papers: whether to show the scores that papers print beside ours.
+        papers: whether to show the papers' printed scores beside ours.
 
     Raises:
-        ValueError: see `experiments.evaluation.comparison`, or a folder does not say where its numbers come from.
+        ValueError: a folder does not record what made its numbers, or an error of `experiments.evaluation.comparison`.
     """
     compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
@@ -48,7 +48,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
 
 
 def summary_table(compared: Sequence[Compared]) -> str:
-    """A row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
+    """Format a row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
     rows = []
     for mean in averages(compared):
         full = mean["method"] == BASELINE
@@ -80,7 +80,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
 
 
 def left_out(compared: Sequence[Compared]) -> list[str]:
-    """A sentence about the methods that `summary_table` leaves out, or none."""
+    """Name the methods that `summary_table` leaves out, in a list of one sentence; [] if there are none."""
     without = _not_averaged(compared)
     return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
 
@@ -94,7 +94,7 @@ def _not_averaged(compared: Sequence[Compared]) -> list[str]:
 
 
 def cell_table(compared: Sequence[Compared]) -> str:
-    """A row for each cell and method, with intervals; differences beyond noise are bold."""
+    """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
     rows = []
     for item in compared:
         row = item.row
@@ -127,7 +127,7 @@ def _change(item: Compared) -> str:
 
 
 def _interval(ends: Sequence[float], contexts: int, style: str) -> str:
-    """An interval in brackets, or in words that there is none."""
+    """Format an interval in brackets, or say that there is none."""
     low, high = ends
     if low == high and contexts < FEW:
         return f"(all {contexts} alike)" if contexts > 1 else "(one context)"
@@ -160,7 +160,7 @@ def _about(folder: pathlib.Path) -> str:
 
 
 def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Commit, days and cells: a text for each commit."""
+    """Describe each commit that made cells: its name, days and number of cells."""
     made: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         made.setdefault(short_commit(run["commit"]), []).append(run)

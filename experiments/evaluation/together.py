@@ -1,4 +1,4 @@
-"""Methods that read the contexts of a cell together: the model then reads them once for all (`kvjax.prefill_each`)."""
+"""Groups methods that prefill the contexts of a cell together, so that the model runs once (`kvjax.prefill_each`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Job:
     Attributes:
         label: the method's name in tables.
         setting: the method.
-        question: where it stands.
+        question: where the question stands.
         cell: the cell.
         identity: the fields that tell the row from all others.
     """
@@ -38,22 +38,22 @@ class Job:
 
 
 class Sizes:
-    """Rows x length that are read at once under each method; halved where the device's memory turns out too small."""
+    """The rows x length of a batch under each method; halved where the device's memory turns out too small."""
 
     def __init__(self, batch_tokens: int) -> None:
         self._most = batch_tokens
         self._tokens: dict[Hashable, int] = {}
 
     def of(self, method: Method) -> int:
-        """Rows x length of a batch under a method."""
+        """Return the rows x length of a batch under a method."""
         return self._tokens.get(jax.tree.structure(method), self._most)
 
     def halve(self, method: Method) -> None:
-        """Let the batches of a method, and of its other traced numbers, have half of that from now on."""
+        """Set half the rows x length for a method, whatever its traced knobs, from now on."""
         self._tokens[jax.tree.structure(method)] = self.of(method) // 2
 
     def alike(self, jobs: Sequence[Job]) -> list[Sequence[Job]]:
-        """The jobs in groups of equal batches."""
+        """Group the jobs by the rows x length of their batches."""
         made: dict[int, list[Job]] = {}
         for job in jobs:
             made.setdefault(self.of(job.setting.method), []).append(job)
@@ -63,13 +63,13 @@ class Sizes:
 def join(
     jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Sequence[Job]], int | None]
 ) -> list[list[Job]]:
-    """Jobs in groups of one cell and question; groups are in the order of their first jobs.
+    """Group jobs of one cell and question; groups are in the order of their first jobs.
 
     Args:
         jobs: the jobs.
         most: the most jobs of a group.
-        limit: bytes that the caches of a group need at most, if it has several.
-        needed: bytes that the caches of some jobs need together; None for a job that reads alone.
+        limit: the most bytes that the caches of a group of several jobs may need.
+        needed: returns the bytes that the caches of some jobs need together; None for a job that prefills alone.
     """
     groups: list[list[Job]] = []
     filling: dict[Hashable, list[Job]] = {}
@@ -87,12 +87,12 @@ def join(
 
 
 def room_for_caches(model: LoadedModel) -> int:
-    """Bytes that the caches of methods that read together may need: half of what is free, on each device."""
+    """Return the bytes that the caches of a group may need on each device: half of the free memory."""
     free = free_bytes(model.mesh)
     return _UNKNOWN if free is None else free // 2
 
 
 def cache_bytes(methods: Sequence[Method], config: Any, shape: Shape, model: LoadedModel) -> int:
-    """Bytes of device memory that the caches of a batch need, on each device, if the methods read it together."""
+    """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together."""
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
     return kvjax.memory_needed(methods, config, mesh=model.mesh, kv_dtype=model.kv_dtype, **sizes).device

@@ -1,9 +1,8 @@
 """``kvjax fidelity``: the distance of methods from Full, step by step along the same texts.
 
-A score says whether an answer came out right, and saturates. Here every method is led along the same text as Full, through
-its decode path, and each step compares the two next-token distributions over the whole vocabulary: KL(Full || method) in
-nats, whether the most likely token is the same, and how likely each finds the text's own token. No task is needed, so any
-model will do.
+A score says whether an answer came out right, and saturates. Here every method decodes the same text as Full, and each step
+compares the next-token distributions of the two over the whole vocabulary: KL(Full || method) in nats, whether the most
+likely token is the same, and how likely each finds the text's own token. No task is needed, so any model will do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class FidelityCommand:
 
     Attributes:
         set: a knob of a method; repeatable
-        out: result folder; a row that it has is not measured again
+        out: result folder; its rows are not measured again
         force: throw away what the folder holds
         plot: draw figures (needs matplotlib)
         json: print a JSON line instead of the tables
@@ -45,7 +44,7 @@ class FidelityCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``kvjax fidelity``; returns the exit code."""
+    """Run ``kvjax fidelity``; return the exit code."""
     about = "Measure the distance of methods from Full, step by step along the same texts."
     kinds = (FidelitySettings, FidelityCommand, Against)
     return run(_fidelity, *kinds, prog="kvjax fidelity", about=about, argv=argv, compiles=True)

@@ -1,4 +1,4 @@
-"""A method beside Full at every step of a text that both are led along: divergence, agreement, log-likelihood.
+"""Compares a method with Full at every step of a text that both decode: divergence, agreement, log-likelihood.
 
 Axes: B texts, T steps, V vocabulary.
 """
@@ -24,12 +24,12 @@ _CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`
 
 @pytree
 class Distance:
-    """What a step's next-token distributions have to do with each other, for every step of every text."""
+    """The distance of a method's next-token distribution from Full's, for every step of every text."""
 
     kl: Array  # float32 [T, B], KL(Full || method) in nats
     agrees: Array  # bool [T, B], whether both have the same most likely token
     loss: Array  # float32 [T, B], the method's negative log-likelihood of the text's next token, in nats
-    full_loss: Array  # float32 [T, B], Full's
+    full_loss: Array  # float32 [T, B], Full's negative log-likelihood of the same token, in nats
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kv_dtype"))
@@ -44,13 +44,13 @@ def follow_text(
     model: Model,
     kv_dtype: str | None = None,
 ) -> tuple[Array, Stats]:
-    """Prefills contexts under a method, and leads it along a text; see `experiments.answering.follow`.
+    """Prefill contexts under a method, and decode given texts; see `experiments.answering.follow`.
 
-    Prompt and steps are one program, which depends on shapes and on the static fields of the method alone.
+    Prefill and decode steps are one program, which depends only on shapes and on the static fields of the method.
 
     Args:
         params: model parameters.
-        method: its numbers are traced, so that budgets under one `capacity` share the program.
+        method: the method; its knobs are traced, so that budgets under one `capacity` share the program.
         prompts: int32 [B, S], padded on the right.
         lengths: int32 [B], real tokens of each prompt.
         forced: int32 [B, T], the text, padded on the right.
@@ -69,19 +69,19 @@ def follow_text(
 
 @jax.jit
 def distance(full: Array, logits: Array, targets: Array) -> Distance:
-    """Compares a method's distributions with Full's over the whole vocabulary.
+    """Compare a method's distributions with Full's over the whole vocabulary.
 
     Args:
         full: float32 [T, B, V], Full's logits.
-        logits: float32 [T, B, V], the method's.
+        logits: float32 [T, B, V], the method's logits.
         targets: int32 [B, T], the text's token after each step.
     """
 
     def step(inputs: tuple[Array, Array, Array]) -> Distance:
         first, second, target = inputs
         p, q = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
-        # sum p log(p/q) with -p + q under the sum, which adds nothing, because both sum to 1. Rounding of the two
-        # normalizers then cancels in the first order; without it, it would be larger than small divergences.
+        # sum p log(p/q) with -p + q under the sum, which adds nothing, because both sum to 1. The rounding of the two
+        # normalizers then cancels in the first order; otherwise it would exceed small divergences.
         terms = jnp.exp(p) * (p - q) - jnp.exp(p) + jnp.exp(q)
         return Distance(
             kl=jnp.maximum(jnp.sum(terms, axis=-1), 0.0),

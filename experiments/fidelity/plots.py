@@ -1,4 +1,4 @@
-"""The figures of a record of `experiments.fidelity`: distance against bytes, and distance along the text."""
+"""Draws the figures of a record of `experiments.fidelity`: distance against bytes, and distance along the text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from experiments.records import (
     token_label,
 )
 
-_PIECES = 16  # of a text, over each of which a line of `along` is averaged
-_NAMES = 3  # of the legend beside each other, for each panel across
-_LEAST = 1e-7  # nats, what float32 tells from zero
+_PIECES = 16  # a line of `along` is averaged over each of so many pieces of a text
+_NAMES = 3  # in a row of the legend, for each panel across
+_LEAST = 1e-7  # nats; float32 does not tell smaller distances from zero
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures.
+    """Return the figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures.
 
     A record of Full alone has no usual figure.
     """
@@ -35,7 +35,7 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
 
 
 def distance(record: Mapping[str, Any]) -> Any:
-    """KL against bytes read per decode step: a panel for each stream and length, a line of budgets for each method.
+    """Plot KL against bytes read per decode step: a panel for each stream and length, a line of budgets for each method.
 
     Raises:
         ValueError: no method is at a distance from Full.
@@ -62,7 +62,7 @@ def distance(record: Mapping[str, Any]) -> Any:
 
 
 def along(record: Mapping[str, Any]) -> Any:
-    """KL against the number of the step, each method at the middle one of its budgets.
+    """Plot KL against the number of the step, each method at the middle one of its budgets.
 
     Raises:
         ValueError: no method is at a distance from Full.
@@ -82,13 +82,13 @@ def along(record: Mapping[str, Any]) -> Any:
 
 
 def pieces(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The middles of at most 16 equal pieces of a text, as numbers of steps from 1 on, and the mean value of each piece."""
+    """Average values over at most 16 equal pieces of a text; return the middle steps, counted from 1, and the means."""
     parts = np.array_split(np.arange(len(values)), min(_PIECES, len(values)))
     return [float(part.mean()) + 1 for part in parts], [float(np.mean([values[i] for i in part])) for part in parts]
 
 
 def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str, int], list[Row]]]], list[str], Any]:
-    """A panel with the rows of each stream and length, the methods in the order of their styles, and the figure."""
+    """Make the panels, each with its (stream, length) and rows, the methods in the order of their styles, and the figure."""
     rows = _apart(record)
     if not rows:
         raise ValueError("a figure of distances needs a method besides Full, got none")
@@ -107,7 +107,7 @@ def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str,
 
 
 def _apart(record: Mapping[str, Any]) -> list[Row]:
-    """The rows at a distance from Full, which a figure can show."""
+    """Select the rows at a distance from Full, which a figure can show."""
     return [row for row in record["metrics"] if row["method"] != FULL and row["value"] > 0]
 
 

@@ -1,8 +1,8 @@
-"""Compiled programs of `follow_text`, compiled ahead of their use and shared by budgets and streams.
+"""Compiles the programs of `follow_text` ahead of their use; budgets and streams share them.
 
-Nearly all the time of a small run is compiling. A program depends on shapes and on the static fields of a method. So the
-methods of a name get room for the largest of their budgets (`shared_room`), and one program serves all of them. Other
-programs are compiled by threads while the first ones run: XLA works outside of Python's lock.
+A small run spends nearly all its time compiling. A program depends on shapes and on the static fields of a method. So the
+methods of one name get room for the largest of their budgets (`shared_room`), and one program serves all of them. Threads
+compile further programs while the first programs run: XLA works outside of Python's lock.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MOST_THREADS = 8
 
 
 def shared_room(methods: Sequence[Method], length: int) -> Any:
-    """The `capacity` that methods of a kind can share: the largest of theirs.
+    """Choose the `capacity` that methods of a kind can share: their largest capacity.
 
     A capacity of `length` or more says that a method attends to everything, so it is not shared with smaller budgets.
 
     Args:
-        methods: methods of the same class, with equal static fields but for `capacity`.
+        methods: methods of the same class, whose static fields are equal except `capacity`.
         length: tokens of context and text.
 
     Returns:
-        A number of tokens, a share, or three shares, as the methods have it; None if there is nothing to share.
+        A number of tokens, a share, or three shares, in the form of the methods' field; None if there is nothing to share.
     """
     given = [vars(method).get("capacity") for method in methods]
     shares = [room for room in given if isinstance(room, tuple)]
@@ -67,20 +67,20 @@ class Programs:
         self._pool.shutdown(cancel_futures=True)
 
     def ahead(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> None:
-        """Begins to compile the program of a method for batches of this shape, unless that was begun before."""
+        """Begin to compile the program of a method for batches of this shape, unless that was begun before."""
         key = _key(method, texts, kv_dtype)
         if key not in self._made:
             self._made[key] = self._pool.submit(self._compile, self._arguments(method, texts), kv_dtype)
 
     def wait(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> float:
-        """Waits for a program, and gives the seconds of compiling that nobody was told of before."""
+        """Wait for a program, and return its seconds of compiling; return 0 if they were returned before."""
         self.ahead(method, texts, kv_dtype)
         program = self._made[_key(method, texts, kv_dtype)].result()
         seconds, program.untold = program.untold, 0.0
         return seconds
 
     def run(self, method: Method, texts: Texts, kv_dtype: str | None = None) -> tuple[Array, Stats]:
-        """Leads a method along a batch; see `follow_text` for what comes back."""
+        """Run `follow_text` for a method and a batch, and return its result."""
         self.ahead(method, texts, kv_dtype)
         return self._made[_key(method, texts, kv_dtype)].result().call(*self._arguments(method, texts))
 
@@ -99,7 +99,7 @@ class Program:
     """A compiled program.
 
     Attributes:
-        call: takes the arguments of `follow_text` but for the model.
+        call: takes the arguments of `follow_text` except the model.
         untold: seconds of compiling that no row has counted yet.
     """
 

@@ -1,4 +1,4 @@
-"""The tables of a record of `experiments.fidelity`, and paired differences between methods."""
+"""Formats the tables of a record of `experiments.fidelity`, with paired differences between methods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEGEND = (
 
 
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """The rows of every stream and length, in the order in which they come: Full, then the others by distance."""
+    """Group rows by stream and length; in each group Full comes first, then the other methods by distance."""
     made: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         made.setdefault((row["stream"], row["length"]), []).append(row)
@@ -44,7 +44,7 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def difference(row: Row, other: Row) -> tuple[float, tuple[float, float]]:
-    """The mean difference of KL between two methods on the same texts, in nats, and its paired 95 % interval.
+    """Compute the mean difference of KL between two methods on the same texts, in nats, and its paired 95 % interval.
 
     Raises:
         ValueError: the rows are not of the same texts.
@@ -57,7 +57,7 @@ def difference(row: Row, other: Row) -> tuple[float, tuple[float, float]]:
 
 
 def fidelity_tables(record: Mapping[str, Any]) -> str:
-    """The tables of a record as Markdown, one for each stream and length."""
+    """Format the tables of a record as Markdown, one for each stream and length."""
     settings, device = record["settings"], record.get("device") or {}
     commits = [run.get("commit") for run in (record.get("notes") or {}).get("runs", {}).values()]
     about = (
@@ -73,7 +73,7 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table of a stream at a length."""
+    """Format the table of a stream at a length."""
     others = [row for row in rows if row["method"] != FULL]
     return "\n".join(markdown_rows([_HEAD, *(_line(row, others) for row in rows)]))
 
@@ -95,7 +95,7 @@ def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _above(row: Row, others: Sequence[Row]) -> str:
-    """The difference to the nearest of the methods that read no more bytes; bold if it is beyond noise."""
+    """Format the difference to the method with the least KL that reads no more bytes; bold if it is beyond noise."""
     best = min(
         (other for other in others if other["bytes_read_per_step"] <= row["bytes_read_per_step"]),
         key=lambda other: other["value"],
@@ -108,5 +108,5 @@ def _above(row: Row, others: Sequence[Row]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits."""
+    """Format a value with three significant digits."""
     return f"{value:.3g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.1e}"

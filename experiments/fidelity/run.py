@@ -1,4 +1,4 @@
-"""Leads every method along every text, beside Full, and keeps what `distance` says in a result folder."""
+"""Measures the `distance` of every method from Full along every text, into a result folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
-_KEPT_BYTES = 4 << 30  # of Full's logits, on the device; the logits of more batches are computed again for every method
+_KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
 FILE = "metrics.json"
 _RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
 
@@ -51,7 +51,7 @@ class Job:
     Attributes:
         label: the method's name in tables.
         setting: the method as the user asked for it.
-        method: the same with room for the largest budget of its name, which shares a program.
+        method: the method with room for the largest budget of its name, so that budgets share a program.
         length: tokens of context and text.
         stream: see `STREAMS`.
         identity: the fields that tell the row from all others.
@@ -71,13 +71,13 @@ class Runner:
     Args:
         settings: what to measure.
         model: the model.
-        out: the result folder; rows that it has are not measured again.
+        out: the result folder; its rows are not measured again.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
     Raises:
         ValueError: a length beyond the model's limit, a method that refuses its knobs or keeps rows in host memory, or a
-            folder of other settings.
+            folder that holds rows of other settings.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Runner:
             check_library(self.results.metrics, f"{self.path}", library_origin())
 
     def run(self) -> None:
-        """Measures what the folder does not have, a length after the other, and a stream after the other."""
+        """Measure the rows that the folder does not have, length by length and stream by stream."""
         cells = [(length, stream) for length in self.settings.lengths for stream in self.settings.streams]
         jobs = {cell: mine for cell in cells if (mine := self._jobs(*cell))}
         total = sum(map(len, jobs.values()))
@@ -141,7 +141,7 @@ class Runner:
                 self._measure(mine, texts[cell], programs, bar, begun)
 
     def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
-        """The texts of a stream at a length; those that are in ``made`` are not made again."""
+        """Make the texts of a stream at a length; greedy takes its questions from ``made`` if it has the answers stream."""
         if stream == "prose":
             return streams.prose(self.model, self.settings, length)
         if stream == "code":
@@ -150,7 +150,7 @@ class Runner:
         return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
 
     def _measure(self, jobs: Sequence[Job], texts: Texts, programs: Programs, bar: Any, begun: float) -> None:
-        """Measures the rows of a stream at a length."""
+        """Measure the rows of a stream at a length."""
         rows, full = self._rows(jobs[0].length), self._full(jobs[0].length)
         batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
         reference = Reference(lambda batch: programs.run(full, batch)[0])
@@ -209,7 +209,7 @@ class Runner:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
     def _thresholds(self, choice: Choice) -> Mapping[str, Any]:
-        """CHESS' thresholds, calibrated at the shortest length on prompts of a task; nothing for other methods."""
+        """Calibrate CHESS' thresholds at the shortest length on prompts of a task; return {} for other methods."""
         if not needs_thresholds(choice.name, choice.knobs):
             return {}
         task, prompts, tokens = _CALIBRATION
@@ -241,10 +241,10 @@ class Runner:
 
 
 class Reference:
-    """Full's logits, batch by batch. They stay on the device as long as there are few; others are computed again.
+    """Full's logits, batch by batch. The logits of the first batches stay on the device; further batches are computed again.
 
     Args:
-        follow: Full's logits float32 [T, B, V] of a batch.
+        follow: computes Full's logits of a batch, float32 [T, B, V].
     """
 
     def __init__(self, follow: Callable[[Texts], jax.Array]) -> None:
@@ -252,7 +252,7 @@ class Reference:
         self._kept: dict[int, jax.Array] = {}
 
     def logits(self, index: int, batch: Texts) -> jax.Array:
-        """Full's logits of the batch of this index."""
+        """Return Full's logits of the batch with this index."""
         if index in self._kept:
             return self._kept[index]
         made = self._follow(batch)
@@ -262,11 +262,11 @@ class Reference:
 
 
 def _fits(own: Any, room: Any) -> bool:
-    """Whether a method whose own capacity is ``own`` may have ``room``."""
+    """Tell whether a method whose own capacity is ``own`` may have ``room``."""
     return isinstance(own, tuple) or own <= room
 
 
 def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
-    """Accounting without the bytes that are allocated, because budgets share the room of the largest."""
+    """Account for the batches, without the allocated bytes, because budgets share the room of the largest budget."""
     made = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
     return {**made, "no_effect": reads_all(made)}

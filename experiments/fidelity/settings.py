@@ -1,4 +1,4 @@
-"""What `experiments.fidelity` measures, from flags or a YAML file."""
+"""The settings of `experiments.fidelity`, from flags or a YAML file."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
 from experiments.tasks import get_task
 from pallas_kernels.formats.quantised import MOST
 
-# prose, code: held-out text goes on; answers: the right answer to a question; greedy: Full's own answer to it.
+# prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question.
 STREAMS = ("prose", "code", "answers", "greedy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FidelitySettings(ModelSettings):
-    """How far a method's next-token distributions are from Full's; the names are the keys of a YAML file, too.
+    """The settings of a measurement of distances from Full; their names are also the keys of a YAML file.
 
     Attributes:
         methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
             {name: knobs}, too
-        budgets: comma-separated shares of the length or tokens, for methods with a budget that is not set
+        budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         lengths: comma-separated, tokens of context and text together
-        streams: comma-separated: prose, where held-out text goes on; code, where files of Python's standard library go on;
-            answers, the right answer of a long task; greedy, Full's own answer to it
+        streams: comma-separated: prose, a continued held-out text; code, continued files of Python's standard library;
+            answers, the right answer of a long task; greedy, Full's own answer of the task
         samples: texts of a stream
         tokens: decode steps along each text
         haystack: prose or file:PATH, the text of prose and the haystack of the task; code, the haystack of the task
         task: the task of answers and greedy
         template: auto uses the checkpoint's chat template for questions, if it has one; none does not
         system: text of the template's system turn (default: the template's own)
-        template_variables: another value that the template reads, such as enable_thinking=false; repeatable
+        template_variables: a variable of the template, such as enable_thinking=false; repeatable
         seed: seed of the texts
         batch_tokens: rows x length that run together
         kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn; rows are still compared with Full in the dtype of
-            computation, and the row of Full shows what the rounding does (default: that dtype)
+            computation, and the row of Full shows the effect of rounding (default: the dtype of computation)
 
     Raises:
         ValueError: unknown names, numbers out of range.

@@ -1,4 +1,4 @@
-"""The row of a method on a stream: means over texts with their intervals, and the values of every text and step."""
+"""Makes the row of a method on a stream: means over texts with their intervals, and the values of every text and step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ FULL = "full"
 
 
 def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[str, Any]:
-    """A metric for `experiments.records.make_record`.
+    """Average distances into a metric for `experiments.records.make_record`.
 
-    A text counts with the mean over its steps, so that long texts are not heavier. Perplexity is the exponential of the mean
-    of the texts' losses. Intervals are bootstrap intervals over texts; that of the ratio of perplexities is paired.
+    A text counts with the mean over its steps, so that long texts do not weigh more. Perplexity is the exponential of the
+    mean of the texts' losses. Intervals are bootstrap intervals over texts; the interval of the ratio of perplexities is
+    paired.
 
     Args:
-        parts: (texts, distances) of every batch; later rows of a batch are copies.
-        counts: int32 [N], steps of every text.
+        parts: (number of texts, distances) of every batch; rows behind that number are copies.
+        counts: int32 [N], number of steps of every text.
     """
     steps = {
         name: np.concatenate([np.asarray(getattr(found, name), np.float64)[:, :real] for real, found in parts], axis=1)
@@ -51,5 +52,5 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
 
 
 def short(value: float) -> float:
-    """A number with five significant digits."""
+    """Round to five significant digits."""
     return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""The texts that methods are led along: contexts, what follows them token by token, and what a step should predict."""
+"""The texts that methods decode: contexts, the tokens that follow them, and the token that each step should predict."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from experiments.answering import LoadedModel, pad
 from experiments.fidelity.settings import FidelitySettings
 from experiments.tasks import get_task, held_out_text, make_samples
 
-_BLOCK = 128  # contexts are padded to a multiple of so many tokens
+_BLOCK = 128  # tokens; contexts are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts of a stream at a length; N texts, S tokens of context at most, T steps at most.
+    """N texts of a stream at a length, with at most S tokens of context and at most T steps.
 
     Attributes:
         prompts: int32 [N, S], contexts, padded on the right.
         lengths: int32 [N], tokens of each context.
         forced: int32 [N, T], tokens that are fed one by one, padded on the right.
-        targets: int32 [N, T], the token that follows each of them.
-        counts: int32 [N], tokens that are fed, at least 1.
+        targets: int32 [N, T], the token that follows each fed token.
+        counts: int32 [N], number of fed tokens, at least 1.
     """
 
     prompts: np.ndarray
@@ -39,31 +39,31 @@ class Texts:
 
     @property
     def steps(self) -> int:
-        """T."""
+        """The most steps of a text, T."""
         return self.forced.shape[1]
 
     def rows(self, start: int, rows: int) -> tuple[int, Texts]:
-        """``rows`` texts from ``start`` on, and how many of them are new: behind the last text, the first of them repeats."""
+        """Take ``rows`` texts from ``start`` on, repeating the first behind the last text; also return how many are new."""
         real = min(rows, len(self) - start)
         at = [start + (row if row < real else 0) for row in range(rows)]
         return real, Texts(*(array[at] for array in vars(self).values()))
 
 
 def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[int]], context: int, steps: int) -> Texts:
-    """Texts from contexts and the tokens that follow them; a text of fewer than two such tokens is left out.
+    """Make texts from contexts and the tokens that follow them; leave out texts of fewer than two such tokens.
 
     Args:
         prompts: token ids of the contexts.
-        following: token ids of their texts; with N of them, N - 1 are fed, and all but the first are predicted.
+        following: token ids of each text; of n tokens, the first n - 1 are fed, and the last n - 1 are predicted.
         context: tokens of the longest context that fits.
-        steps: most tokens that are fed.
+        steps: the most tokens that are fed.
 
     Raises:
         ValueError: a context is too long, or no text has two tokens.
     """
     kept = [i for i, ids in enumerate(following) if len(ids) > 1]
     if not kept:
-        raise ValueError("a text must have at least two tokens to be followed, got none that has")
+        raise ValueError("expected a text of at least two tokens, got only shorter texts")
     longest = max(len(prompts[i]) for i in kept)
     if longest > context:
         raise ValueError(
@@ -81,10 +81,10 @@ def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
 
 
 def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
-    """Cut passages of the text that `experiments.tasks` holds out for evaluation, without a template.
+    """Cut passages from the text that `experiments.tasks` holds out for evaluation, without a template.
 
-    One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but what
-    follows them overlaps only if a part is shorter than `tokens`.
+    One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but the
+    tokens that follow them overlap only if a part is shorter than `tokens`.
 
     Args:
         model: the model.
@@ -113,7 +113,7 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
 
 
 def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:
-    """The right answers of a task, behind context and question.
+    """Make texts of the right answers of a task, behind context and question.
 
     Args:
         model: the model.
@@ -147,7 +147,7 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
 
 
 def greedy(model: LoadedModel, asked: Texts, rows: int) -> Texts:
-    """The answers that Full gives to the questions of ``asked``, up to the end-of-text token; ``rows`` are read together."""
+    """Generate Full's answers to the questions of ``asked``, up to the end-of-text token, in batches of ``rows``."""
     made: list[list[int]] = []
     for start in range(0, len(asked), rows):
         real, batch = asked.rows(start, rows)

@@ -1,13 +1,14 @@
 """Where does a method lose attention? `python -m experiments.insight --methods quest,snapkv`.
 
-Every method answers the same prompts while `experiments.insight.recall.Watched` compares, in each layer, KV head and decode
-step, the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are
-measured: of the attention mass, the share on the chosen tokens; of the k best tokens, the share that was chosen.
+Every method answers the same prompts. In each layer, KV head and decode step, `experiments.insight.recall.Watched` compares
+the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are measured: the
+share of the attention mass on the chosen tokens, and the share of the k best tokens that was chosen.
 
 ``--text full`` feeds every method the text that Full generates, so that methods are compared at the same tokens; with
-``--text own`` each method goes its own way. Generation does not stop at the end of an answer; the steps up to Full's EOS are
-also averaged apart. Prompts run one after the other. Methods run at the budgets of `experiments.answering.paper_method`, and
-the question is part of the prompt. The record is written after every method, and a method that it already has is skipped.
+``--text own`` each method continues its own text. Generation does not stop at the end of an answer; the steps up to Full's
+EOS are also averaged separately. Prompts run one after the other. Methods run at the budgets of
+`experiments.answering.paper_method`, and the question is part of the prompt. The record is written after every method, and a
+method that is already in the record is skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from experiments.records import check_installed, save, write_bytes
 
 @dataclasses.dataclass(frozen=True)
 class InsightCommand:
-    """Where `experiments.insight` writes.
+    """The output of `experiments.insight`.
 
     Attributes:
-        out: OUT.json and OUT.png are written
+        out: path without suffix; OUT.json and OUT.png are written
         plot: draw the figure (needs matplotlib)
     """
 
@@ -40,7 +41,7 @@ class InsightCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     about = "Recall of methods' selections against exact attention."
     kinds = (InsightSettings, InsightCommand, Against)
     return run(_insight, *kinds, prog="kvjax insight", about=about, argv=argv, compiles=True)

@@ -1,4 +1,4 @@
-"""Full attention beside which something is measured."""
+"""A base class of layers that answer as Full does, and measure something."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.typing import pytree
 
 @pytree
 class BesideFull(LayerMethod):
-    """Answers as Full does. A subclass writes ``init`` and ``attend``; its state has Full's state as ``inner``."""
+    """A layer that answers as Full. A subclass writes ``init`` and ``attend``; its state has Full's state as ``inner``."""
 
     def finish(self, state: Any, spec: LayerSpec) -> Any:
         return dataclasses.replace(state, inner=Full().finish(state.inner, spec))

@@ -1,15 +1,15 @@
 """Which heads find what an answer needs? `python -m experiments.insight.heads --out runs/heads.json`, for `HeadKV`.
 
-The model answers needle prompts under Full. While it writes an answer, each query head is measured as FYYFU/HeadKV's
-retrieval_head_detection_r2.py does it. With p the attention of a step to the prompt, and S the tokens of the sentence that
-holds the answer, a sample's score of a head is::
+The model answers needle prompts under Full. While it decodes an answer, each query head is measured as in FYYFU/HeadKV's
+retrieval_head_detection_r2.py. With p the attention of a step to the prompt, and S the tokens of the sentence that holds the
+answer, a sample's score of a head is::
 
     sum over steps of ( sum of p[i] over i in S that are among the |S| largest of p ) / ( |S| * answer tokens )
 
-The first step is that of the prompt's last token, and there are as many as a space and the answer have tokens. A sample
-counts if at least half of its answer is right. The file has ``{"LAYER-HEAD": [a score of each such sample]}``, which
-`kvjax.head_scores` reads. The paper's needles need a step of reasoning; here they are those of any task of `kvjax ls tasks`
-whose answers stand in the text.
+The first step feeds the prompt's last token, and there are as many steps as tokens in a space and the answer. A sample counts
+if its answer scores at least one half. The file has ``{"LAYER-HEAD": [a score of each such sample]}``, which
+`kvjax.head_scores` reads. The paper's needles need a step of reasoning; here any task of `kvjax ls tasks` will do whose
+answers stand in the text.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvjax.methods import Full
 from kvjax.rope import rotate
 from kvjax.typing import pytree
 
-_ENDS = ("\n", ". ", "! ", "? ")  # of sentences
+_ENDS = ("\n", ". ", "! ", "? ")  # ends of sentences
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings(PromptSettings):
-    """What `experiments.insight.heads` measures.
+    """The settings of `experiments.insight.heads`.
 
     Attributes:
         out: the file of scores
@@ -60,15 +60,15 @@ class Found:
     """The state of a layer whose heads are measured."""
 
     inner: Any  # the state of Full
-    score: Array  # float32 [B, H, G]
+    score: Array  # float32 [B, H, G], attention to the sentence, summed over steps
 
 
 @pytree
 class Finding(BesideFull):
-    """Full attention that adds up what each query head pays to the tokens from ``first`` to ``last``."""
+    """Full attention that sums the attention of each query head to the tokens from ``first`` to ``last``."""
 
     first: Array  # int32 scalar, position of the sentence's first token
-    last: Array  # int32 scalar, of its last
+    last: Array  # int32 scalar, position of the sentence's last token
 
     def init(self, spec: LayerSpec) -> Found:
         score = jnp.zeros((spec.batch, spec.num_kv_heads, spec.group_size), jnp.float32)
@@ -85,14 +85,14 @@ class Finding(BesideFull):
 
 
 def on_sentence(query: Array, key: Array, position: Array, first: Array, last: Array) -> Array:
-    """The attention to a sentence of n tokens, to those of them that are among the n tokens with most attention.
+    """Sum the attention to the tokens of a sentence of n tokens that are among the n tokens with most attention.
 
     Args:
         query: [B, H, G, D], rotated.
         key: [B, H, S, D], rotated.
         position: int32 [B, H, S], EMPTY where there is no token.
         first: int32 scalar, position of the sentence's first token.
-        last: int32 scalar, of its last.
+        last: int32 scalar, position of the sentence's last token.
 
     Returns:
         float32 [B, H, G].
@@ -107,7 +107,7 @@ def on_sentence(query: Array, key: Array, position: Array, first: Array, last: A
 
 
 def sentence_of(example: Example) -> tuple[int, int]:
-    """Where the sentence with the first answer begins and ends in the context, in characters.
+    """Find the beginning and the end of the sentence with the first answer in the context, in characters.
 
     Raises:
         ValueError: the answer is not in the context.
@@ -122,7 +122,7 @@ def sentence_of(example: Example) -> tuple[int, int]:
 
 
 def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float]]:
-    """The scores of each query head, of each sample that counts: by ``LAYER-HEAD``.
+    """Measure the scores of each query head on each sample that counts, by ``LAYER-HEAD``.
 
     Raises:
         ValueError: a layer has a sliding window, or the model answers no sample.
@@ -142,20 +142,20 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
         for layer, head in np.ndindex(*shares.shape):
             found.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
     if not found:
-        raise ValueError(f"heads are measured on right answers, and {model.name} has none of {settings.samples} right")
+        raise ValueError(f"heads are measured on right answers, got none from {model.name} in {settings.samples} samples")
     return found
 
 
 def answered(
     model: LoadedModel, tokens: Sequence[int], first: int, last: int, steps: int, length: int
 ) -> tuple[list[int], np.ndarray]:
-    """An answer of ``steps`` tokens, and the attention to a sentence that each query head paid, float32 [L, H * G].
+    """Generate an answer of ``steps`` tokens, and sum each query head's attention to a sentence, float32 [L, H * G].
 
     Args:
         model: the model.
         tokens: the prompt.
         first: position of the sentence's first token.
-        last: of its last.
+        last: position of the sentence's last token.
         steps: tokens of the answer.
         length: tokens to which prompts are padded.
     """
@@ -172,7 +172,7 @@ def answered(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     about = "Score the query heads of a model by the attention to the sentence that holds the answer."
     return run(_heads, HeadSettings, prog="python -m experiments.insight.heads", about=about, argv=argv, compiles=True)
 

@@ -1,8 +1,8 @@
 """How much does attention turn the hidden states of each layer? `python -m experiments.insight.layers`, for `LayerBudgets`.
 
-The model reads prompts of a task. For each layer the cosine of the residual stream before and after attention is taken at
-every token; its mean over all tokens is SqueezeAttention's measure of the layer. `kvjax.layer_shares` makes shares of the
-budget of these numbers, which are printed as `kvjax.LayerBudgets` takes them. In Python::
+The model prefills prompts of a task. For each layer the cosine of the residual stream before and after attention is taken at
+every token; its mean over all tokens is SqueezeAttention's measure of the layer. `kvjax.layer_shares` turns the means into
+shares of the budget, which are printed in the form that `kvjax.LayerBudgets` takes. In Python::
 
     similarity = attention_similarity(params, prompts, config)
     method = kvjax.LayerBudgets(method=SnapKV(budget=1024), shares=kvjax.layer_shares(similarity))
@@ -34,25 +34,25 @@ from models.transformer import Block
 
 @dataclasses.dataclass(frozen=True)
 class LayerSettings(PromptSettings):
-    """What `experiments.insight.layers` measures.
+    """The settings of `experiments.insight.layers`.
 
     Attributes:
-        share: of the budget, for the layers that attention changes least
+        share: share of the budget that the layers get which attention changes least
     """
 
     share: float = 0.35
 
 
 def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
-    """The mean cosine of the hidden states before and after the attention of each layer, over all tokens of the prompts.
+    """Compute the mean cosine of the hidden states before and after each layer's attention, over all tokens of the prompts.
 
     Args:
-        params: of the model, on one device.
-        prompts: token ids; all prompts are read at once.
+        params: model parameters, on one device.
+        prompts: token ids; all prompts are prefilled at once.
         config: the model.
 
     Returns:
-        A number for each layer.
+        A cosine for each layer.
     """
     tokens, lengths = kvjax.pad_tokens(prompts)
     return tuple(np.asarray(_similarity(params, tokens, lengths, config=config), np.float64).tolist())
@@ -81,7 +81,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     about = "Measure how much attention turns the hidden states of each layer."
     return run(_layers, LayerSettings, prog="python -m experiments.insight.layers", about=about, argv=argv, compiles=True)
 

@@ -1,12 +1,12 @@
 """Which sparse pattern suits which query head? `python -m experiments.insight.patterns`, for `Prefill`.
 
-The model reads prompts of a task densely. For each query head and each candidate, the attention that the candidate keeps is
-the mean over all queries of the probability of the keys that it lets the query see. The candidate that keeps most, as a mean
-over the prompts, becomes the head's pattern. The file is one that `kvjax.patterns` and microsoft/MInference read.
+The model prefills prompts of a task densely. A candidate pattern lets each query see some keys. The attention that the
+candidate keeps in a query head is the probability of these keys, as a mean over all queries. The candidate that keeps most,
+as a mean over the prompts, becomes the head's pattern. `kvjax.patterns` and microsoft/MInference read the file.
 
-The candidates are those of search_pattern in microsoft/MInference fb56c91, whose work is about equal, multiplied by
-``scale``; the number of blocks of "block_sparse" is here that of the A-shape. Prompts should have several times the tokens of
-a candidate.
+The candidates come from search_pattern in microsoft/MInference fb56c91 and cost about the same work; their sizes are
+multiplied by ``scale``. "block_sparse" has here as many blocks as the A-shape needs for its tokens. Prompts should have
+several times the tokens of a candidate.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
 
 @dataclasses.dataclass(frozen=True)
 class PatternSettings(PromptSettings):
-    """What `experiments.insight.patterns` measures.
+    """The settings of `experiments.insight.patterns`.
 
     Attributes:
         scale: factor of the sizes of all candidates
-        with_model: write patterns.json into the model's folder, which `kvjax.patterns` takes instead of a file
+        with_model: write patterns.json into the model's folder, where `kvjax.patterns` finds it
         out: the file of patterns (default: runs/patterns.json, unless --with-model is given)
     """
 
@@ -59,13 +59,13 @@ class PatternSettings(PromptSettings):
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)
         if self.with_model and self.out is not None:
-            raise ValueError(f"expected at most one of with_model and out, got out={self.out} with both")
+            raise ValueError(f"expected at most one of with_model and out, got with_model=True and out={self.out}")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"scale must be a finite number above 0, got {self.scale}")
 
 
 def candidates(scale: float = 1.0, block: int = 64) -> tuple[Pattern, ...]:
-    """The patterns that a head can get; ``block`` is the tokens of a block."""
+    """List the patterns that a head can get; ``block`` is the number of tokens of a block."""
 
     def sized(number: int) -> int:
         return max(1, round(number * scale))
@@ -86,7 +86,7 @@ class Kept:
 
 @pytree
 class Measuring(BesideFull):
-    """Full attention that measures how much of it each candidate keeps. A prompt is read at once."""
+    """Full attention that measures how much attention each candidate keeps. A prompt is prefilled in one chunk."""
 
     patterns: Any = static()  # the candidates
     knobs: Any = static(default=())  # pairs of a knob of `kvjax.Prefill` and its value
@@ -105,9 +105,9 @@ class Measuring(BesideFull):
         return out, Kept(inner=inner, share=share)
 
     def kept(self, query: Array, key: Array, value: Array, length: Array) -> Array:
-        """The mean attention that the candidates keep: float32 [B, H, G, C].
+        """Measure the mean attention that each candidate keeps: float32 [B, H, G, C].
 
-        The probability of what a candidate reads is the denominator of its softmax over that of all keys.
+        The probability of a candidate's keys is the candidate's softmax denominator over the denominator of all keys.
 
         Args:
             query: [B, H, G, T, D], rotated, of a whole prompt.
@@ -128,14 +128,14 @@ class Measuring(BesideFull):
 
 
 def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
-    """The attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
+    """Measure the attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
 
     Args:
-        params: of the model.
-        prompts: token ids.
-        config: the model.
-        method: has the candidates.
-        length: tokens to which prompts are padded, one after the other.
+        params: model parameters.
+        prompts: token ids; each prompt runs alone.
+        config: the model's description.
+        method: the method with the candidates.
+        length: tokens to which prompts are padded.
 
     Raises:
         ValueError: a layer has a sliding window.
@@ -151,24 +151,24 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
 
 
 def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
-    """The pattern of each head that keeps most of its attention, and how much; of equal ones the first."""
+    """Choose for each head the first pattern that keeps most attention; return the patterns, and the attention they keep."""
     chosen = found.argmax(axis=2)
     table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
     return table, found.max(axis=2).tolist()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     about = "Choose a sparse pattern for each query head of a model, by the attention that it keeps."
     prog = "python -m experiments.insight.patterns"
     return run(_patterns, PatternSettings, prog=prog, about=about, argv=argv, compiles=True)
 
 
 def _file(settings: PatternSettings) -> pathlib.Path:
-    """Where the patterns go.
+    """Choose the file of the patterns.
 
     Raises:
-        ValueError: into the folder of the built-in model, which belongs to the package.
+        ValueError: the file would be in the folder of the built-in model, which belongs to the package.
     """
     if not settings.with_model:
         return settings.out or pathlib.Path("runs") / FILE

@@ -1,4 +1,4 @@
-"""The figure of a record of `experiments.insight`: mass by layer, recall by k, and each method's mass by step and KV head."""
+"""Draws a record of `experiments.insight`: mass by layer, recall by k, and each method's mass by step and KV head."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from experiments.records import FAINT, heat_map, label_lines, line_style, new_figure, tidy
 
-_ACROSS = 4  # methods beside each other in the lower part
+_ACROSS = 4  # methods in a line of the lower part
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
+    """Return the figures of a record, for ``kvjax plot``: functions by name, and the names of the usual figures."""
     draws = functools.partial(draw, record)
     return {"insight": draws, "recall": draws}, ["insight"]
 
 
 def draw(record: Mapping[str, Any]) -> Any:
-    """The figure of a record.
+    """Draw the figure of a record.
 
     The upper part compares methods: attention mass on the chosen tokens by layer, and recall of the k best tokens. The lower
     part has two panels for each method: mass by step with the range over layers, and mean mass by layer and KV head.
@@ -48,7 +48,7 @@ def draw(record: Mapping[str, Any]) -> Any:
 
 
 def _by_layer(panel: Any, metrics: Sequence[Mapping[str, Any]], mass: Sequence[np.ndarray]) -> None:
-    """Mean mass on chosen tokens, a row a method and a column a layer, with the mean over layers at the right."""
+    """Plot the mean mass on chosen tokens: a row per method, a column per layer, and the mean over layers at the right."""
     grid = np.stack([values.mean(axis=(1, 2)) for values in mass])
     heat_map(panel, grid)
     tidy(panel, "attention mass on chosen tokens by layer, %  (mean over layers at the right)", "layer", grid=None)
@@ -59,7 +59,7 @@ def _by_layer(panel: Any, metrics: Sequence[Mapping[str, Any]], mass: Sequence[n
 
 
 def _by_k(panel: Any, metrics: Sequence[Mapping[str, Any]], top: Sequence[int]) -> None:
-    """Share of the k best tokens among the chosen, for each k and for as many tokens as a method chooses."""
+    """Plot the share of the k best tokens among the chosen, for each k and for as many tokens as a method chooses."""
     ends = []
     for index, metric in enumerate(metrics):
         recall, style = [*metric["top_k"].values(), metric["own_k"]], line_style(index)
@@ -78,7 +78,7 @@ def _each(
     lines: int,
     settings: Mapping[str, Any],
 ) -> None:
-    """For each method two panels: mass by step with the range over layers, and mean mass by layer and KV head."""
+    """Plot two panels for each method: mass by step with the range over layers, and mean mass by layer and KV head."""
     across = -(-len(metrics) // lines)
     panels = figure.subplots(lines, 2 * across, squeeze=False, width_ratios=[2, 1] * across)
     for panel in panels.flat[2 * len(metrics) :]:
@@ -107,5 +107,5 @@ def _each(
 
 
 def _ticks(count: int) -> range:
-    """At most eight of ``count`` positions, evenly spaced."""
+    """Pick at most eight of ``count`` positions, evenly spaced."""
     return range(0, count, -(-count // 8))

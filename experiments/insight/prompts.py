@@ -1,4 +1,4 @@
-"""The prompts on which something of a model is measured once: of a task, with other seeds than those that commands score."""
+"""Prompts of a task for measurements of a model, with other seeds than the seeds that commands score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PromptSettings(ModelSettings):
         haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
         length: tokens of prompt and answer
         samples: prompts
-        seed: seed of the samples, which are other samples than those that commands score with this seed
+        seed: seed of the samples; commands score other samples under the same seed
 
     Raises:
         ValueError: an unknown task, or a number below 1.
@@ -38,10 +38,10 @@ class PromptSettings(ModelSettings):
 
 
 def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:
-    """The prompts as tokens of a model.
+    """Make the prompts as tokens of a model.
 
     Raises:
-        ValueError: they would be longer than the model's position limit.
+        ValueError: prompts would be longer than the model's position limit.
     """
     model.check_positions("--length", settings.length)
     haystack = settings.haystack if get_task(settings.task).haystack else None

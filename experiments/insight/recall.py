@@ -1,22 +1,22 @@
-"""How much of exact attention a method's selection covers, measured while the method runs; no method is changed for this.
+"""Measures how much of exact attention a method's selection covers, while the unchanged method runs.
 
-`Watched` wraps any method. Beside the method's own state, each layer keeps every key that it was ever given, rotated at its
-true position. At a decode step, with the step's own query, for each query head::
+`Watched` wraps any method. In addition to the method's own state, each layer keeps every key that it was ever given, rotated
+to its true position. At a decode step, with the step's own query, for each query head::
 
     p = softmax over every token seen so far of (q . k) / sqrt(D)         exact attention
     c = `LayerMethod.chosen`                                               the method's selection
 
     mass    = sum of p over c
     recall  = |c and the k largest of p| / min(k, tokens seen)             for each k in `top`
-    own     = the same with k = |c|: the share of the best list of that size
+    own     = recall with k = |c|: the share of the best list of that size
 
-Each of the three is averaged over the query heads of a KV head. The best tokens are those of a query head, not of a group, so
-a method that shares a list among the heads of a group is charged for sharing. Of equal tokens, the earlier is the better.
+Each of the three is averaged over the query heads of a KV head. Each query head has its own best tokens, so a method that
+shares a list among the heads of a group is charged for sharing. Of equal tokens, the earlier token ranks first.
 
-**The meaning of these numbers.** Query and keys are the run's own. They differ from those of a run under `Full` as soon as an
-earlier layer or step left a token out. So the numbers are the error of the *selection* in the state that the method has
-reached; they do not tell how far that state has drifted. Feeding both runs the same text removes the drift of the tokens, but
-not the drift of the hidden states. A method that reads the prompt with a selection (TokenSelect, StreamingLLM, KeyDiff) has
+**The meaning of these values.** Query and keys are the run's own. They differ from the queries and keys of a run under `Full`
+as soon as an earlier layer or step left a token out. So the values measure the error of the *selection* in the state that the
+method has reached; they do not tell how far that state has drifted. Feeding both runs the same text removes the drift of the
+tokens, but not the drift of the hidden states. A method that selects during prefill (TokenSelect, StreamingLLM, KeyDiff) has
 drifted keys already after the prompt. Methods that re-number positions are compared with attention at true positions. The
 loss of a method that stores tokens inexactly (MosaicKV) is not seen here.
 """
@@ -48,7 +48,7 @@ class Watch:
     mass: Array  # float32 [B, H, N], share of exact attention on chosen tokens
     attended: Array  # float32 [B, H, N], number of chosen tokens
     recall: Array  # float32 [B, H, N, R], share of the k best tokens that were chosen, for each of R values of k
-    own: Array  # float32 [B, H, N], the same with as many best tokens as were chosen
+    own: Array  # float32 [B, H, N], share of the best tokens that were chosen, for as many best tokens as were chosen
     steps: Array  # int32 [B], decode steps so far
 
 
@@ -112,7 +112,7 @@ class WatchedLayer(LayerMethod):
         return dataclasses.replace(state, inner=self.inner.settle(state.inner, made))
 
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
-        """The state with the numbers of another step, in the rows that take this step."""
+        """Add the measurements of a decode step to the state, in the rows that take this step."""
         measured = coverage(
             rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)[..., 0, :],
             state.key,
@@ -132,15 +132,15 @@ class WatchedLayer(LayerMethod):
 class Watched(Method):
     """Any method, watched: it chooses the same tokens, and is measured against exact attention; see the module docstring.
 
-    Watching costs memory for the keys of all tokens, and time for exact scores and their sorting in each layer and step,
-    however much the method saves.
+    Watching costs memory for the keys of all tokens, and time for exact scores and their sorting in each layer and step, no
+    matter how much the method saves.
     """
 
     method: Method
     top: tuple[int, ...] = static((16, 64, 256), least=1)  # values of k
     steps: int = static(64, least=1)  # decode steps that are measured; later steps are not
 
-    dense_prompt = False  # each watched method reads its prompt by itself
+    dense_prompt = False  # each watched method prefills its prompt alone
     quantisable = False  # its keys are exact
     composable = False  # its layers have a state of their own
     slotted = False
@@ -169,7 +169,7 @@ class Watched(Method):
 
 
 def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tuple[int, ...]) -> dict[str, Array]:
-    """The part of exact attention that a selection covers at a step.
+    """Measure the part of exact attention that a selection covers at a decode step.
 
     Args:
         query: [B, H, G, D], rotated.
@@ -224,7 +224,7 @@ class Recall:
 
 
 def readings(cache: Cache) -> Recall:
-    """The measurements in a cache made under `Watched`. Layers with a sliding window are not watched, and not among L.
+    """Read the measurements of a cache made under `Watched`. Layers with a sliding window are not watched, and not among L.
 
     Raises:
         ValueError: every layer has a sliding window.
@@ -239,7 +239,7 @@ def readings(cache: Cache) -> Recall:
 
 
 def _stored(store: Array, inputs: Inputs) -> Array:
-    """The stored keys with those of the given tokens; padding goes to a slot that does not exist, and is dropped."""
+    """Store the keys of the given tokens; padding goes to a slot that does not exist, and is dropped."""
     key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
     slot = jnp.where(inputs.position >= 0, inputs.position, store.shape[2])
     return store.at[jnp.arange(len(slot))[:, None], :, slot].set(key.swapaxes(1, 2), mode="drop")

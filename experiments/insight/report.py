@@ -1,4 +1,4 @@
-"""The table of a record of `experiments.insight`."""
+"""Formats the table of a record of `experiments.insight`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LEGEND = (
     "Percent, means over samples, layers, KV heads and steps. Attended: chosen tokens. Mass: share of exact attention on "
     "chosen tokens; answer: up to Full's EOS; worst head: the lowest mean of a KV head of a layer. Top k: share of the k "
     "tokens with most exact attention that are chosen; own: the same for as many tokens as are chosen. Agree: steps at which "
-    "the method would have chosen Full's token, for all steps and for those of the answer."
+    "the method would have chosen Full's token, for all steps and for the steps of the answer."
 )
 
 
 def table(result: dict[str, Any]) -> str:
-    """The record as a markdown table; the method with most mass comes first.
+    """Format the record as a Markdown table; the method with most mass comes first.
 
     Args:
         result: the record of `experiments.insight`.

@@ -1,4 +1,4 @@
-"""Run methods under `Watched` on the same prompts, and gather the measurements."""
+"""Runs methods under `Watched` on the same prompts, and gathers the measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from experiments.tasks import get_task
 def method_settings(
     settings: InsightSettings, model: LoadedModel, results: Results, knobs: Mapping[str, Mapping[str, Any]]
 ) -> list[Setting]:
-    """The methods in the order of the settings; CHESS is calibrated unless its knobs make that needless."""
+    """Make the methods in the order of the settings; calibrate CHESS unless its knobs make that needless."""
     calibration = Calibration(
         (settings.task,), settings.length, settings.calibration_prompts, settings.calibration_new_tokens, settings.seed
     )
@@ -44,7 +44,7 @@ def method_settings(
 
 
 def full_text(model: LoadedModel, tokens: Sequence[int], settings: InsightSettings) -> np.ndarray:
-    """The text that Full generates after a prompt, past any EOS: int32 [new_tokens]."""
+    """Generate Full's text after a prompt, past any EOS: int32 [new_tokens]."""
     new = settings.new_tokens
     cache = kvjax.prefill(model.params, [tokens], config=model.config, max_new_tokens=new, pad_multiple=settings.length)
     out = kvjax.generate(model.params, cache, max_new_tokens=new, eos_token_ids=())
@@ -60,9 +60,9 @@ def watch(
         model: the model.
         tokens: the prompt.
         text: int32 [N], Full's continuation.
-        method: kvjax method.
+        method: the method.
         settings: what to measure.
-        bar: a progress bar, which is updated at every step.
+        bar: a progress bar, which advances at every step.
 
     Returns:
         The measurements, and the token that the method would have chosen at each step, int32 [N].
@@ -92,13 +92,13 @@ def summary(
     ends: Sequence[int],
     settings: InsightSettings,
 ) -> dict[str, Any]:
-    """A metric for `experiments.records.make_record`: percent, means over samples.
+    """Average measurements into a metric for `experiments.records.make_record`: percent, means over samples.
 
     Args:
         recalls: the measurements of each sample.
         choices: the tokens that the method would have chosen, int32 [N] for each sample.
         texts: the text that Full generated, int32 [N] for each sample.
-        ends: tokens of each of Full's answers, including the EOS.
+        ends: number of tokens of each of Full's answers, including the EOS.
         settings: what was measured.
     """
 
@@ -142,7 +142,7 @@ def run_methods(
         settings: what to watch.
         model: the model.
         results: the record, which is read first and written after every method.
-        knobs: by method; they go before the papers'.
+        knobs: knobs by method; they replace the papers' knobs.
 
     Raises:
         ValueError: prompts that would be longer than the model's position limit.
@@ -179,17 +179,17 @@ def run_methods(
 
 
 def given_knobs(knobs: Mapping[str, Any]) -> str:
-    """Knobs as the command line takes them; the note of a method's setting does not tell them."""
+    """Format knobs as the command line takes them; the note of a method's setting does not name them."""
     return ", ".join(f"{name}={value}" for name, value in knobs.items())
 
 
 def answer_length(text: np.ndarray, eos_token_ids: Sequence[int]) -> int:
-    """The number of tokens up to the first EOS and with it; of all tokens if the text has no EOS."""
+    """Count the tokens up to and including the first EOS; count all tokens if the text has no EOS."""
     at = np.flatnonzero(np.isin(text, eos_token_ids))
     return int(at[0]) + 1 if len(at) else len(text)
 
 
 def open_results(path: pathlib.Path, settings: InsightSettings, model: LoadedModel) -> Results:
-    """The record at a path, with the values that all methods have in common."""
+    """Open the record at a path, with the values that all methods have in common."""
     about = {"model": model.name, "weights": model.weights, "dtype": model.config.dtype}
     return Results(path, "insight", {**settings.common, **about})

@@ -1,4 +1,4 @@
-"""What `experiments.insight` watches: its settings."""
+"""The settings of `experiments.insight`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax import registry
 
 @dataclasses.dataclass(frozen=True)
 class InsightSettings(ModelSettings):
-    """What `experiments.insight` watches.
+    """The settings of `experiments.insight`.
 
     Attributes:
         methods: comma-separated names or package.module:Class, or 'all'
@@ -26,7 +26,7 @@ class InsightSettings(ModelSettings):
         top: values of k, comma-separated
         text: feed Full's text, or the text that the method itself generates
         calibration_prompts: prompts that CHESS is calibrated on
-        calibration_new_tokens: tokens generated after each of them
+        calibration_new_tokens: tokens generated after each of these prompts
 
     Raises:
         ValueError: an unknown task, method or text, or a number below 1.

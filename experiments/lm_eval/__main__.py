@@ -1,7 +1,7 @@
 """The command line of lm-evaluation-harness with kvjax: `python -m experiments.lm_eval run --model kvjax --model_args ...`.
 
 The harness finds models that are not its own only through Python, so its command line starts here. It takes the harness's own
-arguments, and ``--no-cache`` and ``--implementation xla`` like other commands; ``--model_args`` takes those of
+arguments, and ``--no-cache`` and ``--implementation xla`` like other commands. ``--model_args`` takes the arguments of
 `experiments.lm_eval.model.KvjaxLM` and the method's knobs.
 """
 

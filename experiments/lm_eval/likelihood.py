@@ -1,9 +1,9 @@
 """The likelihood of texts under a method, scored token by token through the method's decode path.
 
-Usually, context and text are read in a single dense pass, in which no method selects anything, so that every method gets
-Full's score. Here, the context is prefilled without its last token. That token and then the tokens of the text are fed one
-after the other, and every probability is read after a decode step. (If the context is a single token, the first probability
-comes from the prefill, where there is nothing to select.)
+Usually, context and text are prefilled in a single dense pass, in which no method selects anything, so that every method gets
+Full's score. Here, the context is prefilled without its last token. The last token and then the tokens of the text are fed
+one after the other, and every probability is taken after a decode step. (If the context is a single token, the first
+probability comes from prefill, where there is nothing to select.)
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def likelihoods(
     Args:
         params: model parameters.
         config: the model.
-        contexts: the token ids of each context, at least one token; they are read together as a batch.
-        texts: for each context, the token ids of its texts; at least one text for each context and one token for each text.
+        contexts: the token ids of each context, at least one token; they are prefilled together as a batch.
+        texts: for each context, the token ids of its texts: at least one text for each context and one token for each text.
         method: a kvjax method or its name.
         length: every context is padded to this number of tokens.
         room: every text is padded to this number of tokens.
 
     Returns:
-        Likelihoods in the order of the texts, and accounting: entry j after the j-th text of every context (after the last
-        text of a context that has fewer).
+        Likelihoods in the order of the texts, and accounting: entry j after the j-th text of every context (or after the
+        last text, in contexts with fewer texts).
 
     Raises:
         ValueError: an empty context or text, or one longer than its padding.
@@ -90,7 +90,7 @@ def likelihoods(
         stats.append(jax.device_get(measure(now)))
         del now  # before the next copy is made: memory need not hold both
     if not np.isfinite([logprob for logprob, _ in scored]).all():
-        raise FloatingPointError("a log-probability is not finite; check the parameters and the dtype")
+        raise FloatingPointError("expected finite log-probabilities, got one that is not; check the parameters and the dtype")
     results = [
         [Likelihood(float(logprob[row]), bool(greedy[row])) for logprob, greedy in scored[: len(texts[row])]]
         for row in range(len(contexts))
@@ -106,21 +106,21 @@ def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int,
         if not 1 <= min(sizes) <= max(sizes) <= most:
             raise ValueError(f"every {name} must have 1 to {most} tokens, got {min(sizes)} to {max(sizes)}")
     if not all(texts):
-        raise ValueError("every context needs at least one text")
+        raise ValueError("every context must have at least one text, got a context with none")
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _score(
     params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array
 ) -> tuple[Array, Array, kvjax.Cache]:
-    """Feeds tokens through the decode path and sums the log-probabilities of the targets.
+    """Feed tokens through the decode path and sum the log-probabilities of the targets.
 
     Args:
         params: model parameters.
         cache: the cache after the contexts; it is consumed.
         fed: int32 [B, N], tokens to feed.
         counts: int32 [B], tokens to feed in each row.
-        targets: int32 [B, N + 1]. Target i is scored before token i of ``fed`` is read; -1 asks for no score.
+        targets: int32 [B, N + 1]. Target i is scored before token i of ``fed`` is fed; -1 asks for no score.
 
     Returns:
         Sum of log-probabilities float32 [B]; greedy bool [B], whether all targets are the most likely tokens; the cache.

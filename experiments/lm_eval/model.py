@@ -18,13 +18,13 @@ method's knobs.
 * ``loglikelihood`` and ``loglikelihood_rolling`` feed the scored tokens one after the other through the method's decode steps
   (`likelihood.py`). Other models of the harness make a single dense pass, in which no method selects, so that all methods get
   the same score. A method that evicts only at the prompt's end evicts nothing from a rolling text, whose prompt is one token.
-* Prompts that leave no room for the answer lose their beginning, as in the whole harness; the log says how many did.
+* Prompts that leave no room for the answer lose their beginning, as in the whole harness; the log says how many were cut.
 * Texts for ``loglikelihood_rolling`` are encoded without a begin-of-text token, because such a token already precedes them.
 
 RULER tasks that run offline: niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. The other
 needle tasks fetch essays and NLTK's sentence splitter; the question tasks fetch SQuAD and HotpotQA. (Every needle task tries
-to fetch that splitter when it is loaded, and goes on without it.) ruler_vt needs more than 512 tokens: at 512 tokens its
-generator never ends.
+to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens: at
+512 tokens its generator never ends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KvjaxLM(TemplateLM):
             `LoadedModel`.
         method: a kvjax method or its name.
         tokenizer: directory of a tokenizer that replaces the model's.
-        max_length: most tokens of prompt and answer together; None takes the model's positions.
+        max_length: most tokens of prompt and answer together; None takes the model's number of positions.
         max_gen_toks: most tokens to generate, for tasks that state no number.
         batch_size: rows that run together.
         dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
@@ -76,10 +76,10 @@ class KvjaxLM(TemplateLM):
         question: "prefill" compresses whole prompts. "extend" compresses them without their last ``question_tokens`` tokens,
             which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
         question_tokens: see ``question``; the harness does not tell the beginning of a question.
-        sampling_seed: for tasks that sample.
+        sampling_seed: seed for tasks that sample.
         enable_thinking: passed to the chat template; None leaves it out.
         think_end_token: the text that ends a model's thinking; it is cut off with the thinking.
-        device, max_batch_size: the harness's command line gives them; they are not used, because JAX chooses the device.
+        device, max_batch_size: arguments of the harness's command line; they are ignored, because JAX chooses the device.
         **knobs: the method's hyper-parameters, if the method is given by name.
 
     Raises:
@@ -146,7 +146,7 @@ class KvjaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context: the begin-of-text token, or the end-of-text token if there is none."""
+        """The token before a text without a context: the begin-of-text token, or else the end-of-text token."""
         token = None if self._bos is None else self.tokenizer.token_to_id(self._bos)
         return self.eot_token_id if token is None else token
 
@@ -157,13 +157,13 @@ class KvjaxLM(TemplateLM):
         return self.tokenizer_directory.replace(os.sep, "__") + chat
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The text of the chat template, for the harness's records; a name chooses among the templates of a checkpoint."""
+        """Return the text of the chat template, for the harness's records; a name chooses a template of the checkpoint."""
         if isinstance(chat_template, str):
             self.chat = models.ChatTemplate.from_directory(self.tokenizer_directory, chat_template)
         return self.chat.template if chat_template and self.chat is not None else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation; without ``add_generation_prompt``, its last message stays open."""
+        """Render the prompt of a conversation; without ``add_generation_prompt``, its last message stays open."""
         if self.chat is None:
             raise ValueError(f"{self.tokenizer_directory} has no chat template; run without apply_chat_template")
         return self.chat.render(
@@ -174,7 +174,7 @@ class KvjaxLM(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Values that the harness adds to its results."""
+        """Return values that the harness adds to its results."""
         return {
             "model_name": self.model.name,
             "model_dtype": self.model.config.dtype,
@@ -187,13 +187,13 @@ class KvjaxLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; by default with the tokenizer's special tokens, unless the text begins with the first of them."""
+        """Encode a text; by default with the tokenizer's special tokens, unless the text begins with the first of them."""
         if add_special_tokens is None:
             add_special_tokens = self._bos is None or not string.startswith(self._bos)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations under the method; each ends before its first stopping text."""
+        """Generate continuations under the method; each ends before its first stopping text."""
         tally = Tally(self.batch_size)
         texts: list[str] = []
         order = Collator(
@@ -213,7 +213,7 @@ class KvjaxLM(TemplateLM):
         return order.get_original(texts)
 
     def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: Tally) -> list[str]:
-        """The continuations of a batch of prompts, without the texts that ended them."""
+        """Generate the continuations of a batch of prompts, without the texts that ended them."""
         options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
         limit, sampling = options.pop("max_gen_toks"), _sampling(options)
@@ -262,12 +262,12 @@ class KvjaxLM(TemplateLM):
         return [postprocess_generated_text(text, stop, self._think_end) for text in made[:real]]
 
     def _special(self, stop: Sequence[str]) -> list[int]:
-        """Those stopping texts that are special tokens, which decoded text does not contain."""
+        """Find the stopping texts that are special tokens, which decoded text does not contain."""
         special = self.tokenizer.get_added_tokens_decoder()
         return [token for token, added in special.items() if added.special and added.content in stop]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probabilities of whole texts, in windows of ``max_length`` tokens; every token is predicted once."""
+        """Compute the log-probabilities of texts, in windows of ``max_length`` tokens; every token is predicted once."""
         windows, counts = [], []
         for request in requests:
             pairs = utils.get_rolling_token_windows(
@@ -288,11 +288,11 @@ class KvjaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability and greediness of each continuation; equal contexts are read a single time."""
+        """Compute the log-probability and greediness of each continuation; equal contexts are prefilled a single time."""
         tally = Tally(self.batch_size)
         grouped: dict[tuple[int, ...], list[int]] = {}
         for at, (_, context, text) in enumerate(requests):
-            keep = self.max_length + 1 - len(text)  # the last token is scored and not read
+            keep = self.max_length + 1 - len(text)  # the last token is scored and not fed
             if not text or keep < 1:
                 raise ValueError(f"a text to score must have 1 to max_length={self.max_length} tokens, got {len(text)}")
             tally.cut([context], keep)
@@ -324,7 +324,7 @@ class KvjaxLM(TemplateLM):
             contexts: token ids.
             members: for each context, the indices of its requests.
             requests: all requests: (arguments, context, text).
-            results: receives the likelihood of each of these requests.
+            results: receives the likelihood of each request in ``members``.
             tally: accounting.
         """
         texts = [[requests[at][2] for at in row] for row in members]
@@ -352,7 +352,7 @@ class KvjaxLM(TemplateLM):
 
 
 def _make_method(method: Method | str, tokenizer: Any, vocab_size: int, knobs: Mapping[str, Any]) -> Method:
-    """The method; texts as knobs, which come from a command line, are read like the knobs of ``--set``."""
+    """Make the method; knobs that are texts, from a command line, are parsed like the knobs of ``--set``."""
     if not isinstance(method, str):
         if knobs:
             raise ValueError(f"knobs belong to a method given by name, got {method!r} and {', '.join(knobs)}")
@@ -362,7 +362,7 @@ def _make_method(method: Method | str, tokenizer: Any, vocab_size: int, knobs: M
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, float]:
-    """The harness's options for sampling as arguments of `kvjax.generate`; none of them is greedy decoding."""
+    """Convert the harness's options for sampling to arguments of `kvjax.generate`; greedy decoding has no arguments."""
     unknown = options.keys() - {"do_sample", "temperature", "top_k", "top_p", "num_beams"}
     if unknown or options.get("num_beams", 1) != 1:
         names = ", ".join(sorted(unknown)) or f"num_beams={options['num_beams']}"

@@ -1,4 +1,4 @@
-"""Records of measurements: JSON files that say what was measured and on what, their tables, intervals and figures."""
+"""Records of measurements: JSON files that say what was measured and on which device; their tables, intervals and figures."""
 
 from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval

@@ -1,4 +1,4 @@
-"""What a JSON record holds: `python -m experiments.records RECORD.json [--fields method,length,value]`."""
+"""Show what a JSON record holds: `python -m experiments.records RECORD.json [--fields method,length,value]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record beside another of the same kind, row by row: what a repeated measurement gave, here and on the other device."""
+"""Compare a record with another record of the same experiment, row by row, for example of two devices."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measur
 def beside(
     here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there"), most: int | None = None
 ) -> str:
-    """The rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records share, with both values and their ratio, as text.
 
     Args:
         here: see `experiments.records.make_record`.
-        there: the record that it is compared with.
-        names: of the two records, for people.
+        there: the record to compare ``here`` with.
+        names: names of the two records, for people.
         most: rows that are shown; None shows all.
 
     Raises:
-        ValueError: the records are of different experiments, or a row has values or knobs of another kind.
+        ValueError: the records are of different experiments, or a row's value is no number or its knobs are no object.
     """
     for name, record in zip(names, (here, there), strict=True):
         _check(record["metrics"], name)
     if here["experiment"] != there["experiment"]:
         raise ValueError(
-            f"{names[0]} holds the experiment {here['experiment']!r} and {names[1]} {there['experiment']!r}, "
-            "expected two of a kind"
+            f"expected two records of one experiment, got {here['experiment']!r} in {names[0]} and "
+            f"{there['experiment']!r} in {names[1]}"
         )
     lines = [f"{names[0]} (here, {_device(here)}) beside {names[1]} (there, {_device(there)})"]
     unlike = {
@@ -91,7 +91,7 @@ _Key = dict[str, Any]
 
 
 def _pairs(here: Sequence[Mapping], there: Sequence[Mapping]) -> list[tuple[_Key, Mapping, Mapping]]:
-    """The rows of both records that were measured, by the fields that rows of both have; ambiguous rows are left out."""
+    """Pair the measured rows of both records, by the identity fields that both have; ambiguous rows are left out."""
     known = [{name for row in rows for name in row} for rows in (here, there)]
     names = [name for name in _IDENTITY if name in known[0] & known[1]]
     mine, theirs = ([row for row in rows if _measured(row)] for rows in (here, there))
@@ -111,13 +111,13 @@ def _measured(row: Mapping[str, Any]) -> bool:
 
 
 def _telling(keys: Sequence[_Key]) -> list[str]:
-    """The fields that tell rows apart; of a single row, its name and method."""
+    """Select the fields that tell rows apart; for a single row, its name, method and length."""
     varying = [name for name in keys[0] if len({str(key[name]) for key in keys}) > 1]
     return varying or [name for name in ("name", "method", "length") if name in keys[0]]
 
 
 def _line(key: _Key, names: Sequence[str], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table."""
+    """Build a row of the table."""
     knobs, others = mine.get("knobs") or {}, theirs.get("knobs") or {}
     unlike = [f"{name}={knobs[name]}, there {others[name]}" for name in knobs if knobs[name] != others.get(name, knobs[name])]
     if mine.get("samples") != theirs.get("samples"):

@@ -1,4 +1,4 @@
-"""Bootstrap intervals of a mean over examples. Examples may come in groups that share a context."""
+"""Bootstrap intervals of a mean over examples. Groups of examples may share a context."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _RESAMPLES = 4000
 
 
 def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> tuple[float, float]:
-    """95 % percentile interval of the mean.
+    """Compute the 95 % percentile interval of the mean.
 
     If all values are equal, the interval has no width and says nothing.
 
     Args:
-        values: a number for each example.
+        values: one value for each example.
         groups: a text for each example, or nothing. Examples of equal text share a context and are drawn together: questions
-            about the same context succeed and fail together, so more of them are not more contexts. An example of the text
-            "" stands alone.
+            about the same context succeed and fail together, so more questions are not more contexts. An example with the
+            text "" is a group of its own.
 
     Returns:
         The low and the high end.
@@ -33,7 +33,7 @@ def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> t
 
 @functools.lru_cache(maxsize=8192)
 def _ends(sums: bytes, counts: bytes) -> tuple[float, float]:
-    """`bootstrap_interval` of float64 sums and int64 counts of the groups. Pages show many cells more than once."""
+    """Compute `bootstrap_interval` from float64 sums and int64 counts of the groups; pages show many cells repeatedly."""
     total, size = np.frombuffer(sums, np.float64), np.frombuffer(counts, np.int64)
     drawn = _drawn(len(total))
     drawn_size = len(size) if (size == 1).all() else size[drawn].sum(axis=1)
@@ -43,5 +43,5 @@ def _ends(sums: bytes, counts: bytes) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=8)
 def _drawn(count: int) -> np.ndarray:
-    """The groups of every resample, int [_RESAMPLES, count]. Cells share them, because drawing takes longest."""
+    """Draw the groups of every resample, int [_RESAMPLES, count]. Cells share the draws, because drawing takes longest."""
     return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.records.tables import short_commit
 
-# The fields by which rows differ in the records of some job, in the order of the table's columns.
+# The fields that can tell a record's rows apart, in the order of the table's columns.
 IDENTITY = (
     "table", "arm", "name", "shape", "implementation", "model", "mesh", "method", "stream", "clusters", "shares", "length",
     "generated", "batch", "sums", "budget", "cache", "compiled", "attention",
@@ -18,15 +18,15 @@ _LONGEST = 60  # characters of a cell or a setting that are shown
 
 
 def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
-    """A record as text for people.
+    """Describe a record as text for people.
 
     Args:
         record: see `experiments.records.make_record`.
-        fields: the columns of the table of rows. None takes the fields that tell rows apart and those of the measured value;
-            a value that all rows share stands above the table instead.
+        fields: the columns of the table of rows. Without fields, the columns are the fields that tell rows apart and the
+            fields of the measured value; a value that all rows share is shown above the table instead.
 
     Raises:
-        ValueError: a field that no row has.
+        ValueError: ``fields`` names a field that no row has.
     """
     rows = record.get("metrics") or []
     device = record.get("device") or {}
@@ -47,7 +47,7 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     columns = list(fields)
     if not fields:
         shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
-        if "examples" in known:  # samples are then what was asked for, and a file may have fewer
+        if "examples" in known:  # samples were requested, examples were measured: a file may have fewer
             shown = [name for name in shown if name != "samples"]
         alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
         told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
@@ -57,7 +57,7 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rows as lines of text with aligned columns."""
+    """Format the rows as lines of text with aligned columns."""
     if not columns:
         return []
     cells = [list(columns), *([_text(row.get(name)) for name in columns] for row in rows)]
@@ -66,7 +66,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _text(value: Any) -> str:
-    """A value in a few characters."""
+    """Format a value in a few characters."""
     if value is None:
         return ""
     if isinstance(value, float):

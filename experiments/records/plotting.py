@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito's palette: readers who see colours differently can tell its colours apart. The pale yellow is the last.
+# Okabe and Ito's palette, which colour-blind readers can tell apart. The pale yellow comes last.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 REFERENCE = "#333333"  # lines to compare with: Full, a floor, 100 %
 FAINT = "#999999"  # marks that explain, such as the end of an answer
-COLOR_MAP = "cividis"  # of heat maps: dark is low, light is high, in print without colours too
+COLOR_MAP = "cividis"  # colours of heat maps: dark is low, light is high, in print without colours too
 _MARKERS = ("o", "s", "^", "D")
 _DASHES = ("-", "--", ":", "-.")
-_SMALL = 8  # points, of ticks and labels beside lines
+_SMALL = 8  # points, size of ticks and of labels beside lines
 
 
 def check_installed() -> None:
-    """Refuse to begin if a figure could not be drawn at the end.
+    """Refuse to begin a measurement whose figure could not be drawn at the end.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message names the extra to install.
@@ -38,11 +38,11 @@ def check_installed() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure that needs no display.
+    """Create an empty figure that needs no display.
 
     Args:
-        width: inches.
-        height: inches.
+        width: width in inches.
+        height: height in inches.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, kind: str = "png") -> bytes:
-    """The bytes of a file with this figure.
+    """Render a figure as the bytes of a file.
 
     Args:
         figure: see `new_figure`.
@@ -65,11 +65,11 @@ def save(figure: Any, kind: str = "png") -> bytes:
 
 
 def tidy(panel: Any, title: str = "", xlabel: str = "", grid: str | None = "both") -> None:
-    """Give a panel the common look: a title, two spines, the same sizes of letters, a light grid behind the data.
+    """Give a panel the common look: a title, two spines, the common font sizes, a light grid behind the data.
 
     Args:
         panel: axes of matplotlib.
-        title: what the y axis shows, so that no text stands on its side.
+        title: what the y axis shows; as a title it needs no rotated text.
         xlabel: what the x axis shows.
         grid: "x", "y", "both", or None for no grid.
     """
@@ -83,11 +83,11 @@ def tidy(panel: Any, title: str = "", xlabel: str = "", grid: str | None = "both
 
 
 def line_style(index: int, *, points: bool = True) -> dict[str, Any]:
-    """Colour, dashes and marker of the series at ``index``; they differ for 28 series.
+    """Choose colour, dashes and marker of the series at ``index``; 28 series have different styles.
 
     Args:
-        index: of the series, the same in every panel.
-        points: mark the points that were measured.
+        index: index of the series, the same in every panel.
+        points: whether to mark the measured points.
     """
     turn = index // len(COLORS)
     style = {"color": COLORS[index % len(COLORS)], "linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 1.4}
@@ -97,12 +97,12 @@ def line_style(index: int, *, points: bool = True) -> dict[str, Any]:
 
 
 def token_label(count: int) -> str:
-    """A number of tokens as people say it: 131072 is "128K", 8000 is "8,000"."""
+    """Format a number of tokens for people: 131072 is "128K", 8000 is "8,000"."""
     return f"{count // 1024:,}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
 
 
 def token_axis(panel: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic x axis with a tick at every length, and at nowhere else.
+    """Make the x axis logarithmic, with a tick at every length and no other ticks.
 
     Args:
         panel: axes of matplotlib.
@@ -117,12 +117,12 @@ def token_axis(panel: Any, lengths: Sequence[int]) -> None:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """The numbers 1, 2 and 5 times powers of ten that a logarithmic axis from ``low`` to ``high`` is labelled with.
+    """List the ticks of a logarithmic axis from ``low`` to ``high``: 1, 2 and 5 times powers of ten.
 
     The list begins at or below ``low`` and ends at or above ``high``.
 
     Raises:
-        ValueError: a bound is not above zero, or they are in the wrong order.
+        ValueError: a bound is not above zero, or ``low`` is above ``high``.
     """
     if not 0 < low <= high:
         raise ValueError(f"a logarithmic axis needs 0 < low <= high, got {low} and {high}")
@@ -134,11 +134,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
-    """An axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
+    """Scale an axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
 
     Args:
         panel: axes of matplotlib.
-        values: all that is drawn, above zero.
+        values: all drawn values, above zero.
         axis: "y" or "x".
     """
     if max(values) < 10 * min(values):
@@ -152,13 +152,13 @@ def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
 
 
 def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
-    """Thin vertical lines from the low to the high end of each point's interval.
+    """Draw a thin vertical line from the low to the high end of each point's interval.
 
     Args:
         panel: axes of matplotlib.
-        x: of the points.
+        x: x of the points.
         intervals: (low, high) of each point.
-        color: of the points.
+        color: colour of the points.
     """
     low, high = ([ends[i] for ends in intervals] for i in (0, 1))
     panel.vlines(list(x), low, high, color=color, linewidth=0.9, alpha=0.7)
@@ -191,7 +191,7 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Shares of a panel's height near the wanted ones, at least ``gap`` apart, in the same order.
+    """Move shares of a panel's height until they are at least ``gap`` apart; their order stays.
 
     Shares that are too close form a group, which is spaced evenly around its mean and stays between 0 and 1 if it fits.
     """
@@ -210,25 +210,25 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """The lowest share of an evenly spaced group."""
+    """Compute the lowest share of an evenly spaced group."""
     size = gap * (len(group) - 1)
     return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
 
 
 def text_color(color: str) -> str:
-    """The colour, or a darker shade of it where text in it would be too pale on white."""
+    """Return the colour, or a darker shade of it if text in the colour would be too pale on white."""
     parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
     bright = (0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2]) / 255
     return color if bright < 0.6 else "#" + "".join(f"{round(0.65 * part):02x}" for part in parts)
 
 
 def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
-    """A legend below the panels with every label of any of them, each named a single time.
+    """Draw a legend below the panels with every label of the panels, each label once.
 
     Args:
-        figure: see `new_figure`; a part of a figure does, too.
+        figure: see `new_figure`; a subfigure works too.
         panels: axes of matplotlib.
-        most: entries beside each other.
+        most: most entries in a row of the legend.
     """
     entries = {name: mark for panel in panels for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     if entries:
@@ -241,14 +241,14 @@ def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
 def heat_map(
     panel: Any, grid: np.ndarray, *, low: float = 0.0, high: float = 100.0, numbers: bool = True, **options: Any
 ) -> Any:
-    """Draw a table of numbers as colours: dark is low, light is high.
+    """Draw a table of values as colours: dark is low, light is high.
 
     Args:
         panel: axes of matplotlib.
         grid: float [rows, columns]; NaN is left blank.
         low: value of the darkest colour.
         high: value of the lightest colour.
-        numbers: write each number on its cell.
+        numbers: whether to write each value on its cell.
         options: for `imshow`.
 
     Returns:
@@ -266,13 +266,13 @@ def heat_map(
 def bar_chart(
     panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], colors: Sequence[str] = COLORS
 ) -> list[Any]:
-    """Horizontal bars from zero on, a bar a name from the top down, made of parts that follow each other.
+    """Draw horizontal bars from zero on, one bar for each name from the top down, as stacked parts.
 
     Args:
         panel: axes of matplotlib.
-        names: of the bars.
+        names: names of the bars.
         parts: label of a part -> its size in each bar, 0 or above.
-        colors: of the parts.
+        colors: colours of the parts.
 
     Returns:
         The bars of each part, as `barh` returns them.

@@ -21,7 +21,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safe
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, with "+changes" if tracked files differ from it; None outside a repository."""
+    """Return the commit of this checkout, with "+changes" if tracked files differ from it; None outside a repository."""
     here = pathlib.Path(__file__).resolve().parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
@@ -38,10 +38,10 @@ def commit() -> str | None:
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of Python and of those packages that a result depends on and that are installed.
+    """Return the versions of Python and of the installed packages that a result depends on.
 
     Args:
-        more: packages beside those of every record.
+        more: packages besides `PACKAGES`, which every record names.
     """
     known = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
@@ -53,7 +53,7 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def operations() -> dict[str, str]:
-    """What a run was told about the operations of its models, for its record: {"implementation": name}, or {} if nothing."""
+    """Return how a run was asked to run its models' operations: {"implementation": name}, or {} without such a request."""
     name = get_default_implementation()
     return {"implementation": name} if name else {}
 
@@ -66,21 +66,21 @@ def make_record(
     device: Mapping[str, Any] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A record of a measurement, with versions, device, commit and date.
+    """Make the record of a measurement, with versions, device, commit and date.
 
     Args:
         experiment: name of the experiment.
-        settings: everything that is needed to repeat it; JSON values.
+        settings: everything that is needed to repeat the experiment; JSON values.
         metrics: a dict for each value, with "name", "value" and "unit" at least.
-        device: what was measured on, for a measurement without JAX: "platform", "kind" and "count". JAX, which takes most of
-            a GPU's memory when it starts, is then not asked. None asks JAX.
+        device: the measured device of a measurement without JAX: "platform", "kind" and "count". JAX, which takes most of a
+            GPU's memory when it starts, is then not asked. None asks JAX.
         packages: see `versions`.
 
     Returns:
         The record; JSON values.
 
     Raises:
-        ValueError: a metric lacks one of its three fields.
+        ValueError: a metric lacks "name", "value" or "unit".
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
@@ -101,14 +101,14 @@ def make_record(
 
 
 def device_kinds(record: Mapping[str, Any]) -> list[str]:
-    """The kinds of devices that made a record's metrics, oldest first; [] if it names none."""
+    """Return the kinds of devices that made a record's metrics, oldest first; [] if the record names no device."""
     device = record.get("device")
     known = [device["kind"]] if isinstance(device, dict) and device.get("kind") else []
     return [str(kind) for kind in record.get("devices") or known]
 
 
 def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
-    """Write a record atomically: afterwards the file is complete, or it is as it was before.
+    """Write a record atomically: afterwards the file is complete or unchanged.
 
     Args:
         path: destination; its directory is made.
@@ -132,6 +132,6 @@ def write_bytes(path: pathlib.Path, data: bytes) -> None:
         os.replace(name, path)
     except BaseException as error:
         pathlib.Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # as a full disk's, which names no file
+        if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise

@@ -1,4 +1,4 @@
-"""Results that survive an interruption: the record is written after every cell, and a later run goes on from it."""
+"""Results that survive an interruption: the record is written after every cell, and a later run continues it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.plugins import path_of
 
 
 def knobs_of(method: Method) -> dict[str, Any]:
-    """All hyper-parameters of a method as JSON values; arrays and methods become a short text that tells them apart.
+    """Return all hyper-parameters of a method as JSON values; arrays and methods become a short text that tells them apart.
 
     A method outside of kvjax also has its path, ``package.module:Class``, under "class".
     """
@@ -46,14 +46,14 @@ class Results:
         path: JSON record; cells that it already holds are kept.
         experiment: name of the experiment.
         settings: values that all cells have in common; JSON values.
-        fresh: begin anew. The file keeps its content until the first writing.
+        fresh: whether to begin anew. The file keeps its content until the first write.
         device: see `make_record`.
         packages: see `make_record`.
 
     Attributes:
-        metrics: the cells, as of the last reading or writing.
-        notes: JSON values beside them.
-        devices: the kinds of devices that made the cells, oldest first; in the record, beside the newest run's device.
+        metrics: the cells, as of the last read or write.
+        notes: JSON values beside the cells, by name.
+        devices: the kinds of devices that made the cells, oldest first; the record also holds the newest run's device.
         lock: held while the file is read, changed and written.
 
     Raises:
@@ -96,13 +96,13 @@ class Results:
         if record["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")
         for name, value in self.settings.items():
-            # A setting that the record was made without is one that came later.
+            # A setting that the record lacks was added to the experiment later.
             if (stored := record["settings"].get(name, value)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
         self.metrics, self.notes, self.devices = record["metrics"], record["notes"], device_kinds(record)
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The finished cell whose fields include all of ``identity``, or None."""
+        """Find the finished cell whose fields include all of ``identity``, or None."""
         return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
 
     def add(self, metric: dict[str, Any], identity: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Results:
         """Replace a note and write the file.
 
         Args:
-            name: of the note.
+            name: name of the note.
             update: makes the new value from the value that the file holds now, or from None if it holds none.
         """
         with self.lock:

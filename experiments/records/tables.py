@@ -1,4 +1,4 @@
-"""Markdown tables: their lines, their files, and a commit as a table shows it."""
+"""Markdown tables: their lines, their files, and the short form of a commit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def markdown_rows(cells: Sequence[Sequence[Any]]) -> list[str]:
-    """The lines of a markdown table; the first row of ``cells`` is its head."""
+    """Format the lines of a markdown table; the first row of ``cells`` is its head."""
     head, *body = [[str(cell) for cell in row] for row in cells]
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
 
 
 def table_file(record: pathlib.Path) -> pathlib.Path:
-    """The Markdown file for the tables of a record, or of a folder of records.
+    """Name the Markdown file for the tables of a record, or of a folder of records.
 
     Tables of ``docs/records`` are pages of the site and belong in ``docs/tables``; any other table belongs beside its record.
     """
@@ -23,6 +23,6 @@ def table_file(record: pathlib.Path) -> pathlib.Path:
 
 
 def short_commit(commit: str | None) -> str:
-    """Ten digits of a commit, and whether files differed from it."""
+    """Shorten a commit to ten digits, and keep the mark "+changes" of a checkout whose files differed."""
     head, plus, _ = (commit or "not recorded").partition("+")
     return (head[:10] if commit else head) + plus + ("changes" if plus else "")

@@ -12,7 +12,7 @@ _COMPILE = "/jax/core/compile/"  # events of tracing, of lowering and of XLA
 
 
 class CompileClock:
-    """Counts the wall-clock seconds of compilation inside a ``with`` block, in the thread that entered it.
+    """A clock of the wall-clock seconds of compilation inside a ``with`` block, in the thread that entered it.
 
     >>> with CompileClock() as clock:
     ...     begun, before = time.monotonic(), clock.seconds
@@ -51,7 +51,7 @@ class CompileClock:
 
 
 class Timer:
-    """Wall-clock seconds of a ``with`` block, with compilation counted apart.
+    """A timer of the wall-clock seconds of a ``with`` block, with compilation counted apart.
 
     Attributes:
         run: seconds without compilation.

@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: `python -m experiments.site OUT`.
 
-OUT gets a page for each method and the list of records. The build of the site does the same. ``--tables`` and ``--figures``
-also make the tables and figures of docs again, from their records.
+OUT gets a page for each method and the list of records. The build of the site writes the same pages. ``--tables`` and
+``--figures`` also make the tables and figures of docs again, from their records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
 
 @dataclasses.dataclass(frozen=True)
 class SiteCommand:
-    """What `experiments.site` writes.
+    """The folders and the parts that `experiments.site` writes.
 
     Attributes:
         out: folder of the pages

@@ -1,4 +1,4 @@
-"""The parts about the untouched model: the cells that it solves, and whether the tuned model orders the methods alike."""
+"""The parts of pages about the untouched model: the cells that it solves, and whether the tuned model ranks methods alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE, TUNED = "base", "base-tuned"
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The functions that make the parts, by name; see `experiments.site.marks`."""
+    """List the functions that make the parts, by name; see `experiments.site.marks`."""
     base, tuned = Runs(docs, (BASE,)), Runs(docs, (TUNED,))
     alone = functools.partial(missing, docs, (BASE,))
     both = functools.partial(missing, docs, (BASE, TUNED))
@@ -38,7 +38,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 
 def cells(runs: Runs) -> str:
-    """What Full scores in every cell; the cells that count are bold."""
+    """Show Full's score in every cell; the cells that count are bold."""
     full = {
         (entry.row["name"], entry.row["length"]): entry.row["value"]
         for entry in runs.own
@@ -55,7 +55,7 @@ def cells(runs: Runs) -> str:
 
 
 def means(runs: Runs) -> str:
-    """Every method on the cells that count."""
+    """Show every method on the cells that count."""
     counted = solved(runs.own)
     if not counted:
         return f"Full scores below {SOLVED:.0f} in every cell, so none counts."
@@ -80,7 +80,7 @@ def means(runs: Runs) -> str:
 
 
 def order(base: Runs, tuned: Runs) -> str:
-    """Kendall's tau of the methods' mean scores on both models, and the pairs of methods that change places."""
+    """Tell Kendall's tau of the methods' mean scores on both models, and the pairs of methods that change places."""
     have = {entry.cell for entry in tuned.own}
     shared = [cell for cell in solved(base.own) if cell in have]
     if not shared:
@@ -115,7 +115,7 @@ def order(base: Runs, tuned: Runs) -> str:
 
 
 def _ranks(scores: dict[str, float]) -> dict[str, float]:
-    """1 for the best; methods that tie share the mean of their ranks."""
+    """Rank the methods from 1, the best; methods that tie share the mean of their ranks."""
     values = list(scores.values())
     return {
         name: 1 + sum(other > mine for other in values) + (values.count(mine) - 1) / 2 for name, mine in scores.items()

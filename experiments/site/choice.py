@@ -1,4 +1,4 @@
-"""The numbers on the page about which method to take: what each loses on the real model, what it reads, holds and takes."""
+"""The figures on the page about the choice of a method: points lost on the real model, bytes read, bytes held, and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPEED_LENGTH = 131_072  # tokens of the decode steps whose times are shown
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The functions that make the parts, by name; see `experiments.site.marks`."""
+    """List the functions that make the parts, by name; see `experiments.site.marks`."""
     runs = Runs(docs, MAIN)
     there = (docs / "records" / "results" / "main").is_dir()
     return {
@@ -27,7 +27,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 
 def numbers(runs: Runs, docs: pathlib.Path) -> str:
-    """What a method loses, reads and holds, and the time of a step; the best score first."""
+    """Show the points that a method loses, the bytes that it reads and holds, and a step's time; the best score first."""
     lengths, after = runs.shown("prefill"), runs.lengths("extend")
     first = lengths[0]  # where every method was asked
     times = step_times(docs)
@@ -58,7 +58,7 @@ def numbers(runs: Runs, docs: pathlib.Path) -> str:
 
 
 def losses(runs: Runs) -> str:
-    """Points of the five papers' methods against Full; the method that loses least is first."""
+    """Show the points of the five papers' methods against Full; the method that loses least is first."""
     lengths = runs.shown("prefill")
     lost = {x: [against(runs.mean(x, "prefill", length)) for length in lengths] for x in PAPERS}
     shown = [x for x in runs.ranked("prefill", lengths[0]) if x in lost]
@@ -67,7 +67,10 @@ def losses(runs: Runs) -> str:
 
 
 def step_times(docs: pathlib.Path) -> dict[str, float]:
-    """Seconds per token of one row after 131,072 tokens, by method; of the setting that has no note, or of the first."""
+    """Return seconds per token of one row after 131,072 tokens, by method.
+
+    A method with several settings is represented by the setting that has no note, or else by the first.
+    """
     made: dict[str, float] = {}
     rows = load(docs / "records" / "speed.json").get("metrics", ())
     for row in sorted(rows, key=lambda row: bool(row.get("note"))):

@@ -1,4 +1,4 @@
-"""The part about the distance from Full: KL and top-1 agreement of every method, of the record of `experiments.fidelity`."""
+"""The part about the distance from Full: KL and top-1 agreement of every method, by the record of `experiments.fidelity`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAMS = {
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The function that makes the part, by name; see `experiments.site.marks`."""
+    """Return the function that makes the part, by name; see `experiments.site.marks`."""
     folder = docs / RECORD
     there = (folder / "metrics.json").is_file()
     return {
@@ -31,7 +31,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 
 def distances(folder: pathlib.Path) -> str:
-    """A table for each stream, the figures, and a link to the table with intervals."""
+    """Write a table for each stream, the figures, and a link to the table with intervals."""
     record = read_record(folder)
     settings = record["settings"]
     told = (
@@ -51,7 +51,7 @@ def distances(folder: pathlib.Path) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """A row for each method, the nearest at the longest length first; Full is left out."""
+    """Write a row for each method, the nearest to Full at the longest length first; Full is left out."""
     lengths = sorted({row["length"] for row in rows})
     at = {(row["method"], row["length"]): row for row in rows if row["method"] != "full"}
     methods = dict.fromkeys(method for method, _ in at)

@@ -1,4 +1,4 @@
-"""Parts of a page that are made from records: they stand between two marks, and are written again with the tables."""
+"""Parts of a page that are made from records: each part stands between two marks, and is written again with the tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MARKED = re.compile(r"(<!-- ([\w-]+): generated[^>]*-->\n).*?(<!-- end of \2 --
 
 
 def with_parts(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
-    """The text of a page, its parts made again.
+    """Make the parts of a page again and return its text.
 
     A part stands between the lines ``<!-- NAME: generated ... -->`` and ``<!-- end of NAME -->``.
 
     Args:
         text: the page.
-        parts: by its name, a function that makes the markdown of a part; only those that the page has are called.
+        parts: by name, a function that makes the markdown of a part; only the functions of parts on the page are called.
 
     Raises:
         ValueError: the page has a part that nothing makes.
@@ -32,12 +32,12 @@ def with_parts(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def names_of(text: str) -> list[str]:
-    """The names of the parts that a page has."""
+    """List the names of the parts that a page has."""
     return [found[2] for found in _MARKED.finditer(text)]
 
 
 def missing(docs: pathlib.Path, settings: Sequence[str]) -> str:
-    """What stands in place of a part whose records do not exist yet: the commands that make them.
+    """Write the text in place of a part whose records do not exist yet: the commands that make the records.
 
     Args:
         docs: folder of the documentation.
@@ -49,8 +49,8 @@ def missing(docs: pathlib.Path, settings: Sequence[str]) -> str:
 
 
 def command_of(settings: pathlib.Path) -> str:
-    """The command that a settings file names in its comment."""
+    """Find the command that a settings file names in its comment."""
     found = re.search(r"python -m kvjax .+", settings.read_text(encoding="utf-8"))
     if found is None:
-        raise ValueError(f"{settings} should name its command in a comment")
+        raise ValueError(f"{settings} must name its command (python -m kvjax ...) in a comment, got none")
     return found[0].strip()

@@ -23,11 +23,11 @@ Row = Mapping[str, Any]
 
 LENGTHS = (32_768, 131_072)  # tokens of the prompts whose memory is shown
 NEW_TOKENS = 256
-_STANDS_FOR = {"chess": {"trigger": "fixed"}}  # in place of defaults that need data first; storage is the same
+_STANDS_FOR = {"chess": {"trigger": "fixed"}}  # knobs in place of defaults that need data first; storage is the same
 
 
 def memory(name: str) -> str:
-    """The memory of a Llama-3.1-8B shape in bfloat16 under a method's defaults, from shapes alone.
+    """Show the memory of a Llama-3.1-8B shape in bfloat16 under a method's defaults, from shapes alone.
 
     Args:
         name: lower-case name of a method.
@@ -63,7 +63,7 @@ def memory(name: str) -> str:
 
 
 def held_bytes(method: Method, config: Any, length: int) -> int:
-    """Bytes of all layers and of their shared state, while a single row decodes after a prompt of ``length`` tokens."""
+    """Count the bytes of all layers and their shared state while a row decodes after a prompt of ``length`` tokens."""
     methods = layer_methods(method, config)
     specs = layer_specs(methods, config, 1, length, NEW_TOKENS)
     known: dict[Any, Any] = {}
@@ -90,11 +90,11 @@ def held_bytes(method: Method, config: Any, length: int) -> int:
 
 
 def speed(name: str, docs: pathlib.Path) -> str:
-    """The times of a method for decoding, prompts and host memory, as markdown; "" if no record has them.
+    """Show the times of a method for decoding, prefill and host memory, as markdown; "" if no record has them.
 
     Args:
         name: lower-case name of a method.
-        docs: folder of the documentation; ``records/speed.json`` and ``records/offload.json`` in it have the times.
+        docs: folder of the documentation, whose ``records/speed.json`` and ``records/offload.json`` have the times.
     """
     parts = []
     record = load(docs / "records" / "speed.json")
@@ -170,7 +170,7 @@ def speed(name: str, docs: pathlib.Path) -> str:
 
 @functools.cache
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The record in a file, or {} if there is no file."""
+    """Load the record in a file, or {} if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
@@ -185,7 +185,7 @@ def _default(name: str) -> Method:
 
 
 def is_of(label: str, name: str) -> bool:
-    """Whether a record's label names the method, or a variant of it such as ``tokenselect_hit``."""
+    """Say whether a record's label names the method, or a variant of it such as ``tokenselect_hit``."""
     return label.lower() == name or label.lower().startswith(f"{name}_")
 
 

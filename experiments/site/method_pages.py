@@ -15,13 +15,13 @@ from experiments.site.method_scores import scores
 from kvjax import registry
 from kvjax.method import Method
 
-_FINDINGS = (  # texts that may speak of a method
+_FINDINGS = (  # pages that may mention a method
     "five-papers", "tables/ablations", "speed", "offload", "notebook/retrieval", "notebook/eviction",
 )  # fmt: skip
 
 
 def page(name: str, docs: pathlib.Path) -> str:
-    """The page of a method as MyST markdown.
+    """Write the page of a method as MyST markdown.
 
     Args:
         name: a method's name, in any case.
@@ -50,7 +50,7 @@ def page(name: str, docs: pathlib.Path) -> str:
 
 
 def index() -> str:
-    """The page that lists all methods: a table of every method, with links to their pages."""
+    """Write the page that lists all methods: a table of every method, with links to their pages."""
     known = registry.builtin()
     table = re.sub(r"\]\(kvjax/methods/(\w+)[\w/]*\.py\)", r"](\1.md)", registry.markdown())
     listed = "\n".join(sorted(known))
@@ -58,7 +58,7 @@ def index() -> str:
 
 
 def front() -> str:
-    """The README's part: a row for Full and for each of the five papers' methods, and the names of all others."""
+    """Write the README's part: a row for Full and for each of the papers' methods, and the names of all other methods."""
     known = registry.builtin()
     shown = {"full", *PAPERS}
     others = ", ".join(cls.__name__ for name, cls in sorted(known.items()) if name not in shown)
@@ -67,18 +67,18 @@ def front() -> str:
 
 
 def pages(docs: pathlib.Path) -> dict[str, str]:
-    """The text of `index` and of the page of every method, by the name of its file."""
+    """Write `index` and the page of every method, by the name of its file."""
     return {"index.md": index(), **{f"{name}.md": page(name, docs) for name in registry.builtin()}}
 
 
 def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
-    """Titles and markdown of the parts of a method's docstring that follow its first paragraph, the idea.
+    """Split a method's docstring into titles and markdown of the parts that follow its first paragraph, the idea.
 
     A part begins with a paragraph that opens with "Stored", "Score", ``**Source**`` or ``**Departures**``. A score that has
     no paragraph of its own belongs to the part about storage.
 
     Args:
-        docstring: of a method's module, cleaned of indentation.
+        docstring: the docstring of a method's module, cleaned of indentation.
         name: the method, which is not linked from its own page.
     """
     blocks = _blocks(docstring)[1:]
@@ -99,7 +99,7 @@ def sections(docstring: str, name: str = "") -> list[tuple[str, str]]:
 
 
 def markdown(text: str, name: str = "") -> str:
-    """A paragraph of a docstring as MyST: code spans, links to papers, to commits and to the pages of other methods.
+    """Convert a paragraph of a docstring to MyST: code spans, links to papers, to commits and to pages of other methods.
 
     Args:
         text: a paragraph without line breaks.
@@ -127,7 +127,7 @@ def markdown(text: str, name: str = "") -> str:
 
 
 def knob_table(cls: type[Method], name: str = "") -> str:
-    """The knobs of a method as a markdown table, or the word "None." if it has no knobs."""
+    """Write the knobs of a method as a markdown table, or the word "None." if it has no knobs."""
     knobs = registry.knobs(cls)
     if not knobs:
         return "None."
@@ -165,7 +165,7 @@ def _facts(name: str, cls: type[Method]) -> str:
 
 
 def _see_also(title: str, docs: pathlib.Path) -> str:
-    """Links to the texts that name the method."""
+    """List links to the pages that name the method."""
     links = []
     for stem in _FINDINGS:
         path = docs / f"{stem}.md"
@@ -176,7 +176,7 @@ def _see_also(title: str, docs: pathlib.Path) -> str:
 
 
 def _blocks(docstring: str) -> list[str]:
-    """The paragraphs of a docstring as single lines, and its literal blocks as code fences, in order."""
+    """Split a docstring into its paragraphs, as single lines, and its literal blocks, as code fences, in order."""
     blocks: list[str] = []
     literal = False
     for chunk in re.split(r"\n\s*\n", docstring.strip()):
@@ -194,5 +194,5 @@ def _blocks(docstring: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A text with its vertical bars escaped, so that it does not end a table's cell."""
+    """Escape the vertical bars of a text, so that it does not end a table's cell."""
     return text.replace("|", r"\|")

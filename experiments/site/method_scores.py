@@ -1,4 +1,4 @@
-"""The quality on a method's page: scores with intervals, from the records in ``docs``."""
+"""The scores on a method's page, with intervals, from the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COSTS = (
 
 
 def scores(name: str, docs: pathlib.Path) -> str:
-    """The scores of a method from the records of the demo and of all result folders; "" if there are none.
+    """Show the scores of a method from the records of the demo and of all result folders; "" if there are none.
 
     Args:
         name: lower-case name of the method.
@@ -36,7 +36,7 @@ def scores(name: str, docs: pathlib.Path) -> str:
 
 
 def score_tables(cells: Sequence[Row]) -> str:
-    """Scores with intervals in a table for each setting: a line for each task, a column for each length, means and costs.
+    """Show scores with intervals for each setting: a line for each task, a column for each length, means and costs.
 
     Args:
         cells: cells with "task" (or "name"), "score" (or "value") and "length", which is None for examples of a file. The
@@ -96,14 +96,14 @@ def _score(row: Row | None) -> str:
 
 
 def _mean(cells: Sequence[Row], length: int | None, field: str, style: str, scale: float) -> str:
-    """The mean of a field over the cells of a length, or "" if a cell lacks the field."""
+    """Format the mean of a field over the cells of a length, or "" if a cell lacks the field."""
     values = [_value(row, field) for row in cells if row["length"] == length]
     known = [value for value in values if value is not None]
     return format(scale * sum(known) / len(known), style) if len(known) == len(values) else ""
 
 
 def _section(title: str, path: pathlib.Path, name: str, link: str) -> str:
-    """The tables of a record, with their origin."""
+    """Write the tables of a record, with their origin."""
     record = load(path)
     settings = record.get("settings") or {}
     mine = []
@@ -119,7 +119,7 @@ def _section(title: str, path: pathlib.Path, name: str, link: str) -> str:
 
 
 def _demo(name: str, docs: pathlib.Path) -> str:
-    """The rows of the demo at 16K, which has rows of every baseline."""
+    """Show the rows of the demo at 16K tokens, which has rows of every baseline."""
     record = load(docs / "records" / "demo-16k.json")
     mine = [row for row in record.get("metrics", ()) if row["method"] == name]
     if not mine:
@@ -143,7 +143,7 @@ def _demo(name: str, docs: pathlib.Path) -> str:
 
 
 def _origin(record: Row) -> list[str]:
-    """The device, date and commit of a record, if it has them."""
+    """List the device, date and commit of a record, if it has them."""
     device, commit = record.get("device") or {}, record.get("commit")
     told = [device.get("kind"), (record.get("date") or "")[:10], f"commit {commit[:10]}" if commit else None]
     return [text for text in told if text]

@@ -1,4 +1,4 @@
-"""Writes all generated pages of the documentation site, and what is drawn and tabulated from the records in ``docs``."""
+"""Writes all generated pages of the documentation site, and the figures and tables from the records in ``docs``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
     removed.
 
     Args:
-        out: folder of the pages; it is made if need be.
+        out: folder of the pages; it is made if it does not exist.
         docs: folder of the documentation, with the folder ``records`` in it.
 
     Returns:
@@ -61,9 +61,10 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 
 
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-    """Write the tables again: of the records, in ``docs/tables`` and result folders, and those between marks in the pages.
+    """Write the tables again: the records' tables in ``docs/tables`` and result folders, and the parts between marks.
 
-    Returns the files.
+    Returns:
+        The files.
     """
     texts = record_tables.pages(docs) | marked_pages(docs)
     for file, text in texts.items():
@@ -72,7 +73,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The functions that make the parts of pages that stand between marks, by name."""
+    """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
     for module in (quality, agreement, distance, choice, paper_tables):
         made |= module.parts(docs)
@@ -80,7 +81,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 
 def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
-    """The text of the README and of every page of ``docs`` that has generated parts, with these parts made again."""
+    """Write the text of the README and of every page of ``docs`` that has generated parts, with these parts made again."""
     known = parts(docs)
     files = [docs.parent / "README.md", *sorted(docs.glob("*.md"))]
     texts = {file: file.read_text(encoding="utf-8") for file in files if file.exists()}
@@ -88,11 +89,11 @@ def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
 
 
 def draw_figures(docs: pathlib.Path = DOCS, again: bool = True) -> list[pathlib.Path]:
-    """Draw the figures that the pages show, from their records; returns the files that were drawn.
+    """Draw the figures that the pages show, from their records, and return the files that were drawn.
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
-        again: also draw the figures that are there.
+        again: also draw the figures that exist already.
     """
     written, records = [], docs / "records"
     for file, (record, kind) in FIGURES.items():

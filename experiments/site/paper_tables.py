@@ -44,22 +44,22 @@ mean is over the tasks that both tables have, where they have the same tasks. "N
 rows are missing; such systems are in no comparison. "As in the main table": the papers' methods with their papers' numbers
 of tokens, all other methods with an eighth of the context."""
 _ABOUT_SUMMARY = (
-    "A row for each table and each setting of ours; where the paper prints several models, their numbers stand one after "
-    "the other. Systems: those that we have, of those that can be made. Sign: how many systems differ from Full with the "
-    "paper's sign, with the opposite one, or not beyond noise. Tau: Kendall's tau of the paper's order and ours, 1 for the "
-    "same and -1 for the reverse; theirs: that of the paper's models with each other, over the same systems. Change places: "
-    "pairs of systems whose order differs beyond noise, of all pairs."
+    "A row for each table and each setting of ours; where the paper prints several models, their values stand one after "
+    "the other. Systems: how many systems we have run, of all systems that can be run. Sign: how many systems differ from "
+    "Full with the paper's sign, with the opposite sign, or not beyond noise. Tau: Kendall's tau between the paper's order "
+    "and ours, 1 for the same and -1 for the reverse; theirs: the tau between the paper's models, over the same systems. "
+    "Change places: pairs of systems whose order differs beyond noise, of all pairs."
 )
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The function that makes the summary, by its name; see `experiments.site.marks`."""
+    """Return the function that makes the summary, by its name; see `experiments.site.marks`."""
     there = (docs / "records" / "results" / MAIN).is_dir()
     return {"papers-remade": functools.partial(summary, docs) if there else functools.partial(missing, docs, SETTINGS)}
 
 
 def page(docs: pathlib.Path) -> str:
-    """The page of all tables.
+    """Write the page of all tables.
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
@@ -73,7 +73,7 @@ def page(docs: pathlib.Path) -> str:
 
 
 def summary(docs: pathlib.Path) -> str:
-    """A table with a row for each table and setting: how many signs agree, tau, and how many pairs change places.
+    """Write a table with a row for each table and setting: how many signs agree, tau, and how many pairs change places.
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
@@ -92,18 +92,18 @@ def _summary(judged: _Judged, page: str) -> str:
 
 
 def _judged(docs: pathlib.Path) -> _Judged:
-    """The tables, with what their records say; nothing where there is no record yet."""
+    """Judge the tables by their records; a table without a record has no verdicts."""
     records = {name: _entries(docs, name) for name in {remade.record for remade in remade_tables()}}
     return [(remade, verdicts(remade, records[remade.record])) for remade in remade_tables()]
 
 
 def _missing(docs: pathlib.Path, remade: Remade) -> str:
-    """What stands in place of a table without a record."""
+    """Write the text in place of a table without a record."""
     return missing(docs, SETTINGS if remade.record == MAIN else (remade.record,))
 
 
 def _entries(docs: pathlib.Path, name: str) -> list[Entry]:
-    """The rows of a result folder, or of an ablation's record; empty if there is neither."""
+    """Load the rows of a result folder, or of an ablation's record; empty if there is neither."""
     folder, file = docs / "records" / "results" / name, docs / "records" / "ablations" / f"{name}.json"
     if folder.is_dir():
         return [entry for entry in load([folder]) if entry.row["unit"] == "percent"]
@@ -117,7 +117,7 @@ def _entries(docs: pathlib.Path, name: str) -> list[Entry]:
 
 
 def _summary_row(remade: Remade, setting: str, systems: int, found: Sequence[Verdict], page: str) -> Sequence[str]:
-    """The verdicts of one setting, one for each model of the paper; none if there is no record."""
+    """Write the verdicts of one setting, one for each model of the paper; none if there is no record."""
     both = found[0].compared if found else []
     pairs, signs = math.comb(len(both), 2), [[system.sign for system in verdict.systems] for verdict in found]
     theirs = [
@@ -137,7 +137,7 @@ def _summary_row(remade: Remade, setting: str, systems: int, found: Sequence[Ver
 
 
 def _each(values: Iterable[object]) -> str:
-    """Values of several models; "" if none is known."""
+    """Join the values of several models; "" if none is known."""
     shown = [str(value) for value in values]
     return ", ".join(shown) if any(shown) else ""
 
@@ -147,7 +147,7 @@ def _tau(value: float) -> str:
 
 
 def _scores(remade: Remade, found: Sequence[Verdict]) -> str:
-    """The printed scores of each model, then ours at each setting."""
+    """Show the printed scores of each model, then our scores at each setting."""
     parts = {verdict.part.table.model: verdict.part for verdict in found}
     ours = {verdict.setting: verdict for verdict in found}
     head, body = ["system"], [["Full"], *([_title(label)] for label in remade.rows)]
@@ -175,7 +175,7 @@ def _ours(system: System | None, cells: int) -> list[str]:
 
 
 def _notes(docs: pathlib.Path, remade: Remade, found: Sequence[Verdict]) -> list[str]:
-    """The pairs that change places, what has no row of ours, and where the numbers come from."""
+    """Describe the pairs that change places, the systems without a row of ours, and the sources of the scores."""
     told = []
     for verdict in found:
         if beyond := [change for change in verdict.changes if change.beyond_noise]:

@@ -19,7 +19,7 @@ from experiments.site.runs import Row, Runs, against, megabytes, read, share, ti
 from experiments.tasks import expand
 
 MAIN = ("main", "main-16k", "main-extend")
-BEST = 6  # of the baselines, in the README's table
+BEST = 6  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
 _NEAR = 0.05  # CHESS' ratios only come near a share
 _OF_BUDGET = ({"budget"}, {"ratios"}, {"channels", "fraction"})  # knobs that give a budget and nothing else
@@ -31,7 +31,7 @@ _SHORT = {
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """The functions that make the parts about the main runs and the toy, by name; see `experiments.site.marks`."""
+    """List the functions that make the parts about the main runs and the toy, by name; see `experiments.site.marks`."""
     main, toy = Runs(docs, MAIN), Runs(docs, ("toy",))
 
     def unless_missing(make: Callable[[Runs], str], settings: tuple[str, ...]) -> Callable[[], str]:
@@ -51,7 +51,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 
 def front(runs: Runs) -> str:
-    """The README's table, the best first: Full, the five papers' methods, and the best of the others."""
+    """Write the README's table, the best first: Full, the five papers' methods, and the best baselines."""
     lengths, after = runs.shown("prefill"), runs.lengths("extend")
     first = lengths[0]  # where every method was asked
     ranked = runs.ranked("prefill", first)
@@ -78,7 +78,7 @@ def front(runs: Runs) -> str:
 
 
 def means(runs: Runs) -> str:
-    """Every method at its own setting: means over tasks, beside Full, with costs."""
+    """Show every method at its own setting: means over tasks, beside Full, with costs."""
     asked = [("prefill", length) for length in runs.lengths("prefill")]
     body = []
     for method in runs.ranked(*asked[0]):
@@ -104,7 +104,7 @@ def means(runs: Runs) -> str:
 
 
 def tasks(runs: Runs) -> str:
-    """The score of every method in every task at the shortest length, the question in the prompt."""
+    """Show the score of every method in every task at the shortest length, with the question in the prompt."""
     length = runs.lengths("prefill")[0]
     rows = [x.row for x in runs.compared if (x.row["question"], x.row["length"]) == ("prefill", length)]
     names = sorted(dict.fromkeys(row["name"] for row in rows), key=expand(("trained",)).index)
@@ -116,7 +116,7 @@ def tasks(runs: Runs) -> str:
 
 
 def questions(runs: Runs) -> str:
-    """The question in the prompt that is compressed, and after it."""
+    """Show scores with the question in the prompt that is compressed, and with the question after it."""
     (length,) = runs.lengths("extend")
     body = []
     for method in runs.ranked("prefill", length):
@@ -147,7 +147,7 @@ def budgets(runs: Runs) -> str:
 
 
 def _column(row: Row) -> str:
-    """The column of `budgets` that a row belongs to: "own", a share of `SHARES`, or "" for another setting."""
+    """Find the column of `budgets` that a row belongs to: "own", a share of `SHARES`, or "" for another setting."""
     _, bracket, knobs = row["method"].partition("(")
     if not bracket:
         return "own"
@@ -157,7 +157,7 @@ def _column(row: Row) -> str:
 
 
 def nominal(row: Row) -> float:
-    """The share of the context that a row's setting reads, by its knobs."""
+    """Compute the share of the context that a row's setting reads, from its knobs."""
     knobs = row["knobs"]
     if "ratios" in knobs:
         return math.prod(knobs["ratios"])
@@ -167,7 +167,7 @@ def nominal(row: Row) -> float:
 
 
 def short(name: str) -> str:
-    """A task's name for the head of a column."""
+    """Shorten a task's name for the head of a column."""
     for long, brief in _SHORT.items():
         name = name.replace(long, brief)
     return name

@@ -18,7 +18,7 @@ _OPEN_ENDED = 60  # characters of a setting's value that are shown
 
 
 def page(docs: pathlib.Path) -> str:
-    """The list as MyST markdown: a table of all records, their settings, and the pages that ``index.md`` does not name.
+    """Write the list as MyST markdown: a table of all records, their settings, and the pages that ``index.md`` does not name.
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
@@ -58,7 +58,7 @@ def page(docs: pathlib.Path) -> str:
 
 
 def other_pages(docs: pathlib.Path) -> list[str]:
-    """Pages of ``docs``, of its tables and of result folders that ``index.md`` does not name, so that none is left out."""
+    """List the pages of ``docs``, its tables and result folders that ``index.md`` does not name, so that none is left out."""
     index = docs / "index.md"
     named = {line.strip() for line in index.read_text(encoding="utf-8").splitlines()} if index.exists() else set()
     paths = [path for pattern in _PAGES for path in sorted(docs.glob(pattern))]
@@ -66,7 +66,7 @@ def other_pages(docs: pathlib.Path) -> list[str]:
 
 
 def record_files(docs: pathlib.Path) -> list[pathlib.Path]:
-    """Every JSON file that can be a record; the files of the folder ``records`` itself come first."""
+    """List every JSON file that can be a record; the files of the folder ``records`` itself come first."""
     return [path for pattern in _PATTERNS for path in sorted(docs.glob(pattern))]
 
 
@@ -75,7 +75,7 @@ def _label(path: pathlib.Path, docs: pathlib.Path) -> str:
 
 
 def _runs(path: pathlib.Path, record: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """The date and commit of every run, oldest first, as noted in the record or beside it; else the record's own."""
+    """List the date and commit of every run, oldest first, as noted in the record or beside it; else the record's own."""
     noted = (record.get("notes") or {}).get("runs") or {}
     told = [(date, about.get("commit")) for date, about in noted.items()]
     told = told or [(run["date"], run.get("commit")) for run in read_runs(path.parent)]

@@ -30,7 +30,7 @@ _TABLES = {
 
 
 def pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
-    """The text of every page of tables by its file: the pages of ``docs/tables``, and the table of every result folder.
+    """Write the text of every page of tables, by file: the pages of ``docs/tables``, and the table of every result folder.
 
     Args:
         docs: folder of the pages, with the folder ``records`` in it.

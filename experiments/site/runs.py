@@ -1,4 +1,4 @@
-"""The result folders that the pages quote, read once: rows beside Full, means over tasks, what they were measured on."""
+"""The result folders that the pages quote, read once: rows beside Full, means over tasks, models and devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODELS = {
     "smollm2": "SmolLM2-135M-Instruct (4-bit weights)",
     "smollm2-retrieval": "SmolLM2-135M-Instruct (4-bit weights) with our retrieval adapter",
 }
-# Where it is not the name of a class of methods that have a name.
+# Titles that are not the name of a method's class.
 _TITLES = {"chess": "CHESS", "twilight": "Twilight", "minference": "MInference"}
 
 
@@ -29,7 +29,7 @@ class Runs:
 
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
-        names: of folders of ``docs/records/results``.
+        names: names of folders of ``docs/records/results``.
     """
 
     def __init__(self, docs: pathlib.Path, names: Sequence[str]) -> None:
@@ -59,22 +59,25 @@ class Runs:
         return averages(self.compared)
 
     def mean(self, method: str, question: str, length: int) -> dict[str, Any] | None:
-        """The mean of a method, or None if it was not measured on all tasks."""
+        """Find the mean of a method, or None if it was not measured on all tasks."""
         at = (method, question, length)
         return next((x for x in self.means if (x["method"], x["question"], x["length"]) == at), None)
 
     def lengths(self, question: str) -> list[int]:
-        """The lengths at which the question was asked in this way, ascending."""
+        """List the lengths at which the question was asked in this way, ascending."""
         return sorted({x["length"] for x in self.means if x["question"] == question})
 
     def shown(self, question: str) -> list[int]:
-        """The least length, and those at which all methods of the papers that have a mean at the least have one, too."""
+        """List the lengths that tables show: the shortest length, and longer lengths at which no paper's method is missing.
+
+        A paper's method is missing at a length if it has a mean at the shortest length, but none at this one.
+        """
         lengths = self.lengths(question)
         wanted = [method for method in PAPERS if lengths and self.mean(method, question, lengths[0])]
         return lengths[:1] + [x for x in lengths[1:] if all(self.mean(method, question, x) for method in wanted)]
 
     def ranked(self, question: str, length: int) -> list[str]:
-        """Full, then the other methods by their mean scores at a length, the best first."""
+        """Rank the methods: Full, then the other methods by their mean scores at a length, the best first."""
         here = [x for x in self.means if (x["question"], x["length"]) == (question, length)]
         return [x["method"] for x in sorted(here, key=lambda x: (x["method"] != "full", -x["score"]))]
 
@@ -95,34 +98,34 @@ class Runs:
 
 
 def title(label: str) -> str:
-    """A method's name as the pages write it; knobs in brackets stay."""
+    """Return a method's name as the pages write it; knobs in brackets stay."""
     name, bracket, knobs = label.partition("(")
     cls = registry.classes().get(name)
     return _TITLES.get(name, cls.__name__ if cls else name) + bracket + knobs
 
 
 def megabytes(count: float) -> str:
-    """Bytes as megabytes."""
+    """Format bytes as megabytes."""
     return f"{count / 1e6:.2f} MB"
 
 
 def read(mean: Row) -> str:
-    """The bytes that a decode step reads, and their share of what it reads under Full."""
+    """Format the bytes that a decode step reads, and their share of the bytes that it reads under Full."""
     if mean["method"] == "full":
         return megabytes(mean["bytes_read_per_step"])
     return f"{megabytes(mean['bytes_read_per_step'])} ({share(mean)})"
 
 
 def share(row: Row) -> str:
-    """The share of the bytes that a decode step reads under Full."""
+    """Format the bytes that a decode step reads as a share of the bytes that it reads under Full."""
     return f"{100 * row['bytes_read_per_step'] / row['full_bytes_read_per_step']:.1f} %"
 
 
 def against(mean: Row | None) -> str:
-    """The difference to Full with its interval; "" for Full itself or without a mean."""
+    """Format the difference to Full with its interval; "" for Full itself or without a mean."""
     return "" if mean is None or mean["method"] == "full" else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}"
 
 
 def wrapped(text: str) -> str:
-    """A paragraph in lines of at most 120 letters."""
+    """Wrap a paragraph in lines of at most 120 letters."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

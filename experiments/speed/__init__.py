@@ -1,4 +1,4 @@
-"""How fast methods decode and read prompts: time, bytes, the floor that the bytes set, and the ratio of time and floor."""
+"""The speed of decoding and prefill: time, bytes, the floor that the bytes set, and the ratio of the time to the floor."""
 
 from experiments.speed.device_time import Seconds as Seconds
 from experiments.speed.device_time import loop_seconds as loop_seconds

@@ -1,19 +1,20 @@
-"""How fast: `python -m experiments.speed --methods full,snapkv --lengths 131072`.
+"""Times decoding and prefill of every method: `python -m experiments.speed --methods full,snapkv --lengths 131072`.
 
 The model has random weights in the shape of a real model, and its cache is filled with random keys and values as a prefill
 would leave it (`filled_cache.py`), so that only decoding costs time. Every row has a floor of its own: the bytes that a step
-must read (all weights, and the bytes that the method's `cost` counts in the real state) over the read bandwidth, which a
-streaming reduction measures in the same run. There is a row for each (model, method, length, batch). A row is written as soon
-as it is finished, and is not measured again. A row that does not fit into the memory is recorded as such.
+must read (all weights, and the bytes that the method's `cost` counts in the real state) over the read bandwidth. A
+streaming reduction measures the bandwidth in the same run. There is a row for each (model, method, length, batch). A row is
+written as soon as it is finished, and is not measured again. A row that does not fit into memory is recorded as such.
 
-By default, rows are decode steps (TPOT). ``--prefill`` times the reading of a prompt (TTFT). ``--attention-only`` times the
-selection and the attention of a single layer, at a decode step or (``--queries 512``) on a further chunk of a prompt.
-``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow; give the
-process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With ``--set pariskv.offload=True`` only what
-stays on the device counts; give such rows a record of their own, and leave their floor aside, which does not know the bus.
+By default, rows are decode steps (TPOT, time per output token). ``--prefill`` times prefill (TTFT, time to the first token).
+``--attention-only`` times the selection and the attention of a single layer, at a decode step or (``--queries 512``) on a
+further chunk of a prompt. ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the
+allocated bytes allow. Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With
+``--set pariskv.offload=True`` only the bytes on the device count. Give such rows a record of their own, and ignore their
+floor, which does not include the bus.
 
-``--mesh`` spreads the rows over devices, and ``--beside-one`` times them on one device, too, in the same run.
-``--beside-part`` times one device's part of the model alone: what is missing to the time on the mesh is sums and waiting.
+``--mesh`` spreads the rows over devices, and ``--beside-one`` also times them on one device in the same run.
+``--beside-part`` times one device's part of the model alone: the rest of the time on the mesh is collectives and waiting.
 ``--sums`` times the rows under several variants of the sums over devices (`sum_variants.py`).
 """
 
@@ -60,15 +61,15 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
 
 
 def _beside(bench: Bench, parts: int = 1) -> int:
-    """Measure the rows of a mesh on one device, in the same run; returns how many failed.
+    """Measure the rows of a mesh on one device, in the same run, and return how many failed.
 
-    Of ``parts`` above 1, the device has one part of the model.
+    If ``parts`` is above 1, the device has one part of the model.
     """
     alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, beside_part=False, sums=())
     one = Bench(alone, bench.results, read_knobs(alone.knobs), bench.bandwidth, bench.run, parts)
     time_rows(one, alone)
     failed = one.failed
-    del one  # its parameters must leave the device before those of the mesh come
+    del one  # its parameters must leave the device before the parameters of the mesh come
     gc.collect()
     return failed
 
@@ -88,7 +89,7 @@ def time_rows(bench: Bench, settings: SpeedSettings) -> None:
 
 
 def open_results(path: pathlib.Path, dtype: str) -> Results:
-    """The record at a path, which holds the rows of a single kind of device."""
+    """Open the record at a path, which holds the rows of a single kind of device."""
     kind = jax.devices()[0].device_kind
     settings = {"device": kind, "weights": "random", "dtype": dtype, "decoding": "greedy, to the end"}
     return Results(path, "speed", settings)

@@ -1,4 +1,4 @@
-"""The measurements of a process on one model: decode steps, prompts, the attention of a layer, the largest batch."""
+"""The measurements of a process on one model: decode steps, prefill, the attention of a layer, the largest batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bench:
     Attributes:
         failed: rows that ended with an error other than too little memory.
         run: the time at which the process began; the rows of the record name it.
-        chunk_size: tokens of a pass that reads prompts, of all rows together.
+        chunk_size: tokens of a prefill pass, of all rows together.
         queries: tokens that a layer attends with at once.
         most_rows: the batch at which the search for the largest batch begins at most.
 
@@ -75,7 +75,7 @@ class Bench:
         self.most_rows = settings.most_rows or MOST_ROWS
         self._knobs = knobs or {}
         if unused := [name for name in self._knobs if name not in settings.variants]:
-            raise ValueError(f"a knob of {unused[0]!r}, which is none of the methods {', '.join(settings.variants)}")
+            raise ValueError(f"knobs must belong to one of {', '.join(settings.variants)}, got a knob of {unused[0]!r}")
         for name in settings.variants:  # so that a method refuses its settings before anything is measured
             for length in settings.lengths:
                 self.setting(name, length)
@@ -106,7 +106,7 @@ class Bench:
         return measured
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:
-        """A variant at a length; ``knobs`` go before all others."""
+        """Return a variant at a length; ``knobs`` override all other knobs."""
         return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs})
 
     def row(
@@ -120,7 +120,7 @@ class Bench:
         wanted: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """A row from the record; if it has none, the row is measured and recorded.
+        """Look a row up in the record; if the record has none, measure the row and record it.
 
         Args:
             kind: "decode", "prefill" or "attention".
@@ -128,9 +128,9 @@ class Bench:
             length: tokens.
             batch: rows.
             measure: measures the row; the fields that it returns join the row.
-            knobs: of the variant; they go before all others.
+            knobs: knobs of the variant, which override all other knobs.
             wanted: a field that a row of the record must have to count.
-            **more: other fields that tell rows apart.
+            **more: further fields that tell rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
         key = {"name": kind, "model": self.settings.model, "mesh": self._placed, "method": name, "length": length}
@@ -172,7 +172,7 @@ class Bench:
 
     @staticmethod
     def _counts(known: Mapping[str, Any], wanted: str | None) -> bool:
-        """Whether a row of the record counts, so that it is not measured again.
+        """Say whether a row of the record counts, so that it is not measured again.
 
         A row that ran out of memory counts as long as there is no more memory than there was.
         """
@@ -184,7 +184,7 @@ class Bench:
     def decode(
         self, name: str, length: int, batch: int, split: bool | None = None, sums: str | None = None
     ) -> dict[str, Any]:
-        """A row with the time per output token, see `decode_figures`.
+        """Measure a row with the time per output token, see `decode_figures`.
 
         Args:
             name: see `VARIANTS`.
@@ -202,7 +202,7 @@ class Bench:
         return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums)
 
     def _split(self, whole: float, cache: Any, batch: int) -> dict[str, float | None] | None:
-        """Seconds of a step's parts; None if there is no memory to measure them."""
+        """Measure the seconds of a step's parts; None if there is too little memory to measure them."""
         try:
             rest, alone = self.rest(batch), attend_seconds(cache)
         except jax.errors.JaxRuntimeError as problem:
@@ -213,7 +213,7 @@ class Bench:
         return {"rest": rest, "attend": alone, "select": select, "select_and_attend": whole - rest}
 
     def rest(self, batch: int) -> float:
-        """Seconds per token of everything but the method; measured once per batch size and run."""
+        """Measure the seconds per token of everything but the method, once per batch size and run."""
         key = {"model": self.settings.model, "batch": batch, "run": self.run}  # a run has one mesh at most
         known = next((x for x in self.results.notes.get("rest", []) if key.items() <= x.items()), None)
         if known is None:
@@ -225,15 +225,15 @@ class Bench:
     def decode_figures(
         self, method: Method, length: int, batch: int, kv_dtype: str | None = None, sums: str | None = None
     ) -> tuple[dict[str, Any], Any]:
-        """Time the jitted token loop. The cache is donated, and each repeat goes on where the repeat before it ended.
+        """Time the jitted token loop. The cache is donated, and each repeat continues where the previous repeat ended.
 
-        On a mesh all bytes are those of one device, and so is the floor.
+        On a mesh, all bytes and the floor belong to one device.
 
         Args:
-            method: decodes.
+            method: the method under which tokens are decoded.
             length: tokens stored.
             batch: rows.
-            kv_dtype: of the stored keys and values.
+            kv_dtype: dtype of the stored keys and values.
             sums: a variant of sums over devices.
 
         Returns:
@@ -241,7 +241,7 @@ class Bench:
 
         Raises:
             FloatingPointError: logits were not finite.
-            MemoryError: the parameters and the cache alone are larger than the memory of a device.
+            MemoryError: the parameters and the cache alone exceed the memory of a device.
         """
         settings, params, peak = self.settings, self.params, peak_bytes()
         sizes = {"length": length, "batch": batch, "room": self.room, "kv_dtype": kv_dtype}
@@ -294,7 +294,7 @@ class Bench:
         sums: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """A row with the time to read a prompt: the chunks, the method's compression, the logits of the first token.
+        """Measure a row with the time of prefill: the chunks, the method's compression, the logits of the first token.
 
         Args:
             name: see `VARIANTS`.
@@ -314,7 +314,7 @@ class Bench:
             read = functools.partial(shard_map.prefill_each, model=self.config, plan=plan, kv_dtype=kv_dtype, **sizes)
             given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
             arguments = (self.params, *given, (chosen.method,))
-            # A prompt that does not fit is refused here: an attempt would leave less memory to the rows that follow.
+            # A prompt that does not fit is refused here: an attempt would leave less memory for the rows that follow.
             check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes | {"batch": batch, "prompt_slots": length})
             program, compile_seconds = compiled(read, *arguments, sums=sums)
             spans, hosted = [], 0
@@ -344,11 +344,11 @@ class Bench:
         return self.row("prefill", name, length, batch, measure, knobs, sums=sums, chunk_size=self.chunk_size, **more)
 
     def attention(self, name: str, length: int) -> dict[str, Any]:
-        """A row with the time of a single layer's store, select, attend and update.
+        """Measure a row with the time of a single layer's store, select, attend and update.
 
         Args:
             name: see `VARIANTS`.
-            length: tokens stored; with several queries, tokens of the prompt that have been read.
+            length: tokens stored; with several queries, tokens of the prompt that precede them.
         """
 
         def measure(chosen: Setting) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class Bench:
         return self.row("attention", name, length, 1, measure, queries=self.queries)
 
     def largest_batch(self, name: str, length: int) -> int:
-        """The largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
+        """Find the largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
         method = self.setting(name, length).method
         sizes = {"length": length, "max_new_tokens": self.room, "kv_dtype": kv_dtype_of(name)}
         row = state_bytes(method, self.config, **sizes)

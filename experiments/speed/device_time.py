@@ -33,7 +33,7 @@ class Seconds:
 def loop_seconds(
     run: Callable[..., Any], *args: Any, chain: int = 8, iterations: int = 20, repeats: int = 7
 ) -> Seconds:
-    """The time of ``run(*args)`` alone.
+    """Measure the time of ``run(*args)`` alone.
 
     ``chain`` runs follow each other in the body of a loop of fixed length. The first argument of each run depends on the
     result of the run before it. In a loop, a compiler could overlap runs, move constant work out of the loop, or leave out
@@ -58,7 +58,7 @@ def loop_seconds(
 
 
 def _spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float]:
-    """Wall-clock seconds of each of ``repeats`` calls."""
+    """Measure the wall-clock seconds of each of ``repeats`` calls."""
     times = []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -68,9 +68,9 @@ def _spans(program: Callable[..., Any], args: tuple, repeats: int) -> list[float
 
 
 def over(whole: list[float], bare: list[float], runs: int, compile_seconds: float) -> Seconds:
-    """Seconds per run, from repeats of a loop with ``runs`` runs and from repeats of the same loop without them.
+    """Compute the seconds per run, from repeats of a loop with ``runs`` runs and from repeats of the same loop without them.
 
-    Of the loops without runs, the fastest counts. Such a loop is so short that a busy host doubles its time, and then the
+    Among the loops without runs, the fastest counts. Such a loop is so short that a busy host doubles its time, and then the
     runs would seem faster than they are.
     """
     rest = min(bare)
@@ -79,7 +79,7 @@ def over(whole: list[float], bare: list[float], runs: int, compile_seconds: floa
 
 
 def touch(first: jax.Array, result: Any) -> jax.Array:
-    """``first``, unchanged, but available only after all of ``result`` is."""
+    """Return ``first`` unchanged, but available only after all of ``result`` is."""
     odd = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(lax.optimization_barrier(result)):
         # This is never true, but a compiler cannot know that.

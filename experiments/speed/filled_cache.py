@@ -1,9 +1,9 @@
-"""Caches as a prefill would leave them, but with random keys and values: the time of a step does not depend on their content.
+"""Caches as prefill would leave them, but with random keys and values: the time of a step does not depend on their content.
 
 Every layer's storage is filled on the device and handed to the method's own `finish`, so that indices, packed vectors and
-evicted prompts are real. Rows are made one after the other, so that a batch takes the memory of its cache and of the work on
-a single row. Methods whose prompt storage is bounded read the first and the last chunks of random tokens; afterwards, their
-sinks and windows hold the positions that they would hold after the whole prompt.
+evicted prompts are real. Rows are made one after the other, so that a batch takes the memory of its cache and of the work
+on a single row. Methods whose prompt storage is bounded prefill the first and the last chunks of random tokens. Afterwards,
+their sinks and windows hold the positions that they would hold after the whole prompt.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def filled_cache(
     plan: Plan | None = None,
     kv_dtype: str | None = None,
 ) -> Cache:
-    """A cache of ``batch`` rows that is ready to decode; each row has seen ``length`` random tokens.
+    """Make a cache of ``batch`` rows that is ready to decode; each row has seen ``length`` random tokens.
 
     Args:
-        method: made for ``model``.
+        method: the method, made for ``model``.
         model: sizes.
         length: tokens of each prompt.
         batch: rows.
         max_new_tokens: tokens that may follow.
         weights: fingerprint of the parameters.
         seed: of keys, values, queries and tokens.
-        plan: the devices on which the cache is; each fills its own part, all with the same numbers. None means one device.
+        plan: the devices on which the cache is; each fills its own part, all with the same values. None means one device.
         kv_dtype: of the stored keys and values, as in `kvjax.prefill`.
 
     Raises:
@@ -86,7 +86,7 @@ def _filled_on(
     seed: int,
     kv_dtype: str | None,
 ) -> Cache:
-    """`filled_cache` on many devices; ``sizes`` are the tokens of a prompt, the rows, and the tokens that may follow."""
+    """Make a `filled_cache` on many devices; ``sizes`` are prompt tokens, rows, and tokens that may follow."""
     length, batch, max_new_tokens = sizes
     plan.check_rows(batch)
     part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan, kv_dtype)
@@ -109,7 +109,7 @@ def _filled_on(
 
 
 def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
-    """A jitted function that fills a layer on each device, one row after the other."""
+    """Make a jitted function that fills a layer on each device, one row after the other."""
 
     def fill(method: LayerMethod, inv_freq: Array, key: Array, length: Array) -> Any:
         def row(number: Array) -> Any:
@@ -135,7 +135,7 @@ def one_layer_cache(
     seed: int = 0,
     kv_dtype: str | None = None,
 ) -> tuple[LayerMethod, Cache]:
-    """The last layer of a model with a single row: the layer's method, and a cache of this layer only.
+    """Make the last layer of a model with a single row: the layer's method, and a cache of this layer only.
 
     Args:
         method: for the whole model.
@@ -171,7 +171,7 @@ def one_layer_cache(
 def state_bytes(
     method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, kv_dtype: str | None = None
 ) -> int:
-    """Bytes on the device of the states of all layers for a single row; nothing is allocated."""
+    """Count the bytes on the device of the states of all layers for a single row; nothing is allocated."""
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     total = 0
@@ -217,7 +217,7 @@ def _frequencies(model: ModelConfig) -> Array:
 
 
 def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:
-    """The state of a layer, made row after row."""
+    """Make the state of a layer, row after row."""
     make = functools.partial(_row, spec=dataclasses.replace(spec, batch=1), vocab_size=vocab_size, finished=True)
     if spec.batch == 1:
         return make(method, key, inv_freq, length)
@@ -230,7 +230,7 @@ def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, len
 
 @functools.partial(jax.jit, static_argnums=1)
 def _room(row: Any, batch: int) -> Any:
-    """Zeros for ``batch`` rows like ``row``, in the same kind of memory."""
+    """Make zeros for ``batch`` rows like ``row``, in the same kind of memory."""
 
     def zeros(x: Array) -> Array:
         room = jnp.zeros((batch, *x.shape[1:]), x.dtype)
@@ -258,7 +258,7 @@ def _row(
     vocab_size: int,
     finished: bool,
 ) -> Any:
-    """A row of a layer after ``length`` random tokens.
+    """Make a row of a layer after ``length`` random tokens.
 
     ``length`` is traced: otherwise a compiler would fold constants that are as large as a cache.
     """
@@ -278,7 +278,7 @@ def _is_part(x: Any) -> bool:
 
 
 def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> Any:
-    """Storage, or the observations of the prompt, with random content; any other part stays as it is."""
+    """Fill storage, or the observations of the prompt, with random content; any other part stays as it is."""
     keys = [jax.random.fold_in(key, index) for index in range(4)]
     if isinstance(part, LayerStorage):
         slot = part.first + jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
@@ -318,14 +318,14 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
 
 
 def _spread(moments: Moments, length: Array | int) -> Moments:
-    """The moments of ``length`` queries like those of `_normal`."""
+    """Return the moments of ``length`` queries with the distribution of `_normal`."""
     unit = jnp.eye(moments.mean.shape[3], dtype=jnp.float32) * length
     scatter = None if moments.scatter is None else jnp.broadcast_to(unit, moments.scatter.shape)
     return dataclasses.replace(moments, count=jnp.full_like(moments.count, length), scatter=scatter)
 
 
 def _normal(key: Array, like: Array) -> Array:
-    """Standard normal values, like the rotated keys of a model with random weights or with normalised keys."""
+    """Draw standard normal values, like the rotated keys of a model with random weights or with normalised keys."""
     return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
 
 
@@ -339,7 +339,7 @@ def _read(
     length: Array | int,
     vocab_size: int,
 ) -> Any:
-    """Read random tokens through the method's own prompt attention: the first chunk, and the last that fill its storage."""
+    """Prefill random tokens by the method's own attention: the first chunk, and the last chunks that fill its storage."""
     chunk = min(method.max_tokens(in_prompt=True) or slots, spec.prompt_slots)
     chunks = -(-spec.prompt_slots // chunk)
     last = min(-(-slots // chunk) + 1, chunks - 1)

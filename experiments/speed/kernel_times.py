@@ -1,4 +1,4 @@
-"""How long each kernel ran, read from a trace of JAX's profiler."""
+"""The time of each kernel, read from a trace of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class KernelTimes:
     Attributes:
         device: its name, such as "/device:GPU:0".
         span: seconds from the start of the first kernel to the end of the last.
-        busy: seconds in which a kernel ran; of kernels that ran at once, each instant counts once.
-        kernels: of each name, how often it ran and the sum of its seconds; the longest first.
+        busy: seconds in which at least one kernel ran.
+        kernels: by name, how often the kernel ran and the sum of its seconds; the longest first.
     """
 
     device: str
@@ -29,19 +29,19 @@ class KernelTimes:
 
 
 def read_trace(folder: pathlib.Path) -> list[KernelTimes]:
-    """The kernels of each device in the newest trace that `jax.profiler.trace` wrote into a folder.
+    """Read the kernels of each device in the newest trace that `jax.profiler.trace` wrote into a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no trace.
     """
     found = sorted(folder.glob("plugins/profile/*/*.trace.json.gz"))
     if not found:
-        raise FileNotFoundError(f"no trace in {folder}: expected plugins/profile/*/*.trace.json.gz")
+        raise FileNotFoundError(f"expected plugins/profile/*/*.trace.json.gz in {folder}, got no such file")
     return kernel_times(json.loads(gzip.decompress(found[-1].read_bytes()))["traceEvents"])
 
 
 def kernel_times(events: Iterable[Mapping[str, Any]]) -> list[KernelTimes]:
-    """The kernels of each device, from the events of a trace in Chrome's format, whose times are microseconds.
+    """Collect the kernels of each device, from the events of a trace in Chrome's format, whose times are microseconds.
 
     Kernels are the events of threads whose name begins with "Stream", in processes named after a device.
     """

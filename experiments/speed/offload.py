@@ -1,16 +1,17 @@
 """Decoding from host memory: `python -m experiments.speed.offload --methods pariskv --lengths 393216`.
 
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
-and, if that fits, with all of them on the device. A step's bytes over the bus are those of the attended rows that have no
-copy on the device, counted from a real selection of the last layer. The link's bandwidth is that of a copy of 256 MiB in the
-same run. A row's floor is the longer of two times, that of these bytes over the link and that of all others from the
-device's memory, because both can be read at once. More than 64 GB of pinned memory must be asked for:
+and, if they fit, with all of them on the device. A step's bus bytes are the bytes of the attended rows that have no copy on
+the device, counted from a real selection of the last layer. The link's bandwidth is measured by a copy of 256 MiB in the
+same run. A row's floor is the longer of two times: the bus bytes over the link, and all other bytes over the device's
+memory bandwidth, because both can be read at once. More than 64 GB of pinned memory must be requested:
 ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as many layers stay on the device as a prompt of that length
-leaves room for (`kvjax.offload_share`). ``--kv-dtype int8`` adds rows in which what is there and here is in 8 bits.
+leaves room for (`kvjax.offload_share`). ``--kv-dtype int8`` adds rows whose keys and values are stored in 8 bits, on the
+device and on the host.
 
-``--prompts`` times the reading of prompts instead, whose keys and values leave the device as they are made, and reports the
-largest device memory that this took: with ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, a prompt whose cache would not fit on the
-device is still read.
+``--prompts`` times prefill instead, whose keys and values leave the device as they are made, and reports the largest device
+memory that it took. With ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, even a prompt whose cache does not fit on the device is
+prefilled.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch
 
 
 def can_offload(bench: Bench, name: str, length: int) -> bool:
-    """Whether the method of a variant has the field ``offload``."""
+    """Say whether the method of a variant has the field ``offload``."""
     return "offload" in {field.name for field in dataclasses.fields(bench.setting(name, length).method)}
 
 
 def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
-    """The least share of the layers to offload.
+    """Find the least share of the layers that must be offloaded.
 
     It is 1 if no share fits, or if the device does not say how much memory it has.
     """
@@ -109,12 +110,12 @@ def fitting(bench: Bench, name: str, length: int, batch: int) -> float:
 
 
 def _offload(share: float) -> bool | float:
-    """A share as the value of the knob ``offload``: True and False instead of 1 and 0."""
+    """Convert a share to a value of the knob ``offload``: True and False instead of 1 and 0."""
     return bool(share) if share in (0, 1) else share
 
 
 def measure(bench: Bench, name: str, length: int, batch: int, share: float, link: float) -> dict[str, Any] | None:
-    """A row with ``share`` of the layers offloaded, from the record or measured now; ``link`` is bytes per second.
+    """Look up or measure a row with ``share`` of the layers offloaded; ``link`` is bytes per second.
 
     Returns:
         The row, or None if the other layers do not fit on the device.

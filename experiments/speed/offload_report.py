@@ -9,14 +9,15 @@ from experiments.records import markdown_rows
 from experiments.speed.rows import Row, failure, run_line, scaled, spread
 
 _LEGEND = (
-    "TPOT: milliseconds per output token, median (least - most). Resident: the same with everything on the device. "
-    "Bus: megabytes a step reads from host memory, over all rows and layers; GB/s: those over the time by which the step is "
-    "longer than the resident step, if that was measured. Layers: those with rows in host memory. Hot: share of the rows "
-    "attended there that have a copy on the device. Device, host: gigabytes of the cache."
+    "TPOT: milliseconds per output token, median (least - most). Resident: TPOT with everything on the device. "
+    "Bus: megabytes that a step reads from host memory, over all rows and layers; GB/s: these bytes over the time by which "
+    "the step is longer than the resident step, if the resident step was measured. Layers: number of layers with rows in "
+    "host memory. Hot: share of the rows attended in these layers that have a copy on the device. Device, host: gigabytes "
+    "of the cache."
 )
 _PROMPTS = (
-    "Seconds to read a prompt into host memory, median (least - most); the largest device memory of the process, the weights "
-    "in it, and the memory that the process was given; gigabytes of keys and values in host memory."
+    "Seconds to prefill a prompt into host memory, median (least - most); the largest device memory of the process, the "
+    "weights in it, and the memory that the process was given; gigabytes of keys and values in host memory."
 )
 _PROMPT_HEAD = (
     "method",
@@ -34,7 +35,7 @@ _PROMPT_HEAD = (
 
 
 def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """The tables of a record, and a line for each run.
+    """Write the tables of a record, and a line for each run.
 
     Args:
         metrics: the record's rows.
@@ -78,7 +79,7 @@ def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 
 def _prompt_line(row: Row) -> list[Any]:
-    """A row of the table of prompts."""
+    """Format a row of the table of prompts."""
     key = [row[name] for name in ("method", "length", "batch", "chunk_size")]
     if row["error"] is not None:
         return [*key, *[""] * 6, failure(row, 80)]
@@ -93,12 +94,12 @@ def _prompt_line(row: Row) -> list[Any]:
 
 
 def _note(row: Row) -> str:
-    """A row's note without the part that holds for the whole table."""
+    """Return a row's note without the part that holds for the whole table."""
     return "; ".join(part for part in row["note"].split("; ") if part != "offload=True")
 
 
 def _line(row: Row, metrics: Sequence[Row]) -> list[Any] | None:
-    """A row of the table of a model; None for a resident row that is shown beside its offloaded row."""
+    """Format a row of the table of a model; None for a resident row that is shown beside its offloaded row."""
     key = {name: row[name] for name in ("method", "length", "batch")}
     if row["error"] is not None:
         return [*key.values(), *[""] * 9, f"{row['name']}: {failure(row, 80)}"]

@@ -31,7 +31,7 @@ class LayerTime:
     """The time of a layer's `attend`: store, select, attend, update.
 
     Attributes:
-        seconds: of a call.
+        seconds: the time of a call.
         attended: tokens that enter the softmax, mean over KV heads; None inside a prompt.
         bytes_read: bytes of KV and metadata, by the method's own `cost`; None inside a prompt, where methods state no cost.
     """
@@ -53,21 +53,21 @@ def layer_seconds(
     seed: int = 0,
     kv_dtype: str | None = None,
 ) -> LayerTime:
-    """The time of the last layer's attention with ``length`` tokens stored, for a single row.
+    """Measure the time of the last layer's attention with ``length`` tokens stored, for a single row.
 
     Args:
-        method: for the whole model.
+        method: the method of the whole model.
         model: sizes.
         length: tokens stored.
-        queries: 1 is a decode step; more are a chunk of a prompt of which ``length`` tokens have been read.
+        queries: 1 is a decode step; more are a further chunk of a prompt, ``length`` tokens of which are already stored.
         chain: calls per iteration of the timing loop.
         iterations: iterations of the timing loop.
-        repeats: measurements. Decode steps go on from a measurement to the next; a prompt chunk is read again.
-        seed: of the content.
-        kv_dtype: of the stored keys and values.
+        repeats: measurements. Decode steps continue from one measurement to the next; a prompt chunk is prefilled again.
+        seed: seed of the content.
+        kv_dtype: dtype of the stored keys and values.
 
     Raises:
-        ValueError: more ``queries`` than the method reads at once.
+        ValueError: more ``queries`` than the method prefills at once.
     """
     room = queries if queries > 1 else chain * iterations * (repeats + 1) + 1
     sizes = {"length": length, "max_new_tokens": room, "in_prompt": queries > 1, "seed": seed, "kv_dtype": kv_dtype}
@@ -87,7 +87,7 @@ def layer_seconds(
 
 
 def _inputs(model: ModelConfig, cache: Cache, queries: int, seed: int) -> Inputs:
-    """Random inputs of ``queries`` tokens per row that follow the cache's."""
+    """Draw random inputs of ``queries`` tokens per row that follow the cache's tokens."""
     heads = (cache.batch, model.num_kv_heads)
     keys = jax.random.split(jax.random.key(seed + 1), 3)
     q, k, v = (
@@ -110,7 +110,7 @@ def _inputs(model: ModelConfig, cache: Cache, queries: int, seed: int) -> Inputs
 def _spans(
     method: LayerMethod, state: Any, given: Inputs, chain: int, iterations: int, repeats: int
 ) -> tuple[list[float], Any, float]:
-    """Seconds of each repeat of the loop, the state after the last, and seconds to compile."""
+    """Measure the seconds of each repeat of the loop; return them, the last state, and the seconds to compile."""
     run = jax.jit(functools.partial(_loop, chain=chain, iterations=iterations), donate_argnums=1)
     begun = time.perf_counter()
     program = run.lower(method, state, given).compile()
@@ -144,7 +144,7 @@ def _loop(method: LayerMethod, state: Any, given: Inputs, *, chain: int, iterati
 
 
 def _rewound(new: Any, old: Any) -> Any:
-    """``new`` with the cursors of ``old``, so that the next chunk overwrites this chunk."""
+    """Return ``new`` with the cursors of ``old``, so that the next chunk overwrites this chunk."""
 
     def back(x: Any, before: Any) -> Any:
         return dataclasses.replace(x, cursor=before.cursor) if isinstance(x, LayerStorage) else x
@@ -153,17 +153,17 @@ def _rewound(new: Any, old: Any) -> Any:
 
 
 def attend_seconds(cache: Cache, seed: int = 0, **loop: int) -> float | None:
-    """Seconds per step that all layers spend on attention over their selections, and on nothing else.
+    """Measure the seconds per step that all layers spend on attention over their selections, and on nothing else.
 
     A layer of every kind is timed with a fixed selection, and counts for all layers of its kind.
 
     Args:
         cache: ready to decode; it is only read.
-        seed: of the queries.
+        seed: seed of the queries.
         **loop: see `experiments.speed.device_time.loop_seconds`.
 
     Returns:
-        Seconds, or None if the attention of some layer cannot be told from its selection (the layer is neither a
+        Seconds, or None if the attention of some layer cannot be told apart from its selection (the layer is neither a
         `SlotMethod` nor `TokenSelect`).
     """
     methods = layer_methods(cache.method, cache.model)
@@ -181,7 +181,7 @@ def attend_seconds(cache: Cache, seed: int = 0, **loop: int) -> float | None:
 
 
 def _slot_attention(method: SlotMethod, state: SlotState, cache: Cache, seed: int) -> tuple:
-    """A function that only attends, and its arguments; the query is the first."""
+    """Return a function that only attends, and its arguments; the query is the first argument."""
     store = state.cache
     heads = cache.model.num_q_heads // store.key.shape[1]
     shape = (*store.key.shape[:2], heads, store.key.shape[3])
@@ -199,7 +199,7 @@ def _attend_selected(query: Array, store: LayerCache, chosen: Any, *, implementa
 
 
 def _token_attention(method: TokenSelect, state: TokenState, cache: Cache, seed: int) -> tuple:
-    """The same for a list that all heads share; keys are rotated as they are read."""
+    """Return the same as `_slot_attention`, for a token list that all heads share; keys are rotated as they are read."""
     given = _inputs(cache.model, cache, 1, seed)
     token = jax.jit(lambda m, state, given: m.chosen(state, given))(method, state, given)[:, :1]
     mask = (token >= 0) & (token < cache.length[:, None, None])  # the newest token is not stored yet

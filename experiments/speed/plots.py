@@ -34,10 +34,10 @@ _BAR = 0.27  # inches of height for each bar
 
 
 def overview(rows: Sequence[Row]) -> Any:
-    """A row of panels for each model: time against length, time beside its floor, throughput against rows.
+    """Draw a row of panels for each model: time against length, time beside its floor, throughput against rows.
 
     Lengths are drawn at the smallest batch; bars and throughputs at the length that has most rows. The first and the last
-    panel show the methods that were measured at several lengths or batches, and are left out if there are none.
+    panel show the methods that were measured at several lengths or batches. They are left out if there are no such methods.
     """
     decoded = _good(rows)
     models = list(dict.fromkeys(row["model"] for row in decoded))
@@ -63,7 +63,7 @@ def overview(rows: Sequence[Row]) -> Any:
 
 
 def _panels(rows: Sequence[Row]) -> list[str]:
-    """Which panels of the overview have something to show for the rows of one model."""
+    """List the panels of the overview that have something to show for the rows of one model."""
     least, most = _least(rows), _usual_length(rows)
     has_lengths = _several([row for row in rows if row["batch"] == least], "length")
     has_batches = _several([row for row in rows if row["length"] == most], "batch")
@@ -108,7 +108,7 @@ def _by_batch(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> No
 
 
 def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles: Mapping[str, dict]) -> None:
-    """A cross at the smallest batch for which the memory does not suffice, level with the largest for which it does."""
+    """Draw a cross at the smallest batch that does not fit into memory, level with the largest batch that fits."""
     length = _usual_length(rows)
     shown = _several([row for row in rows if row["length"] == length], "batch")
     crossed = False
@@ -128,12 +128,12 @@ _OVERVIEW = {"length": _by_length, "floor": _floors, "batch": _by_batch}
 
 
 def tpot(rows: Sequence[Row]) -> Any:
-    """Milliseconds per token against length; thin lines are the floors that the bytes set."""
+    """Draw milliseconds per token against length; thin lines are the floors that the bytes set."""
     return _against_length(rows, "ms per token (thin: floor, bars: least to most)", _draw_times)
 
 
 def memory(rows: Sequence[Row]) -> Any:
-    """Gigabytes that the cache allocates against length."""
+    """Draw the gigabytes that the cache allocates against length."""
     return _against_length(rows, "GB of KV cache and metadata", _draw_memory)
 
 
@@ -150,7 +150,7 @@ def _against_length(rows: Sequence[Row], title: str, draw: Callable[..., None]) 
 
 
 def _draw_times(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict], name: Callable[[Row], str]) -> None:
-    """Milliseconds per token, their spread and their floors, on logarithmic axes."""
+    """Draw milliseconds per token, their spread and their floors, on logarithmic axes."""
     amount_axis(panel, [1e3 * row[field] for row in rows for field in ("least", "most", "floor")])
     for label, mine in _grouped(rows, name).items():
         lengths, color = [row["length"] for row in mine], styles[label]["color"]
@@ -171,7 +171,7 @@ def _draw_lines(
     name: Callable[[Row], str],
     read: Callable[[Row], float],
 ) -> None:
-    """A line for each name against length, named at its end; the limits of the y axis are already set."""
+    """Draw a line for each name against length, with the name at its end; the limits of the y axis are already set."""
     ends = []
     for label, mine in _grouped(rows, name).items():
         panel.plot([row["length"] for row in mine], [read(row) for row in mine], **styles[label])
@@ -181,9 +181,9 @@ def _draw_lines(
 
 
 def split(rows: Sequence[Row]) -> Any:
-    """The time of a step in its parts: attention over what was selected, selection, and the rest of the model.
+    """Draw the time of a step in its parts: attention over the selected tokens, selection, and the rest of the model.
 
-    Of some methods, selection and attention cannot be told apart; they are drawn as one part.
+    In some methods, selection and attention cannot be told apart; they are drawn as one part.
 
     Raises:
         ValueError: no row has its time split.
@@ -210,14 +210,14 @@ def split(rows: Sequence[Row]) -> Any:
 
 
 def _part(times: Mapping[str, float | None], part: str) -> float:
-    """Seconds of a part; the sum of selection and attention counts only if they are not told apart."""
+    """Return the seconds of a part; the sum of selection and attention counts only if they are not told apart."""
     if part == "select_and_attend" and times["attend"] is not None:
         return 0.0
     return max(times[part] or 0.0, 0.0)  # a difference of two measurements may be below zero
 
 
 def offload(rows: Sequence[Row]) -> Any:
-    """Milliseconds per token against length at the smallest batch: rows in host memory, in part there, and resident."""
+    """Draw milliseconds per token against length at the smallest batch: all, some or no layers in host memory."""
     rows = [row for row in rows if row["error"] is None and row["name"] != "prefill"]
     least = _least(rows)
     rows = [row for row in rows if row["batch"] == least]
@@ -267,20 +267,20 @@ def _resident(share: float) -> bool:
 
 
 def _good(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows without failures; the method's name says where and how it ran, if it was not simply on one device."""
+    """Select decode rows without failures; the method's name says where and how it ran, unless it ran on one device."""
     good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
     return [{**row, "method": ", ".join([row["method"], *_where(row)])} for row in good]
 
 
 def _where(row: Row) -> list[str]:
-    """The axes of the mesh, or which part of a model ran alone, and the variant of sums; [] for a row of one device."""
+    """Name the axes of the mesh, or the part of a model that ran alone, and the variant of sums; [] on one device."""
     mesh = [axis for axis in (row.get("mesh") or "").split(",") if axis and not axis.endswith("=1")]
     part = f"one of {row['parts']} parts" if row.get("parts") else ""
     return [*mesh, *(text for text in (part, row.get("sums")) if text)]
 
 
 def _decoded(rows: Sequence[Row]) -> list[Row]:
-    """Decode rows of the smallest batch measured, without failures."""
+    """Select the decode rows of the smallest batch measured, without failures."""
     good = _good(rows)
     if not good:
         raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
@@ -289,24 +289,24 @@ def _decoded(rows: Sequence[Row]) -> list[Row]:
 
 
 def _least(rows: Sequence[Row]) -> int:
-    """The smallest batch."""
+    """Return the smallest batch."""
     return min((row["batch"] for row in rows), default=1)
 
 
 def _usual_length(rows: Sequence[Row]) -> int:
-    """The length that has most rows; of several, the shortest."""
+    """Return the length that has most rows; of several such lengths, the shortest."""
     lengths = [row["length"] for row in rows]
     return max(sorted(set(lengths)), key=lengths.count, default=0)
 
 
 def _several(rows: Sequence[Row], field: str) -> list[Row]:
-    """The rows of those methods that have several values of a field."""
+    """Select the rows of the methods that have several values of a field."""
     values = {name: {row[field] for row in rows if row["method"] == name} for name in {row["method"] for row in rows}}
     return [row for row in rows if len(values[row["method"]]) > 1]
 
 
 def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Rows by name, in order of length."""
+    """Group the rows by name, in order of length."""
     made: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
         made.setdefault(name(row), []).append(row)
@@ -314,7 +314,7 @@ def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A line style for each name; Full is dark, so that the others are compared with it."""
+    """Choose a line style for each name; Full is dark, so that other methods are compared with it."""
     known = list(dict.fromkeys(names))
     full = [name for name in known if name.partition(",")[0] == "full"]
     others = [name for name in known if name not in full]
@@ -327,7 +327,7 @@ def _rows_of(batch: int) -> str:
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """The figures of a record of `experiments.speed` or `experiments.speed.offload`, for ``kvjax plot``.
+    """List the figures of a record of `experiments.speed` or `experiments.speed.offload`, for ``kvjax plot``.
 
     Returns:
         Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.

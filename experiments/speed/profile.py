@@ -1,11 +1,11 @@
-"""Which kernels a decode step runs, and how long: `python -m experiments.speed.profile --methods snapkv`.
+"""Lists the kernels of a decode step and their times: `python -m experiments.speed.profile --methods snapkv`.
 
-The loop over tokens is the one that `experiments.speed` times, on the same caches. It runs once more under JAX's profiler,
-and the kernels of a step are listed by name. A step takes a little longer under the profiler. Where the kernels of a step
-take less than the step, the device waited: for the host, or for another device.
+The token loop is the one that `experiments.speed` times, on the same caches. It runs once more under JAX's profiler, and the
+kernels of a step are listed by name. A step takes a little longer under the profiler. Where the kernels of a step take less
+time than the step, the device waited for the host or for another device.
 
-``--parts 2`` is one device's part of the model alone, which waits for no sum: beside ``--mesh model=2`` it shows what the
-sums cost.
+``--parts 2`` profiles one device's part of the model alone, which waits for no sum: compared with ``--mesh model=2`` it shows
+the cost of the sums.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from experiments.speed.variants import kv_dtype_of, setting
 from models import random_params
 from models.sharding import check_mesh
 
-_RUNS = 5  # of which the first warms up and the last is profiled
+_RUNS = 5  # the first run warms up, the last is profiled
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileSettings(Settings):
-    """What is profiled.
+    """The settings of `experiments.speed.profile`.
 
     Attributes:
         model: shape of the model, which gets random weights
@@ -65,7 +65,7 @@ class ProfileSettings(Settings):
         shared = {name: vars(self)[name] for name in ("model", "methods", "mesh", "sums")}
         SpeedSettings(**shared, lengths=(self.length,), batches=(self.batch,))
         if self.parts > 1 and self.mesh is not None:
-            raise ValueError(f"--parts has one device, so it has no meaning with --mesh {self.mesh}")
+            raise ValueError(f"--parts runs on one device, so it has no meaning with --mesh {self.mesh}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _profile(settings: ProfileSettings, command: ProfileCommand) -> None:
                     loop.run()
                 devices = read_trace(pathlib.Path(folder))
             if not devices:
-                raise ValueError("the profiler saw no kernels: it sees those of GPUs alone")
+                raise ValueError("expected a GPU, the profiler saw no kernels: it sees only kernels of GPUs")
             about = {"method": name, "where": placed, "sums": sums}
             rows += [_row(about, seconds, one, settings) for one in devices]
             print(profile_table(rows[-len(devices) :][:1], settings.top), flush=True)
@@ -119,7 +119,7 @@ def _row(about: Mapping[str, Any], seconds: float, one: KernelTimes, settings: P
 
 
 def profile_table(rows: Sequence[Mapping[str, Any]], top: int) -> str:
-    """For each row of a record, a line about its step and a table of its longest kernels."""
+    """Write, for each row of a record, a line about its step and a table of its longest kernels."""
     text = []
     for row in rows:
         where = f"{row['where']}, {row['device'].removeprefix('/device:')}" + (f", sums {row['sums']}" if row["sums"] else "")

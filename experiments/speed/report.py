@@ -1,4 +1,4 @@
-"""What `experiments.speed` prints and writes about a record: a line for each row as it is finished, and markdown tables."""
+"""The report of `experiments.speed` on a record: a printed line for each row as it is finished, and markdown tables."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from experiments.speed.rows import Row, failure, run_line, scaled, spread
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
     "read bandwidth measured in the same run; ratio: TPOT over floor. Read: gigabytes per step, weights + cache by the "
-    "method's own accounting. TB/s: those bytes over the time they took. Of Full: how many times faster than Full in the "
-    "same run, at the same length and batch; a number in brackets is from another run. Cache: gigabytes allocated. Program: "
-    "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor are those of one "
+    "method's own accounting. TB/s: these bytes over the time of the step. Of Full: how many times faster than Full in the "
+    "same run, at the same length and batch; a factor in brackets is from another run. Cache: gigabytes allocated. Program: "
+    "arguments, results and temporaries of the token loop, in gigabytes. On a mesh, all bytes and the floor belong to one "
     "device."
 )
 _MESH_LEGEND = (
-    " Of one: the time over the time on one device, in brackets if that was measured in another run. Of part: the time over "
+    " Of one: the time over the time on one device, in brackets if the latter is from another run. Of part: the time over "
     "the time of one device's part of the model alone, which waits for no sum. Sums: the variant of sums over devices."
 )
 _SPLIT_LEGEND = (
@@ -31,17 +31,17 @@ _KINDS = {"decode": "Decode", "prefill": "Prefill", "attention": "One layer's at
 
 
 def head() -> str:
-    """The head of the printed lines."""
+    """Format the head of the printed lines."""
     left = f"{'':9s} {'method':17s} {'length':>8s} {'rows':>4s}"
     return f"{left} {'median ms':>10s} {'floor':>9s} {'ratio':>6s} {'of full':>8s}"
 
 
 def line(row: Row, others: Sequence[Row]) -> str:
-    """A row as a printed line.
+    """Format a row as a printed line.
 
     Args:
         row: the row.
-        others: all rows of the record, among them Full's.
+        others: all rows of the record, including Full's rows.
     """
     begin = f"{row['name']:9s} {row['method']:17s} {row['length']:8d} {row['batch']:4d}"
     where = "".join(f", {text}" for text in (row.get("mesh") or _alone(row, ""), row.get("sums")) if text)
@@ -54,37 +54,37 @@ def line(row: Row, others: Sequence[Row]) -> str:
 
 
 def speedup(row: Row, others: Sequence[Row]) -> str:
-    """How many times faster a row is than Full with the same model, length and batch, or "".
+    """Tell how many times faster a row is than Full with the same model, length and batch, or "".
 
-    The number stands in brackets if Full was measured in another run.
+    The factor stands in brackets if Full was measured in another run.
     """
     full = _like(row, others, method="full")
     return "" if full is None else _of_run(f"{full['value'] / row['value']:.2f}x", full, row)
 
 
 def of_one(row: Row, others: Sequence[Row]) -> str:
-    """The time of a row on a mesh over the time of the same row on one device, or "".
+    """Tell the time of a row on a mesh over the time of the same row on one device, or "".
 
-    The number stands in brackets if that row was measured in another run.
+    The ratio stands in brackets if the row on one device was measured in another run.
     """
     one = _like(row, others, mesh=None, sums=None) if row.get("mesh") else None
     return "" if one is None else _of_run(f"{row['value'] / one['value']:.2f}", one, row)
 
 
 def of_part(row: Row, others: Sequence[Row]) -> str:
-    """The time of a row on a mesh over the time of one device's part of the model alone, or "", as `of_one`."""
+    """Tell the time of a row on a mesh over the time of one device's part of the model alone, or "", as `of_one`."""
     found = re.search(r"model=(\d+)", row.get("mesh") or "")
     part = _like(row, others, mesh=None, sums=None, parts=int(found[1])) if found else None
     return "" if part is None else _of_run(f"{row['value'] / part['value']:.2f}", part, row)
 
 
 def _alone(row: Row, one: str) -> str:
-    """Where a row without a mesh was measured: on ``one`` device, or on a part of the model."""
+    """Tell where a row without a mesh was measured: on ``one`` device, or on a part of the model."""
     return f"one of {row['parts']} parts, alone" if row.get("parts") else one
 
 
 def _like(row: Row, others: Sequence[Row], **differs: str | int | None) -> Row | None:
-    """A row that was measured with the same settings but for those that differ; one of the same run if there is one."""
+    """Find a row that was measured with the same settings except ``differs``, in the same run if possible."""
     same = ("name", "model", "mesh", "sums", "method", "length", "batch", "parts", "queries", "chunk_size")
     wanted = {key: row.get(key) for key in same} | differs
     found = [x for x in others if x["error"] is None and all(x.get(key) == value for key, value in wanted.items())]
@@ -96,7 +96,7 @@ def _of_run(text: str, other: Row, row: Row) -> str:
 
 
 def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """All tables of a record, and a line for each run.
+    """Write all tables of a record, and a line for each run.
 
     Args:
         metrics: the record's rows.

@@ -30,7 +30,7 @@ class Bandwidth:
     variants: dict[str, float]
 
     def seconds(self, size: float) -> float:
-        """Time to read ``size`` bytes."""
+        """Return the seconds to read ``size`` bytes."""
         return size / self.bytes_per_second
 
 
@@ -66,17 +66,17 @@ def _product(weights: Array, x: Array) -> Array:
 
 
 def of_device(tree: Any) -> Any:
-    """The shapes of the parts of arrays on a device; of arrays on a single one, their own."""
+    """Return the shapes of the parts of arrays on a device; arrays on a single device keep their shapes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that this process has ever held on the device; None if the device does not say."""
+    """Return the most bytes that this process has ever held on the device; None if the device does not report them."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def bytes_limit() -> int | None:
-    """Bytes that this process may allocate on the device; None if the device does not say."""
+    """Return the bytes that this process may allocate on the device; None if the device does not report them."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 

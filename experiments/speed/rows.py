@@ -1,4 +1,4 @@
-"""What the jobs of `experiments.speed` share: how a run begins and ends in its record, and cells of its tables."""
+"""Parts that the jobs of `experiments.speed` share: the begin and end of a run in its record, and cells of its tables."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _FAILED = "failed; their errors are in the record"
 
 
 def now() -> str:
-    """The name of a run that begins now."""
+    """Return the name of a run that begins now."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def note_run(results: Results, run: str, about: Mapping[str, Any]) -> None:
-    """Write what a run measured with (commit, versions, device) into the record, under the run's name."""
+    """Write the facts about a run (commit, versions, device) into the record, under the run's name."""
     results.change("runs", lambda runs: {**(runs or {}), run: dict(about)})
 
 
 def finish(results: Results, tables: str, against: Against, failed: int, told: str = _FAILED) -> None:
-    """Write the tables beside the record, compare it if asked, and say how many rows failed.
+    """Write the tables beside the record, compare the record if asked, and say how many rows failed.
 
     Args:
         results: the record.
         tables: the text of its tables.
-        against: what to compare it with.
+        against: the record to compare with, if any.
         failed: how many rows failed.
-        told: what is said of them.
+        told: the message about failed rows, after their number.
 
     Raises:
         SystemExit: a row failed.
@@ -44,23 +44,23 @@ def finish(results: Results, tables: str, against: Against, failed: int, told: s
 
 
 def run_line(run: str, about: Mapping[str, Any], more: str = "") -> str:
-    """A line about a run on JAX, below a table."""
+    """Format a line about a run on JAX, which stands below a table."""
     return f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{more}."
 
 
 def failure(row: Row, most: int = 200) -> str:
-    """Why a row has no value: one line of at most ``most`` characters, which can stand in a table."""
+    """Explain why a row has no value, in one line of at most ``most`` characters that can stand in a table."""
     if row.get("out_of_memory"):
         return "out of memory"
     return (row["error"].splitlines() or [""])[0][:most].replace("|", "/")
 
 
 def spread(row: Row, scale: float, digits: int) -> str:
-    """The median of a row's repeats, with the least and the most in brackets, each times ``scale``."""
+    """Format the median of a row's repeats, with the least and the most in brackets, each times ``scale``."""
     value, least, most = (f"{scale * row[field]:.{digits}f}" for field in ("value", "least", "most"))
     return f"{value} ({least} - {most})"
 
 
 def scaled(value: float | None, scale: float, style: str) -> str:
-    """A number times ``scale``, or nothing where there is none."""
+    """Format a value times ``scale``; None gives an empty text."""
     return "" if value is None else format(value * scale, style)

@@ -14,13 +14,13 @@ _MARKS = "sD^vP*Xo"
 
 
 def scaling(rows: Sequence[Row]) -> Any:
-    """Milliseconds per token against devices: a panel for each model, length, batch and axis; thin lines are floors.
+    """Draw milliseconds per token against devices: a panel for each model, length, batch and axis; thin lines are floors.
 
-    A panel has the methods that were timed on several numbers of devices along one axis of a mesh. Of several ways to sum
-    over devices it shows the fastest.
+    A panel has the methods that were timed on several numbers of devices along one axis of a mesh. If there are several
+    variants of sums over devices, it shows the fastest.
 
     Raises:
-        ValueError: no method was.
+        ValueError: no method was timed on several numbers of devices.
     """
     groups = scaled(rows)
     if not groups:
@@ -53,7 +53,7 @@ def scaling(rows: Sequence[Row]) -> Any:
 
 
 def scaled(rows: Sequence[Row]) -> dict[Group, dict[str, dict[int, Row]]]:
-    """By group and method, the fastest row on each number of devices; methods on a single mesh are left out."""
+    """Find the fastest row on each number of devices, by group and method; methods on a single mesh are left out."""
     found: dict[Group, dict[str, dict[int, Row]]] = {}
     done = [row for row in rows if row["name"] == "decode" and row["error"] is None and not row.get("parts")]
     for row in done:

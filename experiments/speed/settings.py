@@ -1,4 +1,4 @@
-"""What `experiments.speed` and `experiments.speed.offload` time: their settings, and the shapes of models they know."""
+"""The settings of `experiments.speed` and `experiments.speed.offload`, and the model shapes that they know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": shapes.llama31_8b,
-    # An eighth of it, for prompts of which all layers would take minutes: every layer takes as long as in the whole model.
+    # An eighth of the layers, for prompts that all layers would take minutes to prefill. A layer's time is the same in both.
     "llama-3.1-8b-4-layers": lambda: dataclasses.replace(shapes.llama31_8b(), num_layers=4),
     "llama-3.1-70b": shapes.llama31_70b,
     "qwen3-8b": shapes.qwen3_8b,
@@ -48,7 +48,7 @@ class SpeedSettings(Settings):
         tokens: tokens decoded per repeat, in one program
         repeats: measurements of each row
         split: split the time of a decode step into its parts (default: yes, on one device)
-        prefill: time the reading of prompts instead
+        prefill: time prefill instead
         attention_only: time one layer's attention instead
         largest_batch: look for the largest batch instead of --batches
         chunk_size: with --prefill: tokens of a pass, of all rows together (default 8192)
@@ -115,7 +115,7 @@ class SpeedSettings(Settings):
 
     @property
     def left_whole(self) -> bool:
-        """Whether decode steps would be split on one device, and are not on the mesh."""
+        """Whether decode steps would be split on one device, but are not split on the mesh."""
         return self.split is not False and self.mesh is not None and not any(vars(self)[name] for name in _MODES)
 
     @property
@@ -125,7 +125,7 @@ class SpeedSettings(Settings):
 
 
 def _share(text: str) -> float | str:
-    """A share of the layers, or "fit"."""
+    """Parse a share of the layers, or "fit"."""
     if text == "fit":
         return text
     try:
@@ -150,8 +150,8 @@ class OffloadSettings(Settings):
         repeats: measurements of each row
         share: share of the layers in host memory, above 0 and at most 1; 'fit' keeps on the device those that fit
         no_resident: measure from host memory only
-        prompts: time the reading of prompts into host memory instead
-        chunk_size: with --prompts: tokens of a prompt read at once (default 8192)
+        prompts: time prefill into host memory instead
+        chunk_size: with --prompts: tokens of a prefill pass (default 8192)
         knobs: a knob of a method; repeatable
         kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is measured with keys and values in these, too, in rows
             named METHOD@KV_DTYPE
@@ -189,7 +189,7 @@ class OffloadSettings(Settings):
 
     @property
     def speed(self) -> SpeedSettings:
-        """The same as settings of `experiments.speed`, whose `Bench` measures the rows."""
+        """These settings as settings of `experiments.speed`, whose `Bench` measures the rows."""
         fields = ("model", "lengths", "batches", "tokens", "repeats", "chunk_size", "knobs", "kv_dtype")
         shared = {name: vars(self)[name] for name in fields}
         return SpeedSettings(methods=_variants(self.methods), split=False, prefill=self.prompts, **shared)
@@ -200,12 +200,12 @@ def _variants(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def _in_each(variants: Iterable[str], kinds: Sequence[str]) -> tuple[str, ...]:
-    """The names of rows: of each variant in the dtype of the model, and in each of the ``kinds`` of codes."""
+    """Name the rows: each variant in the dtype of the model, and in each dtype of ``kinds``."""
     return tuple(text for name in variants for text in (name, *(f"{name}@{kind}" for kind in kinds)))
 
 
 def _check_shared(settings: SpeedSettings | OffloadSettings, fields: Sequence[str]) -> None:
-    """Refuses an unknown model, method or dtype, and a number below 1 in any of the fields."""
+    """Refuse an unknown model, method or dtype, and a number below 1 in any of the fields."""
     if settings.model not in MODELS:
         raise ValueError(f"unknown model {settings.model!r}, expected one of {', '.join(MODELS)}")
     for name in _variants(settings.methods):
@@ -217,7 +217,7 @@ def _check_shared(settings: SpeedSettings | OffloadSettings, fields: Sequence[st
 
 
 def check_positive(settings: Settings, fields: Sequence[str]) -> None:
-    """Refuses a number below 1 in any of the fields, which hold numbers, tuples of numbers or None."""
+    """Refuse a number below 1 in any of the fields, which hold numbers, tuples of numbers or None."""
     for name in fields:
         value = vars(settings)[name]
         for number in value if isinstance(value, tuple) else (value,):

@@ -1,6 +1,6 @@
 """Variants of sums over devices: options of the compiler, and variables that NCCL reads when it starts.
 
-`experiments.speed --sums` times decode steps and prompts under those whose variables the process was started with.
+`experiments.speed --sums` times decode steps and prefill under the variants whose variables the process was started with.
 
 XLA captures the kernels of a program in CUDA graphs, which it calls command buffers. By default (jaxlib 0.11 and 0.12)
 neither collectives nor loops are captured: each sum ends a graph, and the host starts the next one. Options whose value is a
@@ -49,7 +49,7 @@ SUM_VARIANTS = {
 
 
 def check_sums(name: str) -> None:
-    """Refuse what is no variant, or one whose variables this process was not started with.
+    """Refuse an unknown variant, and a variant whose variables this process was not started with.
 
     Raises:
         ValueError: such a variant.
@@ -63,12 +63,12 @@ def check_sums(name: str) -> None:
 
 
 def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit: Any) -> tuple[Compiled, float]:
-    """A program for its arguments, and the seconds until it was ready.
+    """Compile a program for its arguments, and measure the seconds until it is ready.
 
     Args:
-        run: what it runs.
+        run: the function to compile.
         *args: its arguments.
-        sums: a variant, with whose options the program is compiled.
+        sums: the variant whose options the program is compiled with; None takes "xla".
         **jit: further arguments of `jax.jit`.
     """
     variant = SUM_VARIANTS[sums or "xla"]
@@ -78,7 +78,7 @@ def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit
 
 
 def instructions(program: Compiled) -> dict[str, int]:
-    """How often a compiled program has each kind of collective; after a colon, the kernel that XLA chose for it."""
+    """Count each kind of collective in a compiled program; after a colon, the name has the kernel that XLA chose."""
     kinds = "all-reduce|all-gather|reduce-scatter|collective-permute"
     found: dict[str, int] = {}
     for line in program.as_text().splitlines():

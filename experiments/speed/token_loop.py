@@ -1,4 +1,4 @@
-"""The jitted loop over tokens that is timed: compiled for a filled cache, and run again and again on its own result."""
+"""The jitted token loop that is timed: compiled for a filled cache, and run again and again on its own result."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class TokenLoop:
     """Decode steps of one method on a cache of random keys and values.
 
     Args:
-        params: of the model; where they are is where the loop runs.
+        params: parameters of the model; the loop runs on their devices.
         model: sizes.
-        method: decodes.
+        method: the method under which tokens are decoded.
         length: tokens stored.
         batch: rows.
         steps: tokens of a run.
         room: tokens that may follow the prompt, of all runs together.
-        kv_dtype: of the stored keys and values.
+        kv_dtype: dtype of the stored keys and values.
         sums: a variant of sums over devices.
 
     Attributes:
         program: the compiled loop.
-        compile_seconds: until it was ready.
-        cache: as the last run left it.
-        plan: the devices, or None for one.
+        compile_seconds: seconds until the loop was ready.
+        cache: the cache as the last run left it.
+        plan: the devices, or None for one device.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TokenLoop:
         self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, sums=sums, donate_argnums=1)
 
     def run(self) -> float:
-        """Seconds per token of one more run.
+        """Measure the seconds per token of one more run.
 
         Raises:
             FloatingPointError: logits were not finite.
@@ -88,14 +88,14 @@ def check_cache(
     room: int,
     kv_dtype: str | None = None,
 ) -> None:
-    """Refuse a cache that cannot fit a device: an attempt would leave less memory to what is timed next.
+    """Refuse a cache that cannot fit a device: an attempt would leave less memory for the rows that are timed next.
 
     Args:
         limit: bytes that the process may allocate on a device; None refuses nothing.
         params, model, method, length, batch, room, kv_dtype: see `TokenLoop`.
 
     Raises:
-        MemoryError: the parameters and the cache alone are larger.
+        MemoryError: the parameters and the cache alone exceed ``limit``.
     """
     plan = plan_of(params)
     if limit is None or (plan is not None and plan.parts > 1):  # what a part of the slots takes is not known

@@ -1,9 +1,9 @@
-"""What the compiler says of decode steps on a TPU v5e that need not be here: `python -m experiments.speed.tpu_bytes`.
+"""Lists the bytes of decode steps that are compiled for a TPU v5e, without a TPU: `python -m experiments.speed.tpu_bytes`.
 
 Steps of each method are compiled with kernels and as plain JAX (implementation "xla"), by the compiler that comes with
-``jax[tpu]``. Nothing runs. Bytes are those of the compiler's cost model: for a kernel they are what the kernel says of
-itself (`pl.CostEstimate`), and both branches of a conditional count. The model has the heads of Llama-3.1-8B in two layers,
-and small weights, so that keys and values are most of what a step reads.
+``jax[tpu]``. Nothing runs. Bytes come from the compiler's cost model: for a kernel, from the kernel's own estimate
+(`pl.CostEstimate`); in a conditional, both branches count. The model has the heads of Llama-3.1-8B in two layers, and small
+weights, so that most of the bytes that a step reads are keys and values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KERNEL = re.compile(r'%(\w+?)(?:\.\d+)? = .*custom_call_target="tpu_custom_call
 
 @dataclasses.dataclass(frozen=True)
 class TpuBytesSettings(Settings):
-    """What is compiled.
+    """The settings of `experiments.speed.tpu_bytes`.
 
     Attributes:
         methods: comma-separated methods
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compile_all(settings: TpuBytesSettings, command: TpuBytesCommand) -> None:
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("needs XLA's compiler for TPUs, expected an installation of kvjax[tpu]")
+        raise ValueError("expected an installation of kvjax[tpu], found no XLA compiler for TPUs")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it asks a cloud what machine this is
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices
     metrics = []
@@ -98,7 +98,7 @@ def _compile_all(settings: TpuBytesSettings, command: TpuBytesCommand) -> None:
 
 
 def _compile(name: str, length: int, implementation: str | None, mesh: Mesh) -> dict[str, Any]:
-    """The row of one compiled step."""
+    """Compile one step and make its row."""
     method = registry.make(name, **_KNOBS.get(name, {}))
     params, sizes = param_shapes(_MODEL), {"model": _MODEL, "max_new_tokens": _ROOM, "chunk_size": length}
     prompt = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -9,7 +9,7 @@ from experiments.records import markdown_rows
 
 
 def tpu_bytes_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
-    """The page of a record's table."""
+    """Write the page of a record's table."""
     head = ["method", "prompt tokens", "implementation", "MB accessed", "MiB of temporaries", "kernels in the program"]
     rows = [
         [

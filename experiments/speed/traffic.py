@@ -1,4 +1,4 @@
-"""The bytes of keys and values that a decode step reads over the bus, counted from a real selection where that tells them."""
+"""The bytes of keys and values that a decode step reads over the bus, counted from a real selection where possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traffic:
     Attributes:
         bus_bytes: bytes over the bus, for all layers and rows.
         hot: share of the attended rows that are read on the device, in layers with rows in host memory.
-        layers: the number of these layers.
+        layers: the number of layers with rows in host memory.
     """
 
     bus_bytes: float
@@ -37,11 +37,11 @@ class Traffic:
 def traffic(cache: Cache, seed: int = 0) -> Traffic:
     """Count the rows that a step reads, from the selection of the last offloaded layer for a random query.
 
-    If host memory has arrays of the method's own (ShadowKV), the bytes are those of its accounting.
+    If host memory has arrays of the method's own (ShadowKV), the bytes come from the method's accounting.
 
     Args:
         cache: a cache after decoding.
-        seed: of the query.
+        seed: seed of the query.
     """
     methods = layer_methods(cache.method, cache.model)
     hosted = [i for i, state in enumerate(cache.layers) if _caches(state)]
@@ -79,7 +79,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
 
 
 def _accounted(cache: Cache) -> Traffic:
-    """The traffic by `kvjax.accounting.stats`. Values are in host memory, and all that a step reads there crosses the bus."""
+    """Compute the traffic by `kvjax.api.measure`. Values are in host memory, and all that a step reads crosses the bus."""
     away = [x for x in map(_on_host, cache.layers) if x]
     if not away:
         return Traffic(bus_bytes=0.0, hot=1.0, layers=0)

@@ -29,11 +29,11 @@ class Variant:
 
     Attributes:
         method: the method's name in the registry.
-        knobs: knobs beside those of `experiments.answering.paper_method`.
+        knobs: further knobs, beside the knobs of `experiments.answering.paper_method`.
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
         interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
-        prompt: knobs of `kvjax.Prefill`, which reads the prompt; none if it is read as by the method.
+        prompt: knobs of `kvjax.Prefill`, which wraps the method's prefill; none without a wrapper.
     """
 
     method: str
@@ -44,11 +44,11 @@ class Variant:
     prompt: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does: so
-# all are those next to the query, which is what as many diagonals cost where they lie together.
+# MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does. So
+# all diagonals are next to the query: as many diagonals cost the same wherever they lie together.
 _SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
-# To random weights all blocks are about alike, so a share of the attention is the same share of the blocks: with a tenth they
-# cost what they cost where a text lets them read a tenth.
+# To random weights all blocks are about alike, so a share of the attention takes the same share of the blocks. A tenth costs
+# as much as on a text where a tenth of the blocks holds the chosen share of the attention.
 _TENTH = {"block": 128, "window": 128}
 
 VARIANTS = {
@@ -111,23 +111,23 @@ VARIANTS = {
 
 
 def budget_at(name: str, length: int) -> int:
-    """Tokens per KV head that a variant keeps: its budget, at most a quarter of the context; 0 if it has no budget."""
+    """Return a variant's tokens per KV head: its budget, at most a quarter of the context; 0 without a budget."""
     return min(VARIANTS[name].budget, length // 4)
 
 
 def kv_dtype_of(name: str) -> str | None:
-    """The ``kv_dtype`` in the name METHOD@KV_DTYPE of rows; None in that of a row in the dtype of the model."""
+    """Return the ``kv_dtype`` in the name METHOD@KV_DTYPE of rows; None for a row in the dtype of the model."""
     return name.partition("@")[2] or None
 
 
 def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
-    """The variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
+    """Make the variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
         name: see `VARIANTS`; with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
-        given: knobs that go before the variant's.
+        given: knobs that override the variant's.
 
     Raises:
         ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
@@ -155,13 +155,13 @@ def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any
 
 
 def uneven_scores(config: ModelConfig) -> tuple[tuple[float, ...], ...]:
-    """Scores in place of those that are measured on a model: every fourth KV head has 5, the others have 1."""
+    """Make scores in place of scores measured on a model: every fourth KV head has 5, all other heads have 1."""
     layers, heads = range(config.num_layers), range(config.num_kv_heads)
     return tuple(tuple(5.0 if (layer + head) % 4 == 0 else 1.0 for head in heads) for layer in layers)
 
 
 def read_knobs(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Knobs by variant from texts ``variant.knob=value``.
+    """Parse knobs by variant from texts ``variant.knob=value``.
 
     Raises:
         ValueError: a text without a dot before its equals sign, an unknown variant, or a value that is not finite or of a
@@ -209,5 +209,5 @@ class Nothing(LayerMethod):
 
 
 def structure(method: LayerMethod) -> Any:
-    """Class, static fields and shapes of the other fields: layers that differ in these must be timed apart."""
+    """Return class, static fields and shapes of the other fields: layers that differ in these must be timed apart."""
     return jax.tree.structure(method), tuple(np.shape(leaf) for leaf in jax.tree.leaves(method))

@@ -1,4 +1,4 @@
-"""Synthetic long-context tasks: text that a seed decides, made to a length for any tokenizer, with exact scorers."""
+"""Synthetic long-context tasks: text drawn from a seed, fitted to a length for any tokenizer, with exact scorers."""
 
 from experiments.tasks.base import Document as Document
 from experiments.tasks.base import Question as Question

@@ -1,4 +1,4 @@
-"""``kvjax ls tasks``: every task and group with a line and, given the name of a task, an example."""
+"""``kvjax ls tasks``: list every task and group in a line each, or show an example of a named task."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from experiments.tasks.making import make_samples
 from experiments.tasks.registry import GROUPS, TASKS, get_task
 
 _LENGTH = 1024  # tokens of the example
-_CHARACTERS = 4  # of a token, as counted here; any tokenizer counts differently
+_CHARACTERS = 4  # characters of a token, as counted here; any tokenizer counts differently
 _SHOWN = 700  # characters of each end of the example's context
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tasks, or an example of a task.
+    """Print the tasks, or an example of a task.
 
     Args:
         argv: arguments without the program's name; None takes the process's.

@@ -1,4 +1,4 @@
-"""The data types of a task: one context with its questions, one sample, what a generator is asked, the task itself."""
+"""The data types of a task: a context with its questions, a sample, a request to a generator, and the task itself."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Document:
     max_new_tokens: int
 
     def samples(self) -> list[Sample]:
-        """The questions as samples that share the context."""
+        """List the questions as samples that share the context."""
         return [
             Sample(self.task, self.context, q.question, q.answer_prefix, q.answers, self.max_new_tokens, q.target)
             for q in self.questions
@@ -95,9 +95,9 @@ class Request:
         words: keys and values of a split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about the context, at least 1; more questions bring more needles.
-        training: reserve room for the targets of all questions, each with its end-of-sequence, instead of the suite's
-            generation length for a single answer; and do not count the finished prompt again.
-        index: the index of the file's question to ask, modulo their number; None asks a random question.
+        training: whether to reserve room for the targets of all questions, each with its end-of-sequence, instead of the
+            suite's generation length for a single answer. The finished prompt is then not counted again.
+        index: the index of the file's question to ask, modulo the number of questions; None asks a random question.
     """
 
     rng: random.Random
@@ -111,16 +111,16 @@ class Request:
     index: int | None = None
 
     def answer_room(self, questions: Sequence[Question], limit: int) -> int:
-        """The tokens to reserve for answers: `limit` or, in training, all targets with their end-of-sequence."""
+        """Count the tokens to reserve for answers: `limit` or, in training, all targets with their end-of-sequence."""
         return sum(self.count_tokens(q.target) + 1 for q in questions) if self.training else limit
 
     def question_tokens(self, questions: Sequence[Question]) -> int:
-        """Tokens of the questions and answer prefixes."""
+        """Count the tokens of the questions and answer prefixes."""
         return sum(self.count_tokens(q.question + q.answer_prefix) for q in questions)
 
 
 def join_answers(values: Sequence[str]) -> str:
-    """Joins queries as the suite does: `a`, `a, and b`, `a, b, and c`."""
+    """Join queries as the suite does: `a`, `a, and b`, `a, b, and c`."""
     return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
 
 
@@ -132,10 +132,10 @@ class Task:
         name: registry name.
         generate: `generate(request)` -> `Document`.
         score: `score(prediction, answers)` -> float in [0, 1].
-        haystack: kind the suite uses: "noise", "prose", "" (the task makes its own), or "squad" or "hotpotqa" (the
-            questions come from a file of that format, which the user brings).
+        haystack: kind of haystack in the suite: "noise", "prose", "" (the task makes its own), or "squad" or "hotpotqa"
+            (the questions come from a file in this format, which the user brings).
         max_new_tokens: most tokens of an answer (`Document.max_new_tokens` may be fewer).
-        takes_depth: whether the first queried needle can be put at a depth.
+        takes_depth: whether a request can set the depth of the first queried needle.
         max_questions: most questions about a context; None allows as many as fit.
         about: what the task asks for, in a few words.
         load: `load(count_tokens, split)` -> what the task is made from instead of a haystack; None for tasks without.

@@ -1,4 +1,4 @@
-"""Documents as long as their limit allows."""
+"""Fit documents to a length: as long as the limit allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.tasks.base import Document, Request
 
 
 def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
-    """Puts needle i before sentence `positions[i]`; needles with equal positions keep their order."""
+    """Insert needle i before sentence `positions[i]`; needles with equal positions keep their order."""
     order = sorted(range(len(needles)), key=positions.__getitem__)
     merged: list[str] = []
     start = 0
@@ -20,7 +20,7 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
 
 
 def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
-    """Builds a document whose first prompt fits `request.length`; the haystack shrinks until it does.
+    """Build a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
 
     In training the finished prompt is not counted here, because the loader of rows counts the tokens that it encodes.
 

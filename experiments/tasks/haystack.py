@@ -1,4 +1,4 @@
-"""The texts in which needles hide: a repeated sentence, prose that every Python installation has, or a file."""
+"""The texts in which needles are hidden: a repeated sentence, prose that every Python installation has, or a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MARKUP = re.compile(r"\*\*|[*`|]|\b_\b|\[\d+\]")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Splits running text into sentences (full stop, question or exclamation mark before a capital letter).
+    """Split running text into sentences (full stop, question or exclamation mark before a capital letter).
 
     Args:
         text: text whose line breaks mean nothing.
 
     Returns:
-        Sentences without surrounding white space; none is longer than `LONGEST_SENTENCE` characters (longer
-        ones are cut at a space).
+        Sentences without surrounding white space, of at most `LONGEST_SENTENCE` characters (a longer sentence is cut at a
+        space).
     """
     pieces: list[str] = []
     start = 0
@@ -52,7 +52,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def clean_documentation(text: str) -> str:
-    """Keeps the prose paragraphs of one `pydoc_data.topics` entry: no code, grammar, tables or headings."""
+    """Keep the prose paragraphs of one `pydoc_data.topics` entry: no code, grammar, tables or headings."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         lines = paragraph.strip("\n").splitlines()
@@ -68,14 +68,14 @@ def clean_documentation(text: str) -> str:
 
 
 def prose_text() -> str:
-    """English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
-    from pydoc_data.topics import topics  # half a megabyte of text, read only if it is needed
+    """Return English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
+    from pydoc_data.topics import topics  # half a megabyte of text, imported only if it is needed
 
     return "\n\n".join(clean_documentation(topics[name]) for name in sorted(topics))
 
 
 def source_text(kind: str) -> str:
-    """The text behind a haystack kind.
+    """Return the text of a kind of haystack.
 
     Args:
         kind: "prose" or "file:PATH".
@@ -98,15 +98,15 @@ def source_text(kind: str) -> str:
 
 
 def split_span(sentences: Sequence[str], split: str) -> list[str]:
-    """The training or the evaluation span of a source: evaluation takes the end of the text.
+    """Return the training or the evaluation span of a source: evaluation takes the end of the text.
 
     Args:
         sentences: all sentences of a source, in order.
         split: "train" or "eval".
 
     Returns:
-        Consecutive sentences. Evaluation gets a twentieth of the characters, at least 120,000 (more than 32K
-        tokens), but never more than 30 %.
+        Consecutive sentences. Evaluation gets a twentieth of the characters, at least 120,000 characters (more than 32K
+        tokens), but never more than 30 % of the characters.
     """
     check_split(split)
     total = sum(len(s) for s in sentences)
@@ -117,19 +117,19 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
 
 
 def held_out_text(kind: str) -> str:
-    """The evaluation span of a haystack kind as running text; see `source_text` and `split_span`."""
+    """Return the evaluation span of a kind of haystack as running text; see `source_text` and `split_span`."""
     if kind == KIND:
         return code_text("eval")
     return " ".join(split_span(split_sentences(source_text(kind)), "eval"))
 
 
 class Haystack:
-    """Sentences with their token counts, so that bisection gives a span of a certain number of tokens.
+    """Sentences with their token counts, so that bisection finds a span of a given number of tokens.
 
     Args:
         kind: "noise", "prose", "code" or "file:PATH".
         sentences: the sentences, in order; pieces of some lines for code.
-        count_tokens: text -> number of tokens; it is called once for each sentence, when the haystack is made.
+        count_tokens: text -> number of tokens; called once for each sentence, when the haystack is made.
 
     Attributes:
         separator: the suites' separator of sentences: a newline for noise and code, a space otherwise.
@@ -145,17 +145,17 @@ class Haystack:
         self._ends = [0, *itertools.accumulate(counts)]
 
     def span(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive sentences of at most `tokens` tokens from a random start; the text repeats after its end.
+        """Draw consecutive sentences of at most `tokens` tokens from a random start; the text repeats after its end.
 
         Args:
             rng: chooses the start.
-            tokens: upper limit.
+            tokens: upper limit in tokens.
 
         Returns:
             The sentences; empty if no sentence fits.
         """
         total, size = self._ends[-1], len(self.sentences)
-        # Start where the text need not begin anew at its end, if there is such a sentence.
+        # Start at a sentence from which the span reaches no end of the text, if there is one.
         latest = bisect.bisect_right(self._ends, max(0, total - tokens)) - 1
         start = rng.randrange(max(1, min(latest + 1, size))) if tokens < total else rng.randrange(size)
         rounds, rest = divmod(max(0, tokens) + self._ends[start], total)
@@ -164,7 +164,7 @@ class Haystack:
 
 
 def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> Haystack:
-    """Builds a haystack.
+    """Build a haystack.
 
     Args:
         kind: "noise", "prose" (default of the suites here), "code" (files of Python's standard library, see

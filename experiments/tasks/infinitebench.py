@@ -10,8 +10,8 @@ from __future__ import annotations
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit
 
-PASSKEY_TOKENS = 8  # the suite's 6 assume several digits a token
-NUMBER_STRING_TOKENS = 14  # the suite's 12 assume the same
+PASSKEY_TOKENS = 8  # the suite's 6 tokens assume several digits a token
+NUMBER_STRING_TOKENS = 14  # the suite's 12 tokens assume several digits a token
 KV_TOKENS = 50
 KV_CONTEXT = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{context}"
 KV_QUESTION = '\n\nKey: "{key}"'
@@ -19,7 +19,7 @@ KV_PREFIX = "\nThe value associated with the specified key is: "
 
 
 def _number_context(order: str) -> str:
-    """Context template of a hidden number; `order` tells the model what to do with the number."""
+    """Return the context template of a hidden number; `order` tells the model what to do with the number."""
     return (
         f"There is an important info hidden inside a lot of irrelevant text. {order} "
         "I will quiz you about the important information there.\n\n{context}"
@@ -27,7 +27,7 @@ def _number_context(order: str) -> str:
 
 
 def _number_texts(what: str) -> tuple[str, str, str]:
-    """Needle template, question and answer prefix of a hidden number that the suite calls `what`."""
+    """Return needle template, question and answer prefix of a hidden number that the suite calls `what`."""
     return (
         f"The {what} is {{key}}. Remember it. {{key}} is the {what}.",
         f"\n\n\nWhat is the {what}?",
@@ -44,7 +44,7 @@ NUMBER_STRING = _number_texts("sequence of digits")
 def _hidden_number(
     request: Request, task: str, value: str, header: str, texts: tuple[str, str, str], limit: int
 ) -> Document:
-    """Hides one number.
+    """Build a document that hides one number.
 
     Args:
         request: what to generate; a single question is asked.
@@ -77,19 +77,19 @@ def _hidden_number(
 
 
 def passkey(request: Request) -> Document:
-    """A five-digit pass key in noise, with a single question."""
+    """Hide a five-digit pass key in noise, with a single question."""
     value = request.words.digit_string(request.rng, 5)
     return _hidden_number(request, "passkey", value, PASSKEY_CONTEXT, PASSKEY, PASSKEY_TOKENS)
 
 
 def number_string(request: Request) -> Document:
-    """Ten digits, some doubled, in noise, with a single question."""
+    """Hide ten digits, some doubled, in noise, with a single question."""
     value = request.words.repeated_digit_string(request.rng)
     return _hidden_number(request, "number_string", value, NUMBER_STRING_CONTEXT, NUMBER_STRING, NUMBER_STRING_TOKENS)
 
 
 def kv_retrieval(request: Request) -> Document:
-    """A JSON object of uuid pairs, which is its own haystack; each question asks for a key."""
+    """Build a JSON object of uuid pairs, which is its own haystack; each question asks for a key's value."""
     rng, words, count_tokens, depth = request.rng, request.words, request.count_tokens, request.depth
     keys = words.distinct("uuids", request.num_questions, rng)
     questions = []

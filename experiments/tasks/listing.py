@@ -1,8 +1,8 @@
 """Long generation: list the values of all records of a text, in the order in which they appear.
 
 No suite has this task. Most long-context tasks end after a few decode steps, which says little about a method that selects
-anew at every step. Here the answer fills a share of the length, so it takes thousands of steps, and the record that a step
-needs moves through the text from step to step.
+anew at every step. Here the answer fills a share of the length, so it takes thousands of steps, and the record that the next
+token depends on moves through the text from step to step.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ListingSpec:
     Attributes:
         name: registry name.
         values: kind of value, "uuids" or "numbers".
-        share: the part of the length, in tokens, that the answers to all questions about a context fill together.
-        most: most tokens that these answers fill.
-        slack: a part of an answer that may be generated in addition, for numbers or other separators.
+        share: tokens of the answers to all questions about a context / tokens of the length.
+        most: most tokens of the answers to all questions about a context.
+        slack: extra tokens that may be generated, for numbers or other separators / tokens of the answer.
     """
 
     name: str
@@ -50,7 +50,7 @@ LISTING = ListingSpec("listing")
 
 
 def score_in_order(prediction: str, answers: Sequence[str]) -> float:
-    """The share of the references that the output has in order: their longest common subsequence.
+    """Compute the share of the references that the output has in order, by the longest common subsequence.
 
     The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case. A
     skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
@@ -77,7 +77,7 @@ def score_in_order(prediction: str, answers: Sequence[str]) -> float:
 
 
 def listing(spec: ListingSpec, request: Request) -> Document:
-    """Records in prose, as many as fill the wanted share with answers; several questions have records of several names.
+    """Hide records in prose, as many as fill the wanted share with answers; each question has records of its own name.
 
     Args:
         spec: how long the answers are.

@@ -1,4 +1,4 @@
-"""The functions that make documents and samples of a task."""
+"""Make documents and samples of a task."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def make_document(
     training: bool = False,
     index: int | None = None,
 ) -> Document:
-    """Makes a context with its questions.
+    """Make a context with its questions.
 
     Args:
         name: task name.
         rng: the only source of randomness.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
-        haystack: see `haystack_for`: sentences to hide the needles in (unused by tasks that make their own), or the
-            questions of a file.
+        haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file; see
+            `haystack_for`.
         words: keys and values of a split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about this context; more questions bring more needles.
@@ -45,8 +45,8 @@ def make_document(
         The document.
 
     Raises:
-        ValueError: an unknown task, a depth outside [0, 1] or for a task that takes none, fewer questions than one or more
-            than the task can ask, or a length that is too short.
+        ValueError: the task is unknown, the depth lies outside [0, 1] or the task takes none, the number of questions is
+            below 1 or above the task's limit, or the length is too short.
     """
     task = get_task(name)
     if depth is not None and not task.takes_depth:
@@ -73,9 +73,9 @@ def make_documents(
     depth: float | None = None,
     num_questions: int = 1,
 ) -> list[Document]:
-    """Makes `count` contexts with their questions.
+    """Make `count` contexts with their questions.
 
-    Document i depends on i and the arguments other than `count` only.
+    Document i depends only on i and the arguments other than `count`.
 
     Args:
         name: task name.
@@ -122,9 +122,9 @@ def make_samples(
     split: str = "eval",
     depth: float | None = None,
 ) -> list[Sample]:
-    """Makes `count` samples with a single question each.
+    """Make `count` samples with a single question each.
 
-    Sample i depends on i and the arguments other than `count` only.
+    Sample i depends only on i and the arguments other than `count`.
 
     Args:
         name: task name.
@@ -157,7 +157,7 @@ def make_samples(
 
 
 def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData | Library:
-    """The material that a task is made from: a haystack, or the questions of a file, or files of code.
+    """Load the material that a task is made from: a haystack, the questions of a file, or files of code.
 
     Args:
         name: task name.
@@ -169,7 +169,7 @@ def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int]
         The haystack; for tasks whose questions come from a file, the file's questions; for tasks of code, its files.
 
     Raises:
-        ValueError: unknown task, kind or split, or a file of another format than the task reads.
+        ValueError: the task, kind or split is unknown, or the file is not in the task's format.
         FileNotFoundError: the file does not exist.
     """
     task = get_task(name)

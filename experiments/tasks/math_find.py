@@ -1,4 +1,4 @@
-"""InfiniteBench's math_find (Zhang et al. 2024, arXiv:2402.13718): a special number of a long list of integers.
+"""InfiniteBench's math_find (Zhang et al. 2024, arXiv:2402.13718): a special number in a long list of integers.
 
 Numbers, ranges and prompts are the suite's. A single question is asked in the suite's form, which names the wanted number
 before the list and after it. Several questions share the list, and each has its own header after the list, like SCBench's
@@ -13,7 +13,7 @@ import statistics
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit
 
-MATH_TOKENS = 6  # the suite's 3 assume that a number is a single token
+MATH_TOKENS = 6  # the suite's 3 tokens assume that a number is a single token
 MATH_MOST = 99  # numbers are 0 to 99
 MATH_SHARE = 0.2  # the part of the range in which the largest and the smallest number fall
 MATH_KINDS = (
@@ -32,7 +32,7 @@ _RANKS = {"third": 3, "second": 2}
 
 
 def special_number(kind: str, numbers: list[int]) -> str:
-    """The number that is asked for, as text; except for the median, equal numbers count once.
+    """Return the number that is asked for, as text; except for the median, equal numbers count once.
 
     Args:
         kind: an item of `MATH_KINDS`.
@@ -54,7 +54,7 @@ def special_number(kind: str, numbers: list[int]) -> str:
 
 
 def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
-    """The range of the numbers: the suite moves the end that is asked for, and a random end for the median."""
+    """Draw the range of the numbers: the suite moves the end that is asked for, and a random end for the median."""
     sides = {"largest" if "largest" in kind else "smallest" for kind in kinds if "median" not in kind}
     sides = sides or {rng.choice(("largest", "smallest"))}
     low = rng.randint(0, int(MATH_MOST * MATH_SHARE)) if "smallest" in sides else 0
@@ -63,7 +63,7 @@ def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
 
 
 def math_find(request: Request) -> Document:
-    """A list of integers; every question asks for another number of `MATH_KINDS`.
+    """Build a list of integers; every question asks for another of `MATH_KINDS`.
 
     Args:
         request: what to generate.

@@ -22,9 +22,9 @@ class QaItem:
 
     Attributes:
         query: the question.
-        answers: references; each is right.
-        documents: the texts that have the answer.
-        related: other texts of the same article, which are the first to pad with.
+        answers: references; each one is right.
+        documents: the texts that contain the answer.
+        related: other texts of the same article, which come first as padding.
     """
 
     query: str
@@ -66,7 +66,7 @@ class QaData:
     Args:
         kind: "squad" or "hotpotqa".
         items: the questions, in the file's order.
-        count_tokens: text -> number of tokens; it is called once for every document that is used.
+        count_tokens: text -> number of tokens; called once for every document that is used.
     """
 
     def __init__(self, kind: str, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
@@ -79,7 +79,7 @@ class QaData:
         self._tokens: dict[str, int] = {}
 
     def tokens(self, document: str) -> int:
-        """Tokens of a document with its heading, as if the heading's number had three digits."""
+        """Count the tokens of a document with its heading, as if the heading's number had three digits."""
         if document not in self._tokens:
             shown = SEPARATOR + QA_DOCUMENT.format(number=100, document=document)
             self._tokens[document] = self._count_tokens(shown)
@@ -87,7 +87,7 @@ class QaData:
 
 
 def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], int]) -> QaData:
-    """Reads a question file.
+    """Read a question file.
 
     Args:
         kind: "squad" or "hotpotqa".
@@ -98,7 +98,7 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
         The questions and documents.
 
     Raises:
-        ValueError: no file is named, or the file is not of the format.
+        ValueError: no file is named, or the file is not in the format.
         FileNotFoundError: the file does not exist.
     """
     if source is None or not source.startswith("file:"):

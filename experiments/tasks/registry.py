@@ -146,7 +146,7 @@ _ALL = (
 )
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 _NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
-# The order of "trained" is that of the shipped model's training rows: new tasks never join it.
+# "trained" has the order of the shipped model's training rows: new tasks never join it.
 GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": (*_NIAH, "vt", "cwe", "fwe", "qa_1", "qa_2"),
     "infinitebench": ("passkey", "number_string", "kv_retrieval", "math_find"),
@@ -159,7 +159,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def expand(names: Iterable[str]) -> tuple[str, ...]:
-    """Replaces the names of groups by the names of their tasks.
+    """Replace the names of groups by the names of their tasks.
 
     Args:
         names: names of tasks or of `GROUPS`.
@@ -168,7 +168,7 @@ def expand(names: Iterable[str]) -> tuple[str, ...]:
         The tasks in the order named, without repeats.
 
     Raises:
-        ValueError: a name is neither; the message names the nearest known name.
+        ValueError: a name is neither a task nor a group; the message names the nearest known name.
     """
     expanded: dict[str, None] = {}
     for name in names:
@@ -184,7 +184,7 @@ def expand(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`.
+    """Return the task called `name`.
 
     Raises:
         ValueError: the name is unknown; the message names the nearest known name.
@@ -207,7 +207,7 @@ def reads_library(name: str, haystack: str | None) -> bool:
 
 
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:
-    """Scores an output with the suite's own scorer.
+    """Score an output with the suite's own scorer.
 
     Args:
         name: task name.

@@ -1,6 +1,6 @@
 """RULER's needle-in-a-haystack family and variable tracking (Hsieh et al. 2024, arXiv:2404.06654).
 
-Prompts are the suite's own, word for word, its global "are" -> "is" rewriting for single answers included.
+Prompts are the suite's own, word for word, including its global "are" -> "is" rewriting for single answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NiahSpec:
 
     Attributes:
         name: registry name.
-        haystack: "noise", "prose" or "needles" (the haystack consists of needles).
+        haystack: "noise", "prose" or "needles" (a haystack of needles only).
         keys: kind of key, "words" or "uuids".
         values: kind of value, "numbers" or "uuids".
         num_keys: number of keys in the text (a haystack of needles has as many as fit).
@@ -73,12 +73,12 @@ NIAH_SPECS = (
 
 
 def singular_form(template: str) -> str:
-    """RULER's rewriting of a template for a single answer; it replaces every "are", even within words."""
+    """Rewrite a template for a single answer as RULER does, which replaces every "are", even within words."""
     return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
 def _niah_texts(spec: NiahSpec) -> tuple[str, str, str, str]:
-    """Context, question and prefix templates and the kind word, in the form the suite uses."""
+    """Return the context, question and prefix templates and the kind word, in the form that the suite uses."""
     texts = (NIAH_CONTEXT, NIAH_QUESTION, NIAH_PREFIX)
     kind = spec.values
     if spec.singular:
@@ -88,14 +88,14 @@ def _niah_texts(spec: NiahSpec) -> tuple[str, str, str, str]:
 
 
 def _positions(rng: random.Random, count: int, size: int) -> list[int]:
-    """Where to insert `count` needles among `size` sentences: at the suite's 40 depths, or anywhere if these are too few."""
+    """Draw where to insert `count` needles among `size` sentences: at the suite's 40 depths, or anywhere if 40 is too few."""
     if count <= 40:
         return [size * step // 39 for step in rng.sample(range(40), count)]
     return [rng.randrange(size + 1) for _ in range(count)]
 
 
 def niah(spec: NiahSpec, request: Request) -> Document:
-    """A needle document.
+    """Build a needle document.
 
     Args:
         spec: the needle task.
@@ -182,16 +182,16 @@ def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int
 
 
 def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> list[str]:
-    """Inserts a chain's statements, in order, at random positions."""
+    """Insert a chain's statements, in order, at random positions."""
     positions = sorted(rng.sample(range(len(sentences) + 1), min(len(chain), len(sentences) + 1)))
     positions += [len(sentences)] * (len(chain) - len(positions))
     return insert(sentences, chain, positions)
 
 
 def variable_tracking(request: Request) -> Document:
-    """A variable-tracking document with a chain for each question.
+    """Build a variable-tracking document with a chain for each question.
 
-    It takes no depth, because a chain is spread over the whole text.
+    The task takes no depth, because a chain is spread over the whole text.
 
     Args:
         request: what to generate.

@@ -1,11 +1,11 @@
 """RULER's question answering (Hsieh et al. 2024, arXiv:2404.06654) over files that the user brings.
 
-qa_1 reads the JSON of SQuAD (v2's development file in the suite; unanswerable questions are left out), qa_2 that of
-HotpotQA's distractor setting. Other documents of the file are added to those that have the answer until the length is
+qa_1 reads the JSON of SQuAD (v2's development file in the suite; unanswerable questions are left out), and qa_2 the JSON of
+HotpotQA's distractor setting. Other documents of the file are added to the documents with the answer until the length is
 reached; a SQuAD article's other paragraphs come first.
 
 Departures: documents are shuffled anew for every example, where the suite orders all examples of a size alike. If the file
-has too few documents, those without the answer are repeated. There is no training split.
+has too few documents, documents without the answer are repeated. There is no training split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QA_PREFIX = " Answer:"
 
 
 def qa(name: str, request: Request) -> Document:
-    """A question-answering document; several questions are successive questions of the file.
+    """Build a question-answering document; several questions are successive questions of the file.
 
     Args:
         name: "qa_1" or "qa_2".
@@ -36,7 +36,7 @@ def qa(name: str, request: Request) -> Document:
         The document.
 
     Raises:
-        ValueError: more questions than the file has, or the length is too short for their documents.
+        ValueError: the file has fewer questions than requested, or the length is too short for their documents.
     """
     rng, data, count_tokens = request.rng, request.haystack, request.count_tokens
     if request.num_questions > len(data.items):

@@ -1,9 +1,9 @@
 """RULER's aggregation tasks (Hsieh et al. 2024, arXiv:2404.06654): common words (cwe) and frequent coded words (fwe).
 
 Repetitions, prompts and the one-shot example of cwe are the suite's. Departures: cwe draws only from the wonderwords lists,
-without the few entries of several words; the suite takes a larger list where they are too short, beyond about 128K tokens.
-cwe has no training split, because the evaluation tenth of the words would last for about 13K tokens only. Every document has
-a word order of its own, where the suite shuffles all documents alike.
+without the few entries of several words. Beyond about 128K tokens, where these lists are too short, the suite takes a larger
+list. cwe has no training split, because a tenth of the words, the evaluation split, would last for about 13K tokens only.
+Every document has a word order of its own, where the suite shuffles all documents alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from experiments.tasks.words import every_word
 
 CWE_TOKENS = 120
 CWE_COMMON = 10  # common words
-CWE_REPEATS = (30, 3)  # of common and of other words
+CWE_REPEATS = (30, 3)  # repetitions of common and of other words
 CWE_SHORT_REPEATS = (6, 1)  # below `CWE_SHORT` tokens
 CWE_SHORT = 4096
 CWE_EXAMPLE = (40, 10, 3)  # words and repetitions of the one-shot example
@@ -52,14 +52,14 @@ def _numbered(words: list[str]) -> str:
 
 
 def _word_list(rng: random.Random, common: list[str], others: list[str], repeats: tuple[int, int]) -> str:
-    """The numbered list, shuffled."""
+    """Shuffle the words and format them as the numbered list."""
     entries = common * repeats[0] + others * repeats[1]
     rng.shuffle(entries)
     return _numbered(entries)
 
 
 def common_words(request: Request) -> Document:
-    """A cwe document with a single question.
+    """Build a cwe document with a single question.
 
     Args:
         request: what to generate.
@@ -89,7 +89,7 @@ def common_words(request: Request) -> Document:
     number_tokens = [count_tokens(f" {10**digits - 1}.") for digits in range(7)]
 
     def entry_tokens(word: str, before: int, times: int) -> int:
-        """Tokens of `times` more entries of a word after `before` entries."""
+        """Count the tokens of `times` more entries of a word after `before` entries."""
         numbers = sum(number_tokens[len(str(before + entry))] for entry in range(1, times + 1))
         return times * count_tokens(" " + word) + numbers
 
@@ -114,12 +114,12 @@ def common_words(request: Request) -> Document:
 
 
 def zeta_counts(total: int, size: int) -> list[int]:
-    """How often the words of rank 1 to `size` appear in about `total` words: total / zeta(2) / rank^2, rounded down."""
+    """Compute how often words of rank 1 to `size` occur in about `total` words: total / zeta(2) / rank^2, rounded down."""
     return [int(total / rank**FWE_ALPHA / _ZETA) for rank in range(1, size + 1)]
 
 
 def frequent_words(request: Request) -> Document:
-    """A fwe document with a single question: coded words under a Zeta law, of which ranks 2 to 4 are asked for.
+    """Build a fwe document of coded words under a Zeta law; its single question asks for ranks 2 to 4.
 
     Args:
         request: what to generate.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def score_all(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_all`: share of references contained in the output, case-insensitive.
+    """Compute RULER's `string_match_all`: the share of references contained in the output, case-insensitive.
 
     Args:
         prediction: generated text; control characters count as line breaks, as in the suite.
@@ -21,7 +21,7 @@ def score_all(prediction: str, answers: Sequence[str]) -> float:
 
 
 def score_any(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's `string_match_part`: 1.0 if any reference is contained in the output, case-insensitive."""
+    """Compute RULER's `string_match_part`: 1.0 if the output contains any reference, case-insensitive, else 0.0."""
     return float(any(_contained(prediction, answers)))
 
 
@@ -31,25 +31,25 @@ def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
 
 
 def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench passkey and number string: the first run of digits equals the reference (1.0 or 0.0)."""
+    """Score InfiniteBench's passkey and number string: 1.0 if the first run of digits equals the reference, else 0.0."""
     found = re.search(r"[0-9]+", prediction)
     return float(found is not None and found.group() == answers[0])
 
 
 def score_first_number(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench math_find: the first number, with decimals or without, equals the reference (1.0 or 0.0)."""
+    """Score InfiniteBench's math_find: 1.0 if the first number, with or without decimals, equals the reference, else 0.0."""
     found = re.search(r"\d+\.\d+|\d+", prediction)
     return float(found is not None and float(found.group()) == float(answers[0]))
 
 
 def score_first_word(prediction: str, answers: Sequence[str]) -> float:
-    """Classification: the first word is the label, case-insensitive (1.0 or 0.0)."""
+    """Score a classification: 1.0 if the first word is the label, case-insensitive, else 0.0."""
     found = re.search(r"\w+", prediction)
     return float(found is not None and found.group().lower() == answers[0].lower())
 
 
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
-    """InfiniteBench kv_retrieval: the value is one of the output's words once punctuation is blanked."""
+    """Score InfiniteBench's kv_retrieval: 1.0 if a word of the output without punctuation is the value, else 0.0."""
     return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
 
 

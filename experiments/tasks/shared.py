@@ -3,7 +3,7 @@
 SCBench's data is published, its generators are not. So the wording and the strings here are our own; the tasks and the
 scorers are SCBench's. Its kv, vt and math_find are the other suites' tasks of these names with many questions.
 
-* `prefix_suffix`: the string with a certain beginning and end, among strings of which many share each of the two.
+* `prefix_suffix`: the string with a given beginning and end, among many strings with the same beginning or the same end.
 * `many_shot`: a classification that is learned from hundreds of examples. SCBench takes its examples from BIG-Bench Hard.
   Here numbers fall into three classes by two hidden thresholds, so the right label follows from the text.
 """
@@ -18,7 +18,7 @@ from experiments.tasks.fitting import fit
 
 PREFIX_SUFFIX_TOKENS = 40
 AFFIX = 4  # letters of a prefix or suffix
-MIDDLE = (6, 12)  # letters between them, at least and at most
+MIDDLE = (6, 12)  # letters between prefix and suffix, at least and at most
 STRING_CONTEXT = (
     "Below is a list of strings, one in each line. Memorize all of them. "
     "I will give you the prefix and the suffix of one of them and ask for the whole string.\n\n{context}"
@@ -40,7 +40,7 @@ SHOT_PREFIX = "\nLabel:"
 
 
 def prefix_suffix(request: Request) -> Document:
-    """A list of strings; each prefix and each suffix occurs many times, but each pair of them only once.
+    """Build a list of strings; each prefix and each suffix occurs many times, but each pair of both only once.
 
     Args:
         request: what to generate.
@@ -100,7 +100,7 @@ def prefix_suffix(request: Request) -> Document:
 
 
 def _distinct_letters(rng: random.Random, count: int) -> list[str]:
-    """Different prefixes or suffixes; they belong to no split, because the middles of the strings do."""
+    """Draw different prefixes or suffixes; they belong to no split, because the middles of the strings do."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=AFFIX))] = None
@@ -108,7 +108,7 @@ def _distinct_letters(rng: random.Random, count: int) -> list[str]:
 
 
 def many_shot(request: Request) -> Document:
-    """Numbers labelled by two hidden thresholds, and numbers to label.
+    """Build a list of numbers labelled by two hidden thresholds, and ask for labels of other numbers.
 
     Args:
         request: what to generate.

@@ -1,4 +1,4 @@
-"""The two splits of keys, values and texts, so that training and evaluation share none."""
+"""The two splits of keys, values and texts, so that training and evaluation share no key, value or text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ SPLITS = ("train", "eval")
 
 
 def held_out(text: str) -> bool:
-    """Whether a key word or a value belongs to the evaluation split.
+    """Tell whether a key word or a value belongs to the evaluation split.
 
-    The string alone decides (by its CRC-32; a tenth of all strings belong to evaluation), so training and evaluation never
+    The string alone decides, by its CRC-32, and a tenth of all strings belong to evaluation. So training and evaluation never
     share a key or a value, whatever their seeds are.
 
     Args:
@@ -23,6 +23,6 @@ def held_out(text: str) -> bool:
 
 
 def check_split(split: str) -> None:
-    """Raises ValueError if `split` is not "train" or "eval"."""
+    """Refuse a split other than "train" and "eval"."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.tasks import infinitebench, ruler
 from experiments.tasks.haystack import NOISE
 
-# The order is that of the corpus from which the shipped tokenizer was trained.
+# The templates have the order of the corpus from which the shipped tokenizer was trained.
 TRAINED_TEMPLATES: tuple[str, ...] = (
     ruler.NIAH_CONTEXT,
     ruler.NIAH_QUESTION,

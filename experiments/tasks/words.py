@@ -27,12 +27,12 @@ def _word_list(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def every_word() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs of both splits, sorted, for tasks whose words are no keys or values (cwe)."""
+    """List all nouns, adjectives and verbs of both splits, sorted, for tasks whose words are no keys or values (cwe)."""
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
 
 
 class Words:
-    """Draws keys and values of one split.
+    """The source of keys and values of one split.
 
     Args:
         split: "train" or "eval"; the two never share a noun, an adjective, a number, a uuid or a variable.
@@ -50,25 +50,25 @@ class Words:
         self.nouns = tuple(w for w in _word_list("noun") if held_out(w) == self._held_out)
 
     def word(self, rng: random.Random) -> str:
-        """An `adjective-noun` key (RULER's needle words)."""
+        """Draw an `adjective-noun` key (RULER's needle words)."""
         return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
 
     def number(self, rng: random.Random, digits: int = 7) -> str:
-        """A decimal number of exactly `digits` digits without leading zero (RULER: 7)."""
+        """Draw a decimal number of exactly `digits` digits without leading zero (RULER: 7)."""
         while True:
             text = str(rng.randrange(10 ** (digits - 1), 10**digits))
             if held_out(text) == self._held_out:
                 return text
 
     def digit_string(self, rng: random.Random, digits: int) -> str:
-        """A string of `digits` independent digits (InfiniteBench passkey: 5)."""
+        """Draw a string of `digits` independent digits (InfiniteBench passkey: 5)."""
         while True:
             text = f"{rng.randrange(10**digits):0{digits}d}"
             if held_out(text) == self._held_out:
                 return text
 
     def repeated_digit_string(self, rng: random.Random) -> str:
-        """Ten digits as InfiniteBench's number_string draws them: five digits, five of them doubled in place."""
+        """Draw ten digits as InfiniteBench's number_string does: five digits, and five times a digit doubled in place."""
         while True:
             keys = [str(rng.randint(0, 9)) for _ in range(5)]
             for k in range(5):
@@ -79,7 +79,7 @@ class Words:
                 return text
 
     def uuid(self, rng: random.Random) -> str:
-        """A random version-4 uuid in its usual 36-character form."""
+        """Draw a random version-4 uuid in its usual 36-character form."""
         while True:
             bits = rng.getrandbits(128)
             bits = bits & ~(0xF << 76) | 4 << 76
@@ -90,25 +90,25 @@ class Words:
                 return text
 
     def variable(self, rng: random.Random, letters: int = 5) -> str:
-        """A variable name of capital letters (RULER vt: 5; its one-shot example: 3)."""
+        """Draw a variable name of capital letters (RULER vt: 5 letters; its one-shot example: 3 letters)."""
         while True:
             text = "".join(rng.choices(string.ascii_uppercase, k=letters))
             if held_out(text) == self._held_out:
                 return text
 
     def letters(self, rng: random.Random, count: int) -> str:
-        """A string of `count` small letters (RULER fwe: 6)."""
+        """Draw a string of `count` small letters (RULER fwe: 6)."""
         while True:
             text = "".join(rng.choices(string.ascii_lowercase, k=count))
             if held_out(text) == self._held_out:
                 return text
 
     def distinct(self, kind: str, count: int, rng: random.Random) -> list[str]:
-        """`count` different strings of one kind.
+        """Draw `count` different strings of one kind.
 
         Args:
             kind: "words", "numbers" or "uuids".
-            count: how many.
+            count: number of strings.
             rng: the source of randomness.
 
         Returns:

@@ -1,7 +1,7 @@
 """Trains the built-in retrieval model: `python -m experiments.training --out DIR [--text FILE ...]`.
 
-The run saves checkpoints, stops cleanly on SIGTERM, on Ctrl-C or after `--minutes`, and goes on with `--resume` from exactly
-the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
+The run saves checkpoints, and stops cleanly on SIGTERM, on Ctrl-C or after `--minutes`. With `--resume` it continues from
+exactly the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
 """
 
 from __future__ import annotations

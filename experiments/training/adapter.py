@@ -1,7 +1,7 @@
 """Trains a low-rank adapter on the retrieval tasks: `python -m experiments.training.adapter --out DIR [--text FILE ...]`.
 
 The base stays as it is, and the adapter is a small file beside it (`models.adapter`). Rows are chats in the base's own
-template, and prose, which the adapted model must go on predicting as the base does. Otherwise a run goes like that of
+template, and prose, which the adapted model must still predict as the base does. Otherwise a run goes like a run of
 `experiments.training`: it saves, stops and resumes.
 """
 
@@ -56,7 +56,7 @@ class AdapterSettings(Settings):
         if not self.stretch >= 1:
             raise ValueError(f"stretch must be at least 1, got {self.stretch}")
         if not self.lengths:
-            raise ValueError("lengths must name at least one, got none")
+            raise ValueError("lengths must name at least one length, got none")
         if not 0 < self.peak < math.inf:
             raise ValueError(f"peak must be a positive number, got {self.peak}")
         if not 0 <= self.lm_weight < math.inf:
@@ -85,7 +85,7 @@ def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
     if template is None:
         raise ValueError(f"{base.name} has no chat template, expected a model that answers in a chat")
     if not base.config.eos_token_ids:
-        raise ValueError(f"{base.name} has no end-of-text token, expected one that closes its answers")
+        raise ValueError(f"{base.name} has no end-of-text token, expected an end-of-text token that closes answers")
     end_id = base.config.eos_token_ids[0]
     mixture = chat_mixture(template.around(), base.tokenizer.id_to_token(end_id), end_id, pad_id=end_id)
     subject = Adapter.of(base.name, base.params, base.config, settings.rank, settings.stretch)

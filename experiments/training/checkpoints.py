@@ -34,7 +34,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def restore(self, like: State) -> tuple[int, State]:
-        """The newest checkpoint.
+        """Restore the newest checkpoint.
 
         Args:
             like: a state of the same shapes and dtypes.

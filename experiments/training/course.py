@@ -1,4 +1,4 @@
-"""How a run goes: its length, batches, rates and rows."""
+"""The course of a training run: its length, batches, rates and rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experiments.training.mixture import Mixture
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """How a run goes.
+    """The course of a training run.
 
     Attributes:
         steps: optimiser steps of the whole run.
@@ -17,10 +17,10 @@ class Course:
         tokens_per_step: rows x length of a batch.
         mixture: what rows are made of.
         peak: highest learning rate.
-        warmup: steps until it is reached.
-        weight_decay: of matrices.
-        lm_weight: weight of the language-model loss beside that of the answers.
-        lm_weight_first: the same as long as only the shortest bucket is in use.
+        warmup: steps until the highest learning rate is reached.
+        weight_decay: weight decay of matrices.
+        lm_weight: weight of the language-model loss, beside weight 1 of the answers' loss.
+        lm_weight_first: `lm_weight` as long as only the shortest bucket is in use.
         scored: the share of a row's positions that have logits, as 1 / scored; answers come first. All positions of a model
             with a large vocabulary would take more memory than everything else.
     """

@@ -35,7 +35,7 @@ class Curriculum:
             )
 
     def stage(self, step: int) -> int:
-        """The stage of a step: in stage i, the buckets 0..i are in use.
+        """Return the stage of a step: in stage i, the buckets 0..i are in use.
 
         The first stage takes 14 % of the run, because induction forms at the shortest length. The last stage, with all
         lengths, takes 40 %. The stages between share the rest evenly.
@@ -48,7 +48,7 @@ class Curriculum:
         return bisect.bisect_right(starts, step / self.total_steps)
 
     def bucket(self, step: int) -> tuple[int, int]:
-        """The (rows, length) of a step.
+        """Choose the (rows, length) of a step.
 
         The newest bucket of a stage gets 40 % of the stage's steps; in the last stage it gets 30 %. The older buckets share
         the rest evenly.
@@ -61,5 +61,5 @@ class Curriculum:
         return self.tokens_per_step // length, length
 
     def is_first_stage(self, step: int) -> bool:
-        """Whether only the shortest bucket is in use; language-model loss weighs more there."""
+        """Say whether only the shortest bucket is in use, where language-model loss weighs more."""
         return self.stage(step) == 0

@@ -1,9 +1,9 @@
 """Training batches: task documents, tokenised exactly as inference sees them, made by worker processes.
 
 A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right, with the texts of a
-chat template between (`experiments.training.mixture.Form`). Context, question with prefix, and answer are encoded apart and
-concatenated, because inference generates the answer token by token after the encoded prompt. A batch depends on (seed, step)
-only, not on the number of workers.
+chat template between the parts (`experiments.training.mixture.Form`). Context, question with prefix, and answer are encoded
+apart and concatenated, because inference generates the answer token by token after the encoded prompt. A batch depends on
+(seed, step) only, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ class RowMaker:
         self._between = self.count(form.asking) + self.count(form.answering)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; no special tokens are added."""
+        """Encode each text as token ids; no special tokens are added."""
         return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def count(self, text: str) -> int:
-        """The number of tokens of a text."""
+        """Count the tokens of a text."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def prose(self, rng: random.Random) -> Haystack:
-        """The built-in prose or a book, with equal chances; a longer book is drawn more often."""
+        """Draw the built-in prose or a book, with equal chances; a longer book is drawn more often."""
         if not self.books or rng.random() < 0.5:
             return self.builtin_prose
         return rng.choices(self.books, self._sizes)[0]
 
     def row(self, rng: random.Random, task: str, length: int, num_questions: int) -> Row:
-        """A row of at most ``length`` tokens.
+        """Make a row of at most ``length`` tokens.
 
         Args:
             rng: source of randomness.
@@ -157,8 +157,9 @@ class RowMaker:
             limit -= 16
 
     def _copy_row(self, rng: random.Random, length: int) -> Row:
-        """Random tokens in segments, then the same segments in another order; all but a segment's first two tokens count.
+        """Draw random tokens in segments, then repeat the segments in another order.
 
+        All tokens of the repeated segments count, except the first two of each.
         Half of all tokens teach the induction circuit that every retrieval task is built on. Without such rows, and without
         loss on questions, the circuit had not formed after 2,000 steps; with both, it forms after about 1,000.
         """
@@ -178,7 +179,7 @@ class RowMaker:
         return Row(ROW_TASKS.index(COPY), tokens, roles)
 
     def random_row(self, rng: random.Random, length: int, shortest: int) -> Row:
-        """A row with a random task, a random length in [shortest, length] and a random number of questions."""
+        """Make a row with a random task, a random length in [shortest, length] and a random number of questions."""
         size = length if rng.random() < FULL_LENGTH_SHARE else rng.randint(min(shortest, length), length)
         recipes = self.mixture.recipes
         names = [name for name in ROW_TASKS if name in recipes and recipes[name].shortest <= size]
@@ -191,7 +192,7 @@ class RowMaker:
         return self.row(rng, task, size, questions)
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> Batch:
-        """The batch of a step.
+        """Make the batch of a step.
 
         Args:
             seed: seed of the run.
@@ -225,7 +226,7 @@ def _work(
     stride: int,
     out: multiprocessing.Queue,
 ) -> None:
-    """A worker process: it makes the steps first, first + stride, ... until it is killed or its parent has ended."""
+    """Make the batches of steps first, first + stride, ... in a worker process, until it or its parent has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the whole group receives them, but the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses a single core
@@ -244,7 +245,7 @@ def _work(
 
 
 class Loader:
-    """Delivers batches in the order of the steps. Worker processes make them.
+    """Batches in the order of the steps, made by worker processes.
 
     Args:
         tokenizer_file: the model's tokenizer.json.
@@ -252,7 +253,7 @@ class Loader:
         mixture: what rows are made of.
         curriculum: batch shapes.
         seed: seed of the data.
-        first_step: the step at which a resumed run goes on.
+        first_step: the step at which a resumed run continues.
         workers: processes; with 0, this process makes the batches.
         depth: batches that each worker may be ahead.
     """
@@ -290,7 +291,7 @@ class Loader:
             self._queues.append(out)
 
     def next(self) -> Batch:
-        """The batch of the next step.
+        """Return the batch of the next step.
 
         Raises:
             RuntimeError: the worker that should make it has ended.

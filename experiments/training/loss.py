@@ -29,7 +29,7 @@ Step = Callable[[State, Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[
 
 
 def schedule(course: Course) -> optax.Schedule:
-    """Linear warm-up, then a cosine that reaches 5 % of the peak at the last step."""
+    """Make the learning rates: a linear warm-up, then a cosine that reaches 5 % of the peak at the last step."""
     warmup = min(course.warmup, max(1, course.steps // 10))
     return optax.warmup_cosine_decay_schedule(
         0.0, course.peak, warmup, max(course.steps, warmup + 1), course.peak * FINAL_SHARE
@@ -37,7 +37,7 @@ def schedule(course: Course) -> optax.Schedule:
 
 
 def optimizer(course: Course) -> optax.GradientTransformation:
-    """AdamW with gradient clipping; weight decay on matrices only."""
+    """Make the optimiser: AdamW with gradient clipping, and weight decay on matrices only."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
@@ -51,7 +51,7 @@ def optimizer(course: Course) -> optax.GradientTransformation:
 
 
 def initial_state(subject: Subject, course: Course, seed: int) -> State:
-    """The trained arrays and the optimiser state at the beginning: a dict of "params" and "opt_state"."""
+    """Return the trained arrays and the optimiser state at the beginning: a dict of "params" and "opt_state"."""
     params = subject.initial(seed)
     return {"params": params, "opt_state": optimizer(course).init(params)}
 
@@ -59,7 +59,7 @@ def initial_state(subject: Subject, course: Course, seed: int) -> State:
 def forward(
     config: models.ModelConfig, params: Any, tokens: jax.Array, at: jax.Array, implementation: str | None
 ) -> jax.Array:
-    """The logits at some positions of whole rows that start at position 0.
+    """Compute the logits at some positions of whole rows that start at position 0.
 
     The layers are a scan, because the program of a single layer compiles in seconds.
 
@@ -80,7 +80,7 @@ def forward(
         raise ValueError(f"training scans over equal layers, expected a model without windows, got {config.windows}")
     inverse = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    length = jnp.full((1,), tokens.shape[1], jnp.int32)  # padding counts: rows of one batch are read as equally long
+    length = jnp.full((1,), tokens.shape[1], jnp.int32)  # padding counts: rows of one batch are treated as equally long
 
     def attend(layer: int, state: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         del layer
@@ -101,12 +101,13 @@ def forward(
 
 
 def choose(tokens: jax.Array, roles: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The positions of each row whose predictions count.
+    """Choose the positions of each row whose predictions count.
 
     Args:
         tokens: int32 [B, T].
         roles: int32 [B, T], see `experiments.training.data.Row`.
-        count: N positions of each row: those that predict answers first, then scattered ones of the language-model loss.
+        count: N positions of each row: first the positions that predict answers, then scattered positions of the
+            language-model loss.
 
     Returns:
         The positions in increasing order, the tokens that they predict, and the roles of these tokens: int32 [B, N].
@@ -131,7 +132,7 @@ def losses(
     total: Callable[[jax.Array], jax.Array] = lambda x: x,
     taught: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """The loss terms and exact-match counts of a batch.
+    """Compute the loss terms and exact-match counts of a batch.
 
     The answer tokens of a row count in proportion to the square root of their number. Otherwise a row with fifty answers of
     uuids would drown the rows with a single short answer, and evaluation consists of such rows.
@@ -142,7 +143,7 @@ def losses(
         role: int32 [B, N], their roles, see `experiments.training.data.Row`.
         tasks: int32 [B].
         length: T, tokens of a row.
-        total: the sum of a number over all parts of a batch, if this is a part; the losses of all parts then add up.
+        total: the sum of a value over all parts of a batch, if this is a part; the losses of all parts then add up.
         taught: float32 [B, N, V], the logits of a teacher. The language-model loss is then the distance to its distribution,
             not to the text, so that no text can be learned by heart; None without a teacher.
 
@@ -182,10 +183,10 @@ def losses(
 
 
 def make_step(subject: Subject, course: Course, implementation: str | None, mesh: Mesh) -> Step:
-    """The optimiser step, which the caller jits with its state donated.
+    """Make the optimiser step, which the caller jits with its state donated.
 
     Args:
-        subject: what is trained.
+        subject: the trained model or adapter.
         course: rates, the share of positions with logits, the length of the run.
         implementation: see `pallas_kernels.attend.causal_attention.causal_attention`.
         mesh: devices on an axis "data"; each takes an equal part of the rows.
@@ -215,7 +216,7 @@ def make_step(subject: Subject, course: Course, implementation: str | None, mesh
         return metrics["loss"], metrics
 
     def gradient(*arguments: Any) -> Any:
-        """The gradient and the metrics of all rows, from each device's part."""
+        """Compute the gradient and the metrics of all rows, from each device's part."""
         return total(jax.grad(objective, has_aux=True)(*arguments))
 
     split = jax.shard_map(

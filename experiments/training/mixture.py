@@ -1,4 +1,4 @@
-"""What training rows are made of: the share of every task, and how contexts, questions and answers become one text."""
+"""The mixture of training rows: the share of every task, and how contexts, questions and answers become one text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SHORTEST = 224  # tokens; the shortest training row
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a task takes part in training.
+    """The part of a task in training.
 
     Attributes:
-        weight: relative share of rows; harder tasks have more.
+        weight: relative share of rows; harder tasks have a larger share.
         cost: tokens that a further question adds (needles, question, answer); 0 means a single question.
         shortest: the task needs rows of at least this many tokens.
         prose_share: share of rows whose haystack is prose although the suite uses noise.
@@ -54,7 +54,7 @@ class Mixture:
     """The rows of a training run.
 
     Attributes:
-        recipes: how each task takes part; tasks without a recipe do not.
+        recipes: the part of each task; tasks without a recipe have no rows.
         form: the texts around a row's parts.
         lm_everywhere: whether contexts of prose and questions have language-model loss, too, and not only rows of prose.
     """
@@ -105,7 +105,7 @@ CHAT_RECIPES = {
 
 
 def chat_mixture(around: tuple[str, str], end: str, end_id: int, pad_id: int) -> Mixture:
-    """The mixture for a model that answers in a chat.
+    """Make the mixture for a model that answers in a chat.
 
     Args:
         around: the chat template's texts before and after a user's message.
@@ -114,11 +114,12 @@ def chat_mixture(around: tuple[str, str], end: str, end_id: int, pad_id: int) ->
         pad_id: token id behind a row's end.
 
     Raises:
-        ValueError: the text after a message does not begin by closing it, so that it is unknown how the next one opens.
+        ValueError: the text after a message does not begin by closing the message, so that it is unknown how the next
+            message opens.
     """
     before, after = around
     if not after.startswith(end):
-        raise ValueError(f"the chat template must close a message with {end!r}, it goes on with {after!r}")
+        raise ValueError(f"the chat template must close a message with {end!r}, got {after!r}")
     # A message opens like the first one, behind the text that closes an answer: "\n<|im_start|>user\n" in ChatML.
     opening = before[before.rfind(end) + len(end) :] if end in before else before
     return Mixture(CHAT_RECIPES, Form(end_id, pad_id, before, after, opening), lm_everywhere=False)

@@ -94,7 +94,7 @@ class Progress:
             self._window = []
 
     def seconds_left(self) -> float:
-        """The estimated seconds to the end; a bucket that has not run yet counts like the slowest so far."""
+        """Estimate the seconds to the end; a bucket that has not run yet counts like the slowest bucket so far."""
         slowest = max(self._seconds.values(), default=0.0)
         return sum(count * self._seconds.get(length, slowest) for length, count in self._left.items())
 

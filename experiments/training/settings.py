@@ -1,4 +1,4 @@
-"""What `experiments.training` trains: its settings. Every data worker imports this file, so it imports no JAX."""
+"""The settings of `experiments.training`. Every data worker imports this file, so it imports no JAX."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrainingSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCommand:
-    """How a call of `experiments.training` goes.
+    """The limits and places of a call of `experiments.training`.
 
     Attributes:
         out: checkpoints, log and export go here

@@ -1,4 +1,4 @@
-"""What a run trains: all parameters of a model, or an adapter beside the parameters of a base that stay as they are."""
+"""The subject of a training run: all parameters of a model, or an adapter of a base whose parameters stay frozen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def stack_layers(params: Any) -> dict[str, Any]:
-    """The parameters with all layers stacked, so that one compiled layer runs them all: {"layers": leaves [L, ...], ...}."""
+    """Stack the parameters of all layers, so that one compiled layer runs them all: {"layers": leaves [L, ...], ...}."""
     names = [name for name in params if name.startswith("layers_")]
     layers = [params[f"layers_{i}"] for i in range(len(names))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -27,12 +27,12 @@ def stack_layers(params: Any) -> dict[str, Any]:
 
 
 class Subject(abc.ABC):
-    """What a run trains.
+    """The subject of a training run.
 
     Attributes:
         config: the model, with the compute dtype.
         frozen: arrays that training reads and does not change.
-        teacher: the model with the frozen parameters, whose predictions of prose are to stay; None without one.
+        teacher: the model with the frozen parameters, whose predictions of prose are to stay; None without a teacher.
     """
 
     config: models.ModelConfig
@@ -42,19 +42,19 @@ class Subject(abc.ABC):
     @property
     @abc.abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What must not change between a run and its continuation, besides the course; JSON values."""
+        """Values, besides the course, that must not change between a run and its continuation; JSON values."""
 
     @abc.abstractmethod
     def initial(self, seed: int) -> Any:
-        """The trained arrays at the beginning, float32."""
+        """Make the trained arrays at the beginning, float32."""
 
     @abc.abstractmethod
     def params(self, frozen: Any, trained: Any) -> dict[str, Any]:
-        """The model's parameters with stacked layers (see `stack_layers`); differentiable in ``trained``."""
+        """Build the model's parameters with stacked layers (see `stack_layers`); differentiable in ``trained``."""
 
     @abc.abstractmethod
     def export(self, directory: pathlib.Path, trained: Any) -> None:
-        """Write what was trained in the form in which it is loaded."""
+        """Write the trained arrays in the form in which they are loaded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ class WholeModel(Subject):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Nothing: the course of a size belongs to it."""
+        """No values: the course determines the model."""
         return {}
 
     def initial(self, seed: int) -> Any:
-        """Random parameters."""
+        """Draw random parameters."""
         return models.random_params(dataclasses.replace(self.config, dtype="float32"), jax.random.key(seed))
 
     def params(self, frozen: Any, trained: Any) -> dict[str, Any]:
-        """The trained parameters, with stacked layers."""
+        """Stack the layers of the trained parameters."""
         return stack_layers(trained)
 
     def export(self, directory: pathlib.Path, trained: Any) -> None:
@@ -101,7 +101,7 @@ class Adapter(Subject):
         config: the adapted model: the base with other rotary frequencies, or a longer context.
         frozen: the base's parameters with stacked layers.
         teacher: the base.
-        about: what the adapter belongs to.
+        about: the adapter's base and sizes.
         base: the base's parameters.
     """
 
@@ -113,7 +113,7 @@ class Adapter(Subject):
 
     @classmethod
     def of(cls, name: str, params: Any, config: models.ModelConfig, rank: int, stretch: float) -> Adapter:
-        """An adapter for a base.
+        """Make an adapter for a base.
 
         Args:
             name: the base's name.
@@ -131,11 +131,11 @@ class Adapter(Subject):
         return dataclasses.asdict(self.about)
 
     def initial(self, seed: int) -> Any:
-        """Factors that change nothing yet."""
+        """Draw factors that change nothing yet."""
         return init_adapter(self.base, self.config.num_layers, self.about.rank, jax.random.key(seed))
 
     def params(self, frozen: Any, trained: Any) -> dict[str, Any]:
-        """The adapted base."""
+        """Build the parameters of the adapted base."""
         layers, factors = flatten_dict(frozen["layers"], sep="/"), flatten_dict(trained, sep="/")
         for path in KERNELS:
             name = path.removesuffix("/kernel")

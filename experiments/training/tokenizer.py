@@ -1,12 +1,13 @@
 """Trains the byte-level BPE tokenizer of the built-in model: `python -m experiments.training.tokenizer --out DIR`.
 
-Numbers are cut into groups of three digits from the left (as Llama 3 does), capital letters in a row into pairs, a uuid is
-always 16 pairs of hexadecimal digits and 4 dashes, and a line break is a token of its own. So a number, a uuid or a variable
-name has the same tokens everywhere, and two pieces that meet at a line break or before a space have the same tokens as their
-concatenation.
+Numbers are cut into groups of three digits from the left (as Llama 3 does), and capital letters in a row into pairs. A uuid
+is always 16 pairs of hexadecimal digits and 4 dashes, and a line break is a token of its own. So a number, a uuid or a
+variable name has the same tokens everywhere, and two pieces that meet at a line break or before a space have the same tokens
+as their concatenation.
 
-Why groups: if every digit were a token, the next digit of a value would be ambiguous after any digit that occurred before. A
-small model that was trained so copied uuids (pairs) at 97-100 % but seven-digit numbers at only 20-70 % (see MODEL_CARD.md).
+Digits form groups because, if every digit were a token, the next digit of a value would be ambiguous after any digit that
+occurred before. A small model with a token for every digit copied uuids (pairs) at 97-100 %, but seven-digit numbers at only
+20-70 % (see MODEL_CARD.md).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _UUID = rf"(?<![0-9A-Za-z]){_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}(?![0-9A
 
 
 def _pair_patterns() -> list[str]:
-    """Patterns that cut a piece that is exactly a uuid into pairs; they look at the rest of the piece up to its end."""
+    """Return patterns that cut a piece that is exactly a uuid into pairs; they look ahead to the end of the piece."""
     front = rf"{_HEX}{{2}}(?=(?:{_HEX}{{2}}){{0,3}}-(?:{_HEX}{{4}}-){{0,3}}{_HEX}{{12}}\z)"
     back = [rf"(?<={_HEX}{{4}}-{_HEX}{{{2 * j}}}){_HEX}{{2}}(?={_HEX}{{{10 - 2 * j}}}\z)" for j in range(6)]
     return [front, *back]
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """The splitting rules as data of the tokenizers library, so that no Python runs when a text is encoded."""
+    """Return the splitting rules as data of the tokenizers library, so that no Python runs when a text is encoded."""
     rules = _pair_patterns() + [
         r"[0-9]{1,3}",
         r" ?VAR(?![A-Za-z])",
@@ -60,7 +61,7 @@ def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def template_texts(repeats: int) -> Iterator[str]:
-    """The fixed texts of the tasks with empty placeholders, each of them ``repeats`` times."""
+    """Yield the fixed texts of the tasks with empty placeholders, each ``repeats`` times."""
     templates = [
         *TRAINED_TEMPLATES,
         '\n\nKey: "": "", ',
@@ -77,7 +78,7 @@ def template_texts(repeats: int) -> Iterator[str]:
 
 
 def corpus(texts: Sequence[str]) -> Iterator[str]:
-    """The texts that the merges are learned from: prose, templates, and numbers and pairs that must all become tokens."""
+    """Yield the texts that the merges are learned from: prose, templates, and numbers and pairs that must become tokens."""
     for text in texts:
         yield from split_sentences(text)
     yield from template_texts(repeats=300)
@@ -93,7 +94,7 @@ def corpus(texts: Sequence[str]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the tokenizer.
+    """Train the tokenizer.
 
     Args:
         texts: prose.
@@ -134,7 +135,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerCommand:
-    """What the tokenizer is made of, and where it goes.
+    """The texts that the tokenizer is trained on, and the directory that it is written to.
 
     Attributes:
         out: directory for tokenizer.json

@@ -1,7 +1,7 @@
 """A training run: compiled steps, data workers, progress, checkpoints, export. `experiments.training` is its command.
 
-Checkpoints are saved during the run, and when SIGTERM or the time limit stops it. A resumed run computes exactly the same as
-an uninterrupted run.
+Checkpoints are saved during the run, and when SIGTERM or the time limit stops it. A resumed run computes exactly the same
+values as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IN_FLIGHT = 4  # steps that are dispatched before the metrics of the first of th
 
 
 def builtin_course(name: str, steps: int | None = None) -> tuple[models.ModelConfig, Course]:
-    """The model and the course of training called "full" (15M parameters, one H100) or "toy" (seconds on a CPU).
+    """Return the model and the course of training called "full" (15M parameters, one H100) or "toy" (seconds on a CPU).
 
     Args:
         name: the size.
@@ -72,12 +72,12 @@ def builtin_course(name: str, steps: int | None = None) -> tuple[models.ModelCon
 
 
 class Compiler:
-    """Compiles the step for every batch shape, in the background and in the order in which the run needs them.
+    """The steps of every batch shape, compiled in the background and in the order in which the run needs them.
 
     Args:
         step: see `experiments.training.loss.make_step`.
         state: arrays of the state's shapes and dtypes.
-        frozen: arrays of the same shapes and dtypes as those that training only reads.
+        frozen: arrays of the same shapes and dtypes as the arrays that training only reads.
         mesh: the devices.
         shapes: (rows, length) of the batches.
     """
@@ -104,11 +104,11 @@ class Compiler:
         self._steps = {shape: self._pool.submit(build, *shape) for shape in shapes}
 
     def get(self, shape: tuple[int, int]) -> Any:
-        """The compiled step of a (rows, length); waits until it is ready."""
+        """Wait for the compiled step of a (rows, length) and return it."""
         return self._steps[shape].result()
 
     def close(self) -> None:
-        """Give up the steps that have not been compiled yet."""
+        """Cancel the steps that have not been compiled yet."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -128,7 +128,7 @@ def _check_course(course: Course, config: models.ModelConfig, devices: int) -> N
         )
     for rows in (course.tokens_per_step // length for length in course.lengths):
         if rows % devices:
-            raise ValueError(f"a batch of {rows} rows cannot be split over {devices} devices")
+            raise ValueError(f"the rows of a batch must be a multiple of {devices} devices, got {rows}")
     most = np.iinfo(np.uint16).max + 1
     if config.vocab_size > most:
         raise ValueError(f"batches hold token ids below {most}, the model has a vocabulary of {config.vocab_size}")
@@ -152,14 +152,14 @@ def train(
 
     Args:
         out: directory for checkpoints, the log and the export.
-        subject: what is trained; its config has the compute dtype.
+        subject: the trained model or adapter; its config has the compute dtype.
         course: how the run goes.
         tokenizer: directory with tokenizer.json.
         texts: prose files besides `pydoc_data.topics`.
         minutes: wall-clock limit of this call; the run is saved and can be resumed.
         save_minutes: minutes between checkpoints.
         resume: continue from the newest checkpoint in `out`.
-        seed: of parameters and data.
+        seed: seed of parameters and data.
         workers: data processes; with 0, this process makes the data.
         stop_after: stop and save after this many steps of the whole run, as if the time were over.
 
@@ -167,8 +167,8 @@ def train(
         The last state.
 
     Raises:
-        ValueError: there is nothing to resume, the checkpoint belongs to another run, there is a checkpoint and not
-            ``resume``, or `_check_course` refuses the course.
+        ValueError: there is nothing to resume, the checkpoint belongs to another run, there is a checkpoint but ``resume``
+            is False, or `_check_course` refuses the course.
         FileNotFoundError: a text is absent.
         FloatingPointError: the loss is not finite.
     """

@@ -1,4 +1,4 @@
-"""The device and host memory that a cache needs, checked before a prompt is read.
+"""The device and host memory that a cache needs, checked before prefill.
 
 Host memory here is pinned: the GPU reads it over the bus. JAX takes it from a pool, whose size has a limit of its own.
 """
@@ -28,20 +28,20 @@ from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
-_SIZES = ("batch", "prompt_slots", "max_new_tokens", "chunk_size")  # the numbers that `memory_needed` takes
+_SIZES = ("batch", "prompt_slots", "max_new_tokens", "chunk_size")  # the sizes that `memory_needed` takes
 _PIECE = 1 << 30  # the most bytes of pinned memory requested at once, because each piece is made on the device
 
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The bytes that a cache needs at least; on a mesh, those of each of its devices.
+    """The bytes that a cache needs at least, per device on a mesh.
 
     Attributes:
-        device: bytes of all layers on the device, while the prompt is read or afterwards; the larger number.
-        host: bytes of all layers in pinned host memory, while the prompt is read or afterwards; the larger number.
-        staged: further bytes on the device while a prompt chunk attends to one layer: its keys and values, if it is offloaded
-            or in 8 bits, its codes and its numbers, if it is both, and the row that a pass takes out of it
-            (`kvjax.decoding.prefill`).
+        device: bytes of all layers on the device, during or after prefill, whichever is larger.
+        host: bytes of all layers in pinned host memory, during or after prefill, whichever is larger.
+        staged: further bytes on the device while a prompt chunk attends in one layer. They hold the layer's keys and values
+            if it is offloaded or in 8 bits, its codes and dequantised values if it is both, and the row that a pass takes out
+            of the layer (`kvjax.decoding.prefill`).
     """
 
     device: int
@@ -50,7 +50,7 @@ class Needed:
 
     @property
     def brief(self) -> str:
-        """Only the bytes of the cache: on the device, and in host memory if there are any."""
+        """The bytes of the cache in words: on the device, and in host memory if there are any."""
         return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def memory_needed(
     mesh: Mesh | AbstractMesh | None = None,
     kv_dtype: str | None = None,
 ) -> Needed:
-    """The memory that prefilling and decoding need, computed from shapes alone.
+    """Compute from shapes alone the memory that prefill and decode need.
 
     Activations and the state that layers share are not counted.
 
@@ -85,8 +85,8 @@ def memory_needed(
 
     Raises:
         TypeError: ``mesh`` is no mesh.
-        ValueError: an unknown name, a size below 1, a ``kv_dtype`` on which the method cannot run, or a mesh with other axes
-            than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
+        ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run. Or a mesh with other
+            axes than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
     """
     several = isinstance(method, Sequence) and not isinstance(method, str)
     methods = resolve_each(cast("Any", method)) if several else [resolve(cast("Any", method))]
@@ -97,7 +97,7 @@ def memory_needed(
 
 @dataclasses.dataclass(frozen=True)
 class _Phases:
-    """Bytes (device, host) of the cache of a method, while the prompt is read and afterwards; ``staged`` as in `Needed`."""
+    """Bytes (device, host) of a method's cache during prefill and after prefill; ``staged`` as in `Needed`."""
 
     reading: tuple[int, int]
     after: tuple[int, int]
@@ -105,7 +105,7 @@ class _Phases:
 
 
 def _sum(each: Sequence[_Phases]) -> Needed:
-    """What caches need that exist together. Their layers are staged one after the other."""
+    """Add up what caches need that exist together. Their layers are staged one after the other."""
     device, host = (max(sum(x.reading[at] for x in each), sum(x.after[at] for x in each)) for at in (0, 1))
     return Needed(device=device, host=host, staged=max(x.staged for x in each))
 
@@ -113,7 +113,7 @@ def _sum(each: Sequence[_Phases]) -> Needed:
 def _needed_each(
     every: Sequence[Method], config: Model, mesh: Mesh | AbstractMesh | None, kv_dtype: str | None, sizes: dict[str, int]
 ) -> list[_Phases]:
-    """What each method needs, in the order in which all together read the prompts; arguments as in `memory_needed`."""
+    """Compute what each method needs when all methods share one prefill; arguments as in `memory_needed`."""
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
     for method in every:
         check_sizes(method, config)
@@ -135,16 +135,16 @@ def _needed_each(
         return [known[kind] for kind in kinds]
 
     def of_method(method: Method, methods: Sequence[LayerMethod]) -> _Phases:
-        # A group of rows that is read apart is read beside what is left of all rows.
+        # During prefill of a group of rows with storage of its own, the finished states of all rows exist too.
         grouped = order.apart and order.groups > 1
         before = of_layers(methods, order.rows if order.apart else batch, False)
         after = of_layers(methods, batch, True)
-        # While a prompt of one chunk is read, only one layer exists at a time, unless it is read again.
+        # During prefill of one chunk only one layer exists at a time, unless the method rereads the prompt.
         together = order.chunks > 1 or method.reread_tokens(prompt_slots)
         reading = before if together else [(max(x[0] for x in before), max(x[1] for x in before))]
         reading = reading + after if grouped else reading
         staged = max(x[1] for x in before)
-        if kv_dtype is not None and order.chunks > 1:  # a chunk attends to what is read back, from staged codes too
+        if kv_dtype is not None and order.chunks > 1:  # a chunk attends to dequantised keys and values, from staged codes too
             slots = order.rows * config.num_kv_heads * order.slots
             staged += slots * row_bytes(config.head_dim, config.dtype, None)
         if not order.apart:  # a pass takes its row out of one layer, and puts it back
@@ -171,14 +171,14 @@ def offload_share(
     mesh: Mesh | AbstractMesh | None = None,
     kv_dtype: str | None = None,
 ) -> float:
-    """The smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
+    """Find the smallest ``offload`` with which a cache fits the device. A layer decodes faster if it stays on the device.
 
     Call it when the parameters are on the device, for example: ``ParisKV(offload=offload_share("pariskv", config, batch=1,
     prompt_slots=393216, max_new_tokens=256))``.
 
     Args:
         method: a method with a field ``offload``, whose value does not matter; or its name. Or a wrapper around such a
-            method: the share is then for the field of the method in it.
+            method: the share is then for the field of the inner method.
         config: the model's description.
         batch: rows.
         prompt_slots: tokens of the padded prompt.
@@ -193,8 +193,8 @@ def offload_share(
         A share of the layers: 0 if all layers fit, 1 if every layer must be offloaded. ``method.offloaded(share)`` has it.
 
     Raises:
-        ValueError: neither the method nor one in it has ``offload``, or ``device_bytes`` is None and the device does not
-            report free memory.
+        ValueError: neither the method nor an inner method has ``offload``, or ``device_bytes`` is None and the device does
+            not report free memory.
         MemoryError: the cache does not fit even if all layers are offloaded.
     """
     method = resolve(method)
@@ -234,10 +234,10 @@ def offload_share(
 
 
 def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
-    """Bytes of device memory that JAX may still allocate; None if the device does not report them.
+    """Count the bytes of device memory that JAX may still allocate; None if the device does not report them.
 
     Args:
-        mesh: counts the device of the mesh that has the fewest; None the first device.
+        mesh: the result is for the device of the mesh with the fewest free bytes; None means the first device.
     """
     check_axes(mesh)
     if isinstance(mesh, AbstractMesh):
@@ -253,14 +253,14 @@ def check_memory(
 ) -> None:
     """Refuse caches that cannot fit together, and make pinned memory ready.
 
-    Does nothing if the device does not report its memory.
+    It does nothing if the device does not report its memory.
 
     Args:
-        methods: one or several that read a prompt together.
+        methods: one method, or several that share one prefill.
         config: the model's description.
         mesh: see `memory_needed`.
         kv_dtype: see `memory_needed`.
-        sizes: the numbers that `memory_needed` takes, by their names.
+        sizes: the sizes that `memory_needed` takes, by their names.
 
     Raises:
         MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
@@ -274,8 +274,8 @@ def check_memory(
     said, fewer = f"{names[0]}{where} needs {needed}", ""
     if len(methods) > 1:
         alone = "; ".join(f"{name} {_sum([one]).brief}" for name, one in zip(names, each, strict=True))
-        said = f"{len(methods)} methods that read a prompt together{where} need {needed} ({alone})"
-        fewer = "read it for fewer methods at once, "
+        said = f"{len(methods)} methods that share one prefill{where} need {needed} ({alone})"
+        fewer = "prefill fewer methods at once, "
     if needed.device + needed.staged > free:
         raise MemoryError(
             f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
@@ -293,10 +293,10 @@ def check_memory(
 
 
 def pin_host(size: int, free: int = _PIECE) -> int:
-    """Allocate up to ``size`` bytes of pinned host memory, free them, and return how many bytes there were.
+    """Allocate up to ``size`` bytes of pinned host memory, free them, and return how many bytes were allocated.
 
     They go back to JAX's pool, which keeps them pinned. Pinning takes most of a second per GiB; later allocations from the
-    pool take no time.
+    pool cost nothing.
 
     Args:
         size: bytes.
@@ -315,7 +315,7 @@ def pin_host(size: int, free: int = _PIECE) -> int:
 
 
 def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
-    """Bytes per second from pinned host memory to the device: the best of ``repeats`` copies of ``size`` bytes."""
+    """Measure bytes per second from pinned host memory to the device: the best of ``repeats`` copies of ``size`` bytes."""
     there = jax.block_until_ready(jax.jit(lambda: to_host(jnp.zeros((size,), jnp.uint8)))())
     copy = jax.jit(to_device)
     spans = []
@@ -327,7 +327,7 @@ def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
 
 
 def placed_bytes(tree: Any) -> tuple[int, int]:
-    """Bytes of all arrays of ``tree`` on the device, and in host memory."""
+    """Count the bytes of all arrays of ``tree`` on the device, and in host memory."""
     sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
     host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
     return sum(size for _, size in sizes) - host, host
@@ -336,7 +336,7 @@ def placed_bytes(tree: Any) -> tuple[int, int]:
 def _bytes(
     method: LayerMethod, spec: LayerSpec, finished: bool, mesh: Mesh | AbstractMesh | None
 ) -> tuple[int, int]:
-    """Bytes of one layer's state on the device, and in host memory."""
+    """Count the bytes of one layer's state on the device, and in host memory."""
 
     def make() -> list[jax.Array]:
         state = method.init(spec)

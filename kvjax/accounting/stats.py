@@ -22,15 +22,15 @@ from kvjax.method import num_bytes
 from kvjax.typing import pytree, static
 from pallas_kernels import axes
 
-_ROUNDING = 1e-4  # of sums of bytes in float32
+_ROUNDING = 1e-4  # relative error of sums of bytes in float32
 
 
 @pytree
 class Stats:
     """The cost of a decode step at the end of a `generate` call.
 
-    A step reads `weight_bytes` once for all rows. For each row it reads `kv_bytes` and `metadata_bytes`; `bus_bytes` of the
-    first come from host memory.
+    A step reads `weight_bytes` once for all rows. For each row it reads `kv_bytes` and `metadata_bytes`; of `kv_bytes`,
+    `bus_bytes` come from host memory.
     """
 
     length: Array  # int32 [B], tokens seen
@@ -38,11 +38,11 @@ class Stats:
     kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
     metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
     bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
-    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` but for windows
+    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` if there are no windows
     full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
     counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
-    host_bytes: int = static(default=0)  # bytes of `resident_bytes` in pinned host memory
+    host_bytes: int = static(default=0)  # the part of `resident_bytes` in pinned host memory
     weight_bytes: int = static(default=0)  # bytes of parameters that a step reads; 0 if no parameters were given
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class Stats:
 
     @property
     def selected_fraction(self) -> Array:
-        """Attended tokens as a share of those that `Full` attends to: float32 [B]."""
+        """Attended tokens as a share of the tokens that `Full` attends to: float32 [B]."""
         return self.attended / jnp.maximum(self.visible, 1)
 
     @property
@@ -67,7 +67,7 @@ class Stats:
         return (self.attended >= self.visible) & (self.kv_bytes >= self.full_bytes_read * (1 - _ROUNDING))
 
     def summary(self) -> str:
-        """One line for people. It says so if the method had no effect at this length."""
+        """Write one line for people. It says so if the method had no effect at this length."""
         weights = f", {self.weight_bytes / 1e6:.2f} MB of weights for all rows" if self.weight_bytes else ""
         far = float(self.bus_bytes.mean()) / 1e6
         attended, length = float(self.attended.mean()), float(self.length.astype(jnp.float32).mean())
@@ -89,7 +89,7 @@ class Stats:
 
 
 def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
-    """``stats`` with the numbers that arrays have, and tracers do not: where they are stored, and the size of weights."""
+    """Add what only arrays know, and tracers do not: the bytes in host memory, and the bytes of weights."""
     return dataclasses.replace(
         stats,
         host_bytes=placed_bytes((cache.layers, cache.shared))[1],
@@ -98,7 +98,7 @@ def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
 
 
 def step_cost(cache: Cache) -> Stats:
-    """`measure` without the numbers that `with_bytes` adds; it can be traced."""
+    """Compute the cost of the next decode step without the fields that `with_bytes` adds; it can be traced."""
     model = cache.model
     costs = [
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
@@ -106,14 +106,14 @@ def step_cost(cache: Cache) -> Stats:
     length = cache.length.astype(jnp.float32)
     windows = layer_windows(model)
     seen = [length if window is None else jnp.minimum(length, window) for window in windows]
-    # Of a token; layers with a window keep the dtype of the model.
+    # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
         model.num_kv_heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None)
         for window in windows
     ]
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
-        # Devices that share the heads have equally many of them.
+        # Devices that share the heads have equally many heads.
         attended=axes.mean(_sum(c.attended for c in costs) / len(costs)),
         kv_bytes=axes.total(_sum(c.kv_bytes for c in costs)),
         metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),

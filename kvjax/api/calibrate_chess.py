@@ -1,4 +1,4 @@
-"""Thresholds from data for `kvjax.methods.Chess`: from which entropy on a model counts as unsure."""
+"""Thresholds from data for `kvjax.methods.Chess`: the entropy above which a model counts as unsure."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def calibrate_chess(
     key: Array | None = None,
     eos_token_ids: Integers | int | None = None,
 ) -> Chess:
-    """``method`` with thresholds for its trigger, measured on text that the model generates from calibration prompts.
+    """Set the thresholds of ``method``'s trigger by text that the model generates from calibration prompts.
 
     The text is generated with full attention. For each of its pages, the entropies of the next-token distributions (at
     temperature 1, in nats) have a mean and a variance. The thresholds are quantiles of these means and variances; the paper
-    (arXiv:2602.20732) takes the 99th percentile. They are fields of the method, so saved caches and result records have them.
+    (arXiv:2602.20732) takes the 99th percentile. They are fields of the method, so saved caches and result records hold them.
 
     Args:
         params: model parameters.
@@ -48,7 +48,7 @@ def calibrate_chess(
         lengths: int [B], as in `kvjax.prefill`.
         max_new_tokens: tokens generated per prompt.
         quantile: between 0 and 1.
-        temperature: of the sampling; None is greedy. Use the same temperature as later in `kvjax.generate`.
+        temperature: for sampling; None is greedy. Use the same temperature as later in `kvjax.generate`.
         key: PRNG key, required with a temperature.
         eos_token_ids: as in `kvjax.generate`.
 
@@ -88,7 +88,7 @@ def calibrate_chess(
 def _entropies(
     params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array, *, steps: int
 ) -> tuple[Array, Array]:
-    """The entropy after each generated token, float32 [B, N], and whether its row was still generating, bool [B, N]."""
+    """Compute the entropy after each generated token, float32 [B, N], and whether its row still generated, bool [B, N]."""
 
     def run(params: Any, cache: Cache, sampler: Sampler, key: Array | None, eos: Array) -> tuple[Array, Array]:
         def step(carry: tuple, _: None) -> tuple:

@@ -1,7 +1,8 @@
 """Save and load a cache, compressed or not, with orbax.
 
 A directory holds the arrays, written by orbax, and ``kvjax.json``. This file describes the model and the method that made
-them, and holds checksums of every array, of its own content and the sizes of all files. Loading checks all of it.
+the arrays. It holds a checksum of every array, a checksum of its own content, and the sizes of all files. Loading checks
+all of them.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # h
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     """Write ``cache`` to a new directory.
 
-    The directory appears when it is whole. If writing fails, nothing is left. A process that is killed while it writes leaves
-    a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
+    The directory appears when it is complete. If writing fails, nothing is left. A process that is killed while it writes
+    leaves a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
-    Several processes save together: each writes what its devices have, to a directory that all of them share. A device then
-    holds one array of the cache whole for a moment, for its checksum.
+    Several processes save together: each writes the shards of its devices, to a directory that all processes share. For the
+    checksums, a device then holds one whole array of the cache at a time.
 
     Raises:
         ValueError: the directory exists already, or the cache is on devices of some of the processes only.
@@ -104,7 +105,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
 
 @contextlib.contextmanager
 def _one_error(target: pathlib.Path) -> Iterator[None]:
-    """Turns the errors of orbax into one of a single sentence."""
+    """Turn an error of orbax into an error of a single sentence."""
     try:
         yield
     except Exception as error:
@@ -118,7 +119,7 @@ def _one_error(target: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """Keeps the threads of orbax from logging errors, which arrive as exceptions too."""
+    """Stop the threads of orbax from logging errors, which arrive as exceptions too."""
     logger = logging.getLogger("absl")
     logger.addFilter(_says_nothing)
     try:
@@ -139,15 +140,15 @@ def load_cache(
     Args:
         directory: where it was saved.
         config: the description of the model that made the cache.
-        method: the method or its name. Its static fields must equal those of the method that made the cache; traced fields
-            are restored.
-        params: the parameters that it goes on with. The cache goes to the devices over which they are spread, whatever the
-            devices of the cache that was saved. None means one device.
+        method: the method or its name. Its static fields must equal the static fields of the method that made the cache;
+            traced fields are restored.
+        params: the parameters for the next calls. The cache goes to the devices over which they are spread, on whatever
+            devices the saved cache was. None means one device.
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
         ValueError: another model, method or version of kvjax made the cache, or it cannot be divided over the devices of
-            ``params``, or a file is damaged: the message says which file or array.
+            ``params``, or a file is damaged. The message names the damaged file or array.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     plan = plan_of(params)
@@ -165,8 +166,8 @@ def load_cache(
     # A field whose meaning changes gets another name.
     if str(structure) != made or names != [leaf["name"] for leaf in leaves]:
         raise ValueError(
-            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; read "
-            "the prompt again with this version"
+            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; "
+            "prefill again with this version"
         )
     checkpointer_class = _checkpointer_class()
     _check_files(source, files)
@@ -208,19 +209,19 @@ def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: lis
             if slots % (step := plan.parts * not_none("slot_block", of_layer.slot_block)):
                 raise ValueError(
                     f"the cache in {source} has {slots} slots a row, expected a multiple of {step} for the mesh {plan}, "
-                    "where each device has the same number of slots; a prompt that is read on that mesh gets such a number"
+                    "where each device has the same number of slots; prefill on that mesh gives such a number"
                 )
 
 
 def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
-    """Where each array of a cache goes. Left out, orbax would ask for the devices of the cache that was saved."""
+    """Choose the sharding of each array of a cache. Without it orbax would ask for the devices of the saved cache."""
     plan = blank.plan
     if plan is None:
         places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
     else:
         plan.check_rows(jax.tree.unflatten(jax.tree.structure(blank), leaves).length["shape"][0])
         places = jax.tree.leaves(shardings(blank))
-    # Arrays of host memory are read straight into it, because the device may be too small for them.
+    # Arrays in host memory are loaded straight into it, because the device may be too small for them.
     return [
         place.with_memory_kind("pinned_host") if leaf["host"] else place
         for place, leaf in zip(places, leaves, strict=True)
@@ -228,7 +229,7 @@ def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
 
 
 def _read_about(source: pathlib.Path) -> dict[str, Any]:
-    """The content of ``kvjax.json``, which is as `save_cache` wrote it.
+    """Read ``kvjax.json``, and check that it is as `save_cache` wrote it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -253,7 +254,7 @@ def _read_about(source: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_files(source: pathlib.Path, files: dict[str, int]) -> None:
-    """Refuse a directory whose files are not all there in their full sizes."""
+    """Refuse a directory in which a file is missing or has another size than it was saved with."""
     found = _sizes(source)
     for name, size in files.items():
         if found.get(name) != size:
@@ -262,15 +263,15 @@ def _check_files(source: pathlib.Path, files: dict[str, int]) -> None:
 
 
 def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    """Bytes of every file of the arrays, by its path in ``folder``."""
+    """Measure the bytes of every file of the arrays, by its path in ``folder``."""
     files = sorted(path for path in (folder / _ARRAYS).rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _checksum(array: Any, mesh: Mesh | None) -> str:
-    """Sixteen hexadecimal digits of the dtype, the shape and the bytes of an array on the devices of ``mesh``."""
+    """Hash the dtype, the shape and the bytes of an array on the devices of ``mesh``, to sixteen hexadecimal digits."""
     array = readable(mesh, array)
-    # NumPy's copy of a part goes with the part. That of the whole array would stay with the array as long as it lives.
+    # NumPy's copy of a part is freed with the part. A copy of the whole array would stay as long as the array lives.
     part = array.addressable_data(0) if isinstance(array, jax.Array) and len(array.devices()) == 1 else array
     numbers = np.ascontiguousarray(part).reshape(-1)
     digest = hashlib.sha256(f"{array.dtype} {list(array.shape)} ".encode())
@@ -279,7 +280,7 @@ def _checksum(array: Any, mesh: Mesh | None) -> str:
 
 
 def _checksum_of_json(value: Any) -> str:
-    """Sixteen hexadecimal digits of a JSON value, however its file is laid out."""
+    """Hash a JSON value to sixteen hexadecimal digits, however its file is laid out."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from kvjax.fields import positive_int
 
 
 def fork(cache: Cache, copies: int = 1) -> Cache:
-    """An independent copy of ``cache`` with every row repeated ``copies`` times; row b becomes the rows from b*copies on.
+    """Copy ``cache`` with every row repeated ``copies`` times: row b becomes the rows b*copies to (b+1)*copies - 1.
 
     Prefill a context once, fork it, and ask each copy another question with `extend`. `extend` and `generate` consume
     (donate) their cache, so fork a cache first if you want to use it again.

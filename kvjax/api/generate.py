@@ -2,7 +2,7 @@
 
 All of them are jitted with static shapes, so each shape is compiled once. They consume (donate) their cache: go on with the
 cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
-concrete numbers.
+concrete values.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def decode_step(
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
     """Append tokens to every row: the next turn, or the next question about the same context.
 
-    The tokens attend densely to everything that the method has kept, and causally to each other. This is so for a single
-    token too. Methods that evict while they generate take the tokens in blocks, H2O and TOVA one by one. Rows may have
-    different lengths, zero included.
+    The tokens attend densely to all tokens that the method has kept, and causally to each other; a single token does so too.
+    Methods that evict while they generate take the tokens in blocks, H2O and TOVA one by one. Rows may have different
+    lengths, zero included.
 
     Args:
         params: model parameters.
@@ -119,15 +119,15 @@ def generate(
         params: model parameters.
         cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
             generating 5 tokens twice equals generating 10 tokens.
-        method: None uses the method that made the cache. A method of the same structure replaces its traced
+        method: None means the method that made the cache. A method of the same structure replaces the traced
             hyper-parameters. A method of another structure is refused.
         max_new_tokens: N, the most tokens to generate.
         eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
         temperature: traced; None is greedy.
-        top_k, top_p: traced filters; None leaves them out.
+        top_k, top_p: traced filters; None leaves the filter out.
         key: PRNG key, required with a temperature.
-        limits: int [B], most tokens of each row, 0 to N; None means N for all. They are traced: calls with other limits and
-            the same N share a compiled program.
+        limits: int [B], most tokens of each row, 0 to N; None means N for all rows. Limits are traced: calls with other
+            limits and the same N share a compiled program.
 
     Raises:
         ValueError: not enough room in the cache, a cache of another method, no key, limits of another shape or above N.
@@ -179,7 +179,7 @@ def stream(
             waits until its last character is complete. Without a tokenizer they are lists of new token ids.
         block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
 
-    The other arguments are those of `generate`. All tokens together equal the tokens of `generate`.
+    See `generate` for the other arguments. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
     sampler = _sampler(temperature, top_k, top_p, key)
@@ -199,7 +199,7 @@ def _streamed(
     tokenizer: Any,
     block: int,
 ) -> Iterator[list]:
-    """`stream` after its checks. They run when `stream` is called, and not when its first result is read."""
+    """Run `stream` after its checks, which run when `stream` is called and not when its first result is read."""
     ends = set(np.asarray(eos).tolist())
     (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
     ids: list[list[int]] = [[] for _ in range(cache.batch)]
@@ -230,7 +230,7 @@ def _streamed(
 
 
 def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
-    """The cache with the numbers of ``method``; refused if it does not fit them, or has no room for ``tokens`` tokens."""
+    """Put the traced fields of ``method`` into the cache. Refuse another structure, or no room for ``tokens`` tokens."""
     check_params(params, cache)
     if method is not None:
         method = resolve(method)
@@ -252,7 +252,7 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
 
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
-    """EOS ids as int32 [E]; None means the model's ids."""
+    """Convert EOS ids to int32 [E]; None means the model's ids."""
     given = read_array(model.eos_token_ids if ids is None else ids)
     if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
         raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
@@ -263,12 +263,12 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether an array is one PRNG key, typed or of the old kind."""
+    """Tell whether an array is one PRNG key, typed or of the old kind (uint32)."""
     return key.shape == () if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == np.uint32 and key.ndim == 1
 
 
 def _check_finite(bad_step: Array | np.ndarray) -> None:
-    """Refuse logits that were not finite, by the first such step of each row: int32 [B], -1 if there is none."""
+    """Refuse logits that were not finite. ``bad_step`` int32 [B] is the first such step of each row, -1 if there is none."""
     if is_known(bad_step) and int(bad_step.max()) >= 0:
         row = int(jnp.argmax(bad_step >= 0))
         raise FloatingPointError(

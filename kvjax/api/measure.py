@@ -11,7 +11,7 @@ from kvjax.mesh.sharding import readable
 
 
 def measure(cache: Cache, params: Any = None) -> Stats:
-    """The cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
+    """Compute the cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
     if cache.plan is None:
         return with_bytes(step_cost(cache), cache, params)
     return with_bytes(readable(cache.plan, cost_program(cache)), cache, params)

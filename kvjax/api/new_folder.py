@@ -1,4 +1,4 @@
-"""A folder that appears when it is whole: it is filled under another name beside its place, and renamed at the end."""
+"""A folder that appears when it is complete: it is filled under another name in the same place, and renamed at the end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kvjax.mesh.processes import of_each
 _PARTIAL = ".partial-"  # between the name of the folder and some letters
 _LOCK = ".saving"  # a file that is locked while somebody fills the folder
 _LONGEST = 1024  # bytes of the name of a folder
-_TRIES, _WAIT = 50, 0.1  # of removing a folder; seconds between them
+_TRIES, _WAIT = 50, 0.1  # attempts to remove a folder; seconds between attempts
 
 
 @contextlib.contextmanager
 def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder to fill, which becomes ``target`` when the block ends; if the block raises, it is removed.
+    """Yield an empty folder to fill, which becomes ``target`` when the block ends; if the block raises, it is removed.
 
-    What killed processes have left beside ``target`` is removed first. The operating system drops the lock of a process that
-    ends, however it ends, so the folders that others fill at this moment stay.
+    Folders that killed processes have left beside ``target`` are removed first. The operating system drops the lock of a
+    process that ends, however it ends, so the folders that other processes fill at this moment stay.
 
     Args:
         target: a path at which nothing is.
 
     Raises:
-        ValueError: ``target`` exists, already or when the block ends.
+        ValueError: ``target`` exists already, or exists when the block ends.
         OSError: the folder beside ``target`` cannot be made.
     """
     _refuse_existing(target)
@@ -43,7 +43,7 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     lock = FileLock(partial / f"{_LOCK}-made")
     try:
         lock.acquire()
-        (partial / f"{_LOCK}-made").rename(partial / _LOCK)  # others see the lock's file only when it is locked
+        (partial / f"{_LOCK}-made").rename(partial / _LOCK)  # other processes see the lock's file only when it is locked
         yield partial
         _refuse_existing(target)
         partial.chmod(0o755)  # mkdtemp makes it private
@@ -58,9 +58,10 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[tuple[pathlib.Path, bool]]:
-    """`new_folder`, and whether this process is the one that made it: that of the first device of ``mesh``.
+    """Yield a `new_folder`, and whether this process made it: the process of the first device of ``mesh`` does.
 
-    All processes of a mesh fill the folder, so it must be on a file system that they share. Without a mesh there is one.
+    All processes of a mesh fill the folder, so it must be on a file system that they share. Without a mesh there is one
+    process.
     """
     if mesh is None or not mesh.is_multi_process:
         with new_folder(target) as folder:
@@ -100,7 +101,7 @@ def _remove_killed(parent: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Remove a folder, the lock's file last: what cannot be removed now is found again by the next call."""
+    """Remove a folder, the lock's file last: the next call finds again what cannot be removed now."""
     was_gone = False
     for _ in range(_TRIES):  # threads that were writing when an error came may write a little longer
         for path in folder.glob("*"):

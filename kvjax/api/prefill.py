@@ -1,4 +1,4 @@
-"""The reading of prompts: `prefill`, and `prefill_each` for several methods at once."""
+"""Prefill: `prefill` for one method, and `prefill_each` for several methods at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
 
 
 def _row(row: Any) -> np.ndarray:
-    """One row of token ids as an integer array."""
+    """Convert one row of token ids to an integer array."""
     array = np.asarray(read_array(row))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -93,7 +93,7 @@ def prefill(
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
 ) -> Cache:
-    """Read prompts and return the cache to generate from.
+    """Prefill prompts and return the cache to generate from.
 
     Attention over the prompt is exact, unless the method's page says otherwise. The method then compresses or indexes the
     stored tokens: storage physically shrinks to the tokens it keeps and room for ``max_new_tokens``. Methods with
@@ -107,16 +107,16 @@ def prefill(
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
         lengths: int [B], real tokens in each row of a padded array.
         chunk_size: the most prompt tokens of a pass, of all rows together; of each row if a layer is offloaded. It bounds the
-            memory of activations, whatever the batch, and does not change results. A row is read to the end of the pass that
-            has its last token, and no further: if lengths differ much, 1024 to 2048 compute less padding. Methods with blocks
-            of their own (KeyDiff, StreamingLLM, TokenSelect, `Prefill`) read one block of as many rows as there is room for,
-            at least one. See `kvjax.decoding.prefill`.
+            memory of activations, whatever the batch, and does not change results. The passes of a row end with its last
+            token: if lengths differ much, 1024 to 2048 compute less padding. Methods with blocks of their own (KeyDiff,
+            StreamingLLM, TokenSelect, `Prefill`) take in a pass one block of as many rows as fit, at least one row. See
+            `kvjax.decoding.prefill`.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
         kv_dtype: of the stored keys and values, "int8" or "float8_e4m3fn" with a scale for each token and KV head; None keeps
-            the model's. See `kvjax.cache.quantised`.
+            the model's dtype. See `kvjax.cache.quantised`.
 
     Raises:
-        ValueError: an empty prompt, an unknown token id, more tokens than the model has positions, or heads or rows that
+        ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions. Or heads or rows that
             cannot be divided over the devices of ``params``, or a ``kv_dtype`` on which the method cannot run.
         MemoryError: a method with ``offload=True``, or a cache on a mesh, needs more memory than a device or its host has.
     """
@@ -146,18 +146,18 @@ def prefill_each(
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
 ) -> list[Cache]:
-    """Read prompts once for several methods: the caches that `prefill` returns for each of them.
+    """Prefill prompts once for several methods, and return the cache of each method.
 
-    The model runs once, so an evaluation of many methods costs little more than that of one; for a method that reads its
-    prompt again (KVzip) it runs once more. All caches exist at the same time: if they do not fit, a ``MemoryError`` says what
-    each of them needs, before the prompt is read. Tokens equal those of `prefill`, up to rounding: a method that measures the
-    prompt's attention (H2O) takes another kernel when it reads alone.
+    The model runs once, so an evaluation of many methods costs little more than an evaluation of one method; it runs once
+    more for each method that rereads its prompt (KVzip). All caches exist at the same time: if they do not fit, a
+    ``MemoryError`` says before prefill what each cache needs. Generated tokens are the same as after `prefill`, up to
+    rounding: a method that measures the prompt's attention (H2O) takes another kernel when it is prefilled alone.
 
     Args:
-        methods: methods or their names. Several must have a dense prompt (``method.dense_prompt``), as all have but those
-            that evict or select while they read it (KeyDiff, StreamingLLM, TokenSelect).
+        methods: methods or their names. Several methods must each have a dense prompt (``method.dense_prompt``). Only methods
+            that evict or select during prefill have none (KeyDiff, StreamingLLM, TokenSelect).
 
-    The other arguments and the errors are those of `prefill`.
+    See `prefill` for the other arguments and the errors.
     """
     check_model(config)
     check_arrays(params)
@@ -180,11 +180,11 @@ def prefill_each(
 
 
 def _read_together(methods: Sequence[Method | str]) -> list[Method]:
-    """The methods, which can read a prompt together."""
+    """Resolve the methods; refuse several that cannot share one prefill."""
     chosen = resolve_each(methods)
     own = [describe(method) for method in chosen if not method.dense_prompt]
     if own and len(chosen) > 1:
         raise ValueError(
-            f"methods that read a prompt together must attend to it densely, got {', '.join(own)}: prefill each alone"
+            f"methods that share one prefill must attend to the prompt densely, got {', '.join(own)}: prefill each alone"
         )
     return chosen

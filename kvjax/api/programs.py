@@ -1,7 +1,8 @@
 """The compiled programs behind `kvjax.generate`'s functions, and a way to compile them before they are called.
 
 Compilation takes seconds to minutes, and most of it does not hold Python's lock. So other threads can compile the programs of
-the next method while this one runs (`lower_programs`). JAX keeps what they compile: a later call of the same shapes finds it.
+the next method while this one runs (`lower_programs`). JAX keeps the programs: a
+later call of the same shapes finds its program.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def lower_programs(
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
 ) -> Iterator[Lowered]:
-    """The programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`, traced and lowered one by one.
+    """Trace and lower, one by one, the programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`.
 
-    Call ``compile()`` on each of them, in any thread. The calls with the same arguments then find the programs.
+    Call ``compile()`` on each program, in any thread. The calls with the same arguments then find the programs.
 
     Args:
         params: model parameters.
         config: the model's description.
-        methods: one, or several that read their prompts together; none is offloaded. Their traced numbers do not matter.
+        methods: one method, or several that share one prefill; none is offloaded. Values of traced fields do not matter.
         rows: B.
         length: T, the length of the padded prompts.
         room: ``max_new_tokens`` of the `kvjax.prefill` call.
@@ -65,7 +66,7 @@ def lower_programs(
         num_eos: the number of EOS ids.
         with_limits: whether `kvjax.generate` gets ``limits``.
         question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
-        copies: of each row, by `kvjax.fork`, after the prompt; `kvjax.extend` and `kvjax.generate` get all of them.
+        copies: of each row, by `kvjax.fork`, after prefill; `kvjax.extend` and `kvjax.generate` run on all copies.
         chunk_size: as in `kvjax.prefill`.
         pad_multiple: as in `kvjax.prefill`.
         kv_dtype: as in `kvjax.prefill`.
@@ -115,7 +116,7 @@ def lower_programs(
 
 
 def _placed(cache: Cache) -> Cache:
-    """The shapes of a cache with their shardings, if it has a plan."""
+    """Add the shardings to the shapes of a cache, if it has a plan."""
     if cache.plan is None:
         return cache
     return jax.tree.map(lambda x, where: x.update(sharding=where), cache, shard_map.shardings(cache))

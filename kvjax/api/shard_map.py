@@ -1,11 +1,11 @@
 """The traced core on many devices: every device of a mesh runs the program of one device, on its rows and its KV heads.
 
 Inside `jax.shard_map` nothing is divided any more. Kernels see the arrays of one device, and the model's description is cut
-down to its part (`Plan.part`). What must cross devices stands where it is computed, as a sum of `pallas_kernels.axes`.
+down to the part of one device (`Plan.part`). Collectives stand where their operands are computed (`pallas_kernels.axes`).
 
 No method says how its state is divided. Every leaf has the rows first. A leaf also has an axis of heads if its shape follows
-the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`); else the devices
-of a row have equal copies.
+the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`). All other leaves
+are equal on the devices that share a row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAME: Any = PartitionSpec()  # the same on every device
 
 
 def cache_specs(method: Method, model: Model, plan: Plan, kv_dtype: str | None = None) -> Cache:
-    """How the leaves of a cache are split: a `Cache` whose leaves are specs, or stand for a whole tree of equal ones.
+    """Derive how a cache is split: a `Cache` whose leaves are specs, some of which stand for a whole tree of equal specs.
 
     Raises:
         ValueError: the model cannot be divided, or the method's state has another structure for fewer heads.
@@ -71,7 +71,7 @@ def cache_specs(method: Method, model: Model, plan: Plan, kv_dtype: str | None =
 
 
 def shardings(cache: Cache) -> Cache:
-    """The sharding of every leaf of a cache, or of its shapes; its plan is not None."""
+    """Derive the sharding of every leaf of a cache, or of its shapes; its plan is not None."""
     plan = not_none("plan", cache.plan)
     split = cache_specs(cache.method, cache.model, plan, cache.kv_dtype)
     specs = dataclasses.replace(split, weights=cache.weights)
@@ -90,7 +90,7 @@ def prefill_each(
     plan: Plan | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[Cache, ...]:
-    """`run_prefill_each` on the devices of ``plan``; on one device without it."""
+    """Run `run_prefill_each` on the devices of ``plan``; on one device without a plan."""
     parts = 1 if plan is None else plan.parts
     sizes = {"max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "parts": parts, "kv_dtype": kv_dtype}
     run = functools.partial(run_prefill_each, **sizes)
@@ -119,7 +119,7 @@ def extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
 
 
 def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
-    """Run `run_decode` on the devices that hold the cache; the arguments are those of `run_decode`."""
+    """Run `run_decode` on the devices that hold the cache, with the same arguments."""
     if cache.plan is not None:
         run = functools.partial(decode, **static)
         return on_devices(run, params, cache, args, _decode_args, _decoded)
@@ -158,12 +158,13 @@ def on_devices(
     """Run ``run(params, cache, *args)`` on each device that holds the cache, with its part of all arguments.
 
     Args:
-        run: the program of one device: its cache has no plan. It returns a tree; a `Cache` in it is a later state of its own.
+        run: the program of one device: its cache has no plan. It returns a tree; a `Cache` in the tree is a later state of
+            this cache.
         params: model parameters, or nothing.
-        cache: says by its plan which devices these are; without a plan it is the call itself.
-        args: arrays, or trees of them.
-        given: the specs of ``args``, from the spec of rows and their number.
-        made: the specs of the result, from those of the cache and the spec of rows.
+        cache: its plan has the devices; without a plan ``run`` is called directly.
+        args: arrays, or trees of arrays.
+        given: makes the specs of ``args`` from the spec of rows and the number of ``args``.
+        made: makes the specs of the result from the specs of the cache and the spec of rows.
     """
     plan, model = cache.plan, cache.model
     if plan is None:
@@ -185,17 +186,17 @@ def on_devices(
 def spread(
     plan: Plan, run: Callable[..., Any], params: Any, args: tuple, in_specs: tuple, out_specs: Any
 ) -> Any:
-    """``run(params, *args)`` on every device of the plan, with its parts of the arguments.
+    """Run ``run(params, *args)`` on every device of the plan, with the device's parts of the arguments.
 
     Args:
         plan: says how ``params`` are split.
         run: the program of one device.
         params: model parameters, or nothing.
         args: further arguments.
-        in_specs: their specs.
+        in_specs: the specs of ``args``.
         out_specs: the specs of the result.
     """
-    # An array without numbers is made inside: XLA's partitioner in JAX 0.11 crashes on an input that has no use.
+    # An array of size 0 is made inside: XLA's partitioner in JAX 0.11 crashes on an input that is not used.
     empty = {at: x for at, x in enumerate(args) if isinstance(x, jax.Array) and x.size == 0}
 
     def one(params: Any, *args: Any) -> Any:
@@ -210,7 +211,7 @@ def spread(
 
 
 def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
-    """Bytes of the layers and the shared state on all devices; ``cache`` is the part of one of them, with whole rows."""
+    """Count the bytes of the layers and the shared state on all devices; ``cache`` is one device's part, with whole rows."""
     specs = cache_specs(cache.method, model, plan, cache.kv_dtype)
     parts = jax.tree.map(
         lambda spec, x: num_bytes(x) * plan.groups * (plan.shards if MODEL in spec else 1),
@@ -221,12 +222,12 @@ def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
 
 
 def _decode_args(row: PartitionSpec, count: int) -> tuple:
-    """The specs of `run_decode`'s arguments behind the cache: sampler, key, eos, done and, if given, limits."""
+    """Give the specs of `run_decode`'s arguments after the cache: sampler, key, eos, done and, if given, limits."""
     return (SAME, SAME, SAME, row, row)[:count]
 
 
 def _decoded(specs: Cache, row: Any) -> Decoded:
-    """The specs of a `Decoded`, from those of its cache."""
+    """Make the specs of a `Decoded` from the specs of its cache."""
     return Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
 
 
@@ -243,11 +244,11 @@ def _is_cache(x: Any) -> bool:
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, without the devices on which it is."""
+    """Return the shape and dtype of an array, without the devices on which it is."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def _of_all(stats: Stats, cache: Cache) -> Stats:
-    """The statistics with the bytes of all devices."""
+    """Set the resident bytes of the statistics to the bytes of all devices."""
     return dataclasses.replace(stats, resident_bytes=num_bytes((cache.layers, cache.shared)))

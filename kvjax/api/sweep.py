@@ -1,8 +1,8 @@
 """Hyper-parameter sweeps: one compiled ``vmap`` over all settings of a method.
 
-Methods with equal static fields differ only in numbers, which are their leaves. These are stacked, and the whole run
-(compression and every decode step) is mapped over the stack. The dense pass over the prompt does not depend on the method,
-so it is computed once. Use a sweep for accuracy curves. Do not measure speed or memory with it: under ``vmap`` every setting
+Methods with equal static fields differ only in the values of their leaves. The leaves are stacked, and the whole run
+(compression and every decode step) is mapped over the stack. The dense prefill does not depend on the method, so it is
+computed once. Use a sweep for accuracy curves. Do not measure speed or memory with it: under ``vmap`` every setting
 costs as much as the largest ``capacity``.
 """
 
@@ -167,19 +167,19 @@ def _check(
 
 
 def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:
-    """A line for people: how many settings there are, and which of them share a program."""
+    """Write a line for people: how many settings there are, and which settings share a program."""
     kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
     plural = "s" * (len(groups) > 1)
     return f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}"
 
 
 def _stacked(settings: Sequence[Method]) -> Method:
-    """Methods of equal structure as a single method, whose leaves have a lane for each of them in front."""
+    """Stack methods of equal structure to a single method, whose leaves have an axis of lanes, one per method, in front."""
     return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *settings)
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
-    """Indices of methods with equal tree structure (equal static fields), in order of first appearance."""
+    """Group the indices of methods with equal tree structure (equal static fields), in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for index, method in enumerate(methods):
         groups.setdefault(jax.tree.structure(method), []).append(index)
@@ -200,7 +200,7 @@ def _run(
     plan: Plan | None,
     **static: Any,
 ) -> tuple[Array, Array, Array, Stats]:
-    """`_lanes` on the devices of ``plan``; on one device without it."""
+    """Run `_lanes` on the devices of ``plan``; on one device without a plan."""
     if plan is None:
         return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
 
@@ -232,7 +232,7 @@ def _lanes(
     chunk_size: int,
     kv_dtype: str | None,
 ) -> tuple[Array, Array, Array, Stats]:
-    """Tokens int32 [lanes, B, N], their numbers and bad steps int32 [lanes, B], and the statistics of each lane."""
+    """Return tokens int32 [lanes, B, N], token counts and bad steps int32 [lanes, B], and the statistics of each lane."""
 
     def read(method: Method, lane: Array) -> Decoded:
         cache = run_prefill(

@@ -1,1 +1,1 @@
-"""Attention over a cache, whole or selected, and what is known about a prompt's attention."""
+"""Attention over a whole cache or selected slots, sparse attention over prompts, and statistics of a prompt's queries."""

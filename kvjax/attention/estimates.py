@@ -1,7 +1,7 @@
-"""What a prompt's text decides about its patterns: how much a head reads (XAttention, FlexPrefill), and by which pattern.
+"""Estimates from a prompt's text: how many keys a head attends to (XAttention, FlexPrefill), and by which pattern.
 
-`kvjax.attention.sparse` asks these functions. None has an array with an axis of queries beside one of keys: scores are of
-blocks of queries and blocks of keys.
+`kvjax.attention.sparse` calls these functions. No array has both an axis of queries and an axis of keys: scores are of blocks
+of queries and blocks of keys.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ENTRIES = 1 << 24  # the most logits, or sums of them, of `antidiagonal_scores`
 
 
 def kept_by_share(weight: Array, certain: Array, share: Array) -> Array:
-    """Which entries belong to the fewest that have a share of the sum of their row, together with those that are certain.
+    """Mask the smallest set of entries per row that holds ``share`` of the row's sum; ``certain`` entries are always in it.
 
-    The certain entries count first. Then come the largest of the others; of equal ones all or none. Rows are long here (all
-    tokens of a prompt), so the smallest kept weight is searched by halving and nothing is sorted.
+    The certain entries count first. Then come the largest other entries; equal entries are kept all or none. Rows are long
+    here (all tokens of a prompt), so the smallest kept weight is searched by bisection and nothing is sorted.
 
     Args:
         weight: float32 [..., N], at least 0.
@@ -34,7 +34,7 @@ def kept_by_share(weight: Array, certain: Array, share: Array) -> Array:
     """
     others = jnp.where(certain, 0, weight)
     spare = (1 - share) * weight.sum(axis=-1)  # what may be left out
-    # Numbers of at least 0 have the order of their bits. The answer is the largest threshold below which little enough lies.
+    # Floats of at least 0 have the order of their bits. The answer is the largest threshold below which little enough lies.
     order = lax.bitcast_convert_type(others, jnp.int32)
 
     def add_bit(step: Array, least: Array) -> Array:
@@ -47,10 +47,10 @@ def kept_by_share(weight: Array, certain: Array, share: Array) -> Array:
 
 
 def block_means(x: Array, real: Array, block: int) -> Array:
-    """Means over the real tokens of each block.
+    """Average over the real tokens of each block.
 
     Args:
-        x: [B, ..., T, D]; what belongs to tokens that are not real may be anything.
+        x: [B, ..., T, D]; entries of tokens that are not real may be anything.
         real: bool [B, T].
         block: tokens of a block.
 
@@ -66,7 +66,7 @@ def block_means(x: Array, real: Array, block: int) -> Array:
 
 
 def mean_logits(query: Array, key: Array) -> Array:
-    """Logits of mean queries [B, H, G, N, D] and mean keys [B, H, P, D]: float32 [B, H, G, N, P]."""
+    """Compute the logits of mean queries [B, H, G, N, D] and mean keys [B, H, P, D]: float32 [B, H, G, N, P]."""
     made = jnp.einsum(
         "bhgnd,bhpd->bhgnp", query, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
     )
@@ -74,14 +74,14 @@ def mean_logits(query: Array, key: Array) -> Array:
 
 
 def divergence(logits: Array, weight: Array) -> Array:
-    """How far an estimate is from the truth: the root of the Jensen-Shannon divergence, in nats, of two distributions.
+    """Measure the error of an estimate: the square root of its Jensen-Shannon divergence from the truth, in nats.
 
     Args:
-        logits: float32 [..., N], whose softmax is the estimate; -inf for what is impossible.
+        logits: float32 [..., N], whose softmax is the estimate; -inf for impossible entries.
         weight: float32 [..., N], at least 0; in proportion to the truth.
 
     Returns:
-        float32 [...], from 0 to the root of log 2; 0.83.
+        float32 [...], from 0 to sqrt(log 2) = 0.83.
     """
     estimate, total = jax.nn.softmax(logits, axis=-1), weight.sum(axis=-1, keepdims=True)
     truth = weight / jnp.where(total > 0, total, 1)
@@ -90,28 +90,28 @@ def divergence(logits: Array, weight: Array) -> Array:
 
 
 def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, block: int, stride: int) -> Array:
-    """How much attention each block of queries pays to each block of keys, by XAttention's estimate.
+    """Estimate as XAttention does how much attention each block of queries pays to each block of keys.
 
-    ``stride`` queries in a row are one vector of ``stride * D`` numbers, and so are ``stride`` keys, the last one first. The
-    product of two such vectors is the sum of a piece of an antidiagonal, and over all of them every token counts once. The
-    softmax is causal, over these vectors; the score of a pair of blocks is its sum over the pair.
+    ``stride`` consecutive queries form one vector of ``stride * D`` values, and so do ``stride`` keys in reverse order. The
+    product of two such vectors is the sum of a piece of an antidiagonal; over all pieces every token counts once. The softmax
+    is causal, over these vectors; the score of a pair of blocks is the sum of the softmax over the pair.
 
     Args:
         query: [B, H, G, T, D], rotated.
         key: [B, H, S, D], rotated.
         start: int32 scalar, the slot of the first query, a multiple of ``block``.
-        total: int32 [B], real tokens in the cache; what lies behind them, and their queries, may be anything.
+        total: int32 [B], real tokens in the cache; keys past them, and the queries of such slots, may be anything.
         block: tokens of a block.
         stride: tokens of a vector; divides ``block``.
 
     Returns:
-        float32 [B, H, G, N, P] for N = ceil(T / block) and P = ceil(S / block). A row's sum is the number of its vectors of
-        queries that have a real token.
+        float32 [B, H, G, N, P] for N = ceil(T / block) and P = ceil(S / block). The sum over P is the number of vectors of
+        queries in the block that have a real token.
     """
     batch, heads, group, tokens, dim = query.shape
     slots, parts = key.shape[2], block // stride
     blocks, key_blocks = -(-tokens // block), -(-slots // block)
-    # At once: so many blocks of queries, with sums for all blocks of keys, and of these so many with their logits.
+    # `together` blocks of queries are scored at once, with sums for all blocks of keys and logits for `width` blocks of keys.
     together, steps = _pieces(blocks, _ENTRIES // (batch * heads * group * parts * key_blocks))
     width, tiles = _pieces(key_blocks, _ENTRIES // (batch * heads * group * parts * parts * together))
     vectors = together * parts
@@ -119,7 +119,7 @@ def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, bl
     scale = 1 / (stride * math.sqrt(dim))
 
     def score(step: Array) -> Array:
-        """The scores of ``together`` blocks of queries."""
+        """Score ``together`` blocks of queries."""
         at = step * (vectors * stride) + jnp.arange(vectors * stride, dtype=jnp.int32)
         real = (start + at[None] < total[:, None])[:, None, None, :, None]
         asking = jnp.where(real, lax.dynamic_slice_in_dim(query, at[0], vectors * stride, 3), 0)
@@ -155,6 +155,6 @@ def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, bl
 
 
 def _pieces(number: int, most: int) -> tuple[int, int]:
-    """The size of equal pieces of ``number``, each of at most ``most`` and at least 1, and how many there are."""
+    """Divide ``number`` into equal pieces of at most ``most`` and at least 1; return their size and how many there are."""
     size = -(-number // -(-number // max(1, most)))
     return size, -(-number // size)

@@ -1,4 +1,4 @@
-"""Means and covariance of a row's queries, collected chunk by chunk, for methods that guess what later queries will be."""
+"""Means and covariance of a row's queries, collected chunk by chunk, for methods that predict later queries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pallas_kernels.numerics import product_precision
 
 @pytree
 class Moments:
-    """What `compress` needs of the queries of each head, before RoPE: their number, means, and scatter if it reads that."""
+    """Statistics of the queries of each head before RoPE, for `compress`: count, means, and the scatter if it reads it."""
 
     count: Array  # float32 [B], queries so far
     mean: Array  # float32 [B, H, G, D]
-    length: Array  # float32 [B, H, G, D/2], mean length of the pairs of channels that RoPE turns together
+    length: Array  # float32 [B, H, G, D/2], mean length of the pairs of channels that RoPE rotates together
     # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T; None unless the method `reads_covariance`.
     scatter: Array | None
     inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
@@ -23,12 +23,12 @@ class Moments:
 
     @property
     def covariance(self) -> Array:
-        """The scatter of one query, float32 [B, H, G, D, D]."""
+        """Covariance, the mean scatter per query: float32 [B, H, G, D, D]."""
         return not_none("scatter", self.scatter) / jnp.maximum(self.count, 1)[:, None, None, None, None]
 
 
 def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int, covariance: bool) -> Moments:
-    """The moments of no query, of which those before position ``first`` will not count; with a ``covariance`` or without."""
+    """Make the moments of no query. Queries before position ``first`` will not count; ``covariance``: with a scatter."""
     return Moments(
         count=jnp.zeros((batch,), jnp.float32),
         mean=jnp.zeros((batch, heads, group, head_dim), jnp.float32),
@@ -40,12 +40,12 @@ def no_moments(batch: int, heads: int, group: int, head_dim: int, first: int, co
 
 
 def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array) -> Moments:
-    """The moments with a chunk's queries.
+    """Add the queries of a chunk to the moments.
 
     Differences are taken from the mean of each part (Chan, Golub and LeVeque, 1979), so nothing cancels in float32.
 
     Args:
-        moments: of the chunks before.
+        moments: of the earlier chunks.
         query: [B, H, G, T, D], before RoPE.
         position: int32 [B, T], EMPTY for padding.
         inv_freq: float32 [D/2].
@@ -78,13 +78,13 @@ def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array
 
 
 def pair_lengths(x: Array) -> Array:
-    """The lengths of the pairs of channels that RoPE turns together, which no rotation changes: [..., D] to [..., D/2]."""
+    """Compute the lengths of the channel pairs that RoPE rotates, which no rotation changes: [..., D] to [..., D/2]."""
     one, other = jnp.split(x, 2, axis=-1)
     return jnp.sqrt(one * one + other * other)
 
 
 def rotation_mean(moments: Moments, start: Array, count: int) -> Array:
-    """The mean of the rotations at the positions from ``start`` int32 [B] on: float32 [B, D, D], to multiply from the left.
+    """Average the rotations at ``count`` positions from ``start`` int32 [B] on: float32 [B, D, D], to multiply from the left.
 
     Args:
         moments: of queries.

@@ -34,16 +34,16 @@ class Selection:
     slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
     page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
-    # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` says
-    # where any query head of the group does, and no `slots` are pages.
+    # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` is
+    # True where any query head of the group attends, and no `slots` are pages.
     bias: Array | None = None
-    # Attention to what is in no slot, under the same softmax, in N parts: output float32 [B, H, N, G, D] and lse float32
-    # [B, H, N, G]. Only where each device has all slots of its rows.
+    # N partial softmaxes over tokens that are in no slot, under the same softmax: output float32 [B, H, N, G, D] and lse
+    # float32 [B, H, N, G]. Only where each device has all slots of its rows.
     partials: tuple[Array, Array] | None = None
     select_aux: Any = None  # for `Step.select_aux`
 
     def tokens(self, cache: LayerStorage) -> tuple[Array, Array]:
-        """The same selection with one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
+        """Expand the selection to one entry per slot and head: slots int32 and mask bool, [B, H, K * page_size]."""
         slots, mask = page_slots(self.slots, self.page_size), jnp.repeat(self.mask, self.page_size, axis=2)
         shape = (*cache.position.shape[:2], slots.shape[2])
         slots, mask = jnp.broadcast_to(slots, shape), jnp.broadcast_to(mask, shape)
@@ -57,10 +57,10 @@ class Selection:
 def attend_selected(
     query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
 ) -> tuple[Array, Array]:
-    """Attention of one query [B, H, G, D] over chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
+    """Attend with one query [B, H, G, D] to chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
-    If the slots are divided over devices, ``chosen`` has those of this device, and the result is that of all devices.
-    ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
+    If the slots are divided over devices, ``chosen`` has slots of this device, and the result covers the slots of all
+    devices. ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
     """
     if implementation == "mask":
         out, lse = _attend_masked(query, cache, chosen)
@@ -86,7 +86,7 @@ def attend_selected(
 def _attend_widened(
     query: Array, cache: ThinCache, chosen: Selection, implementation: str | None
 ) -> tuple[Array, Array]:
-    """`attend_selected` where the keys of the first slots have some channels only: copies of the chosen rows alone."""
+    """Run `attend_selected` where keys of the first slots have only some channels: on copies of the chosen rows."""
     slots, mask = chosen.tokens(cache)
     copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
     out, lse = gather_attention(
@@ -103,7 +103,7 @@ def _attend_widened(
 
 
 def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
-    """`attend_selected` with a mask, without what is beside the slots."""
+    """Run `attend_selected` with a mask, without the partial softmaxes."""
     cache = cache.resident()
     slots, mask = chosen.tokens(cache)
     b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
@@ -127,7 +127,7 @@ def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tupl
 
 
 def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Array, Array]:
-    """`attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
+    """Run `attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
     exact = product_precision(query.dtype)
     logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
     logits = jnp.where(bias > -jnp.inf, logits / math.sqrt(query.shape[-1]) + bias, -jnp.inf)  # no NaN of an empty slot
@@ -139,9 +139,9 @@ def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Arra
 
 
 def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array]:
-    """Attention of the newest token's query [B, H, G, D] over all stored tokens: output like it, lse float32 [B, H, G].
+    """Attend with the newest token's query [B, H, G, D] to all stored tokens: output [B, H, G, D], lse float32 [B, H, G].
 
-    ``gap``: int32 [B, H, 2], for each KV head a range of slots in which no token is, which need not be read.
+    ``gap``: int32 [B, H, 2], for each KV head a range of empty slots, which need not be read.
     """
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
@@ -151,16 +151,16 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
 
 
 def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
-    """`attend_held`, and the attention probability of each slot, summed over the group: float32 [B, H, S].
+    """Run `attend_held`, and sum the attention probability of each slot over the group: float32 [B, H, S].
 
-    It is made of the logits that attention computes, so no key is read again. All slots of the rows are on this device.
+    The sum is made of the logits that attention computes, so no key is read twice. All slots of the rows are on this device.
     """
     out, lse, mass = _over_slots(query, cache.resident(), gap=gap, mass=True)
     return out, lse, mass
 
 
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """`attend_held` in N parts, for an operation that joins them: float32 [B, H, N, G, D] and [B, H, N, G].
+    """Run `attend_held` in N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and [B, H, N, G].
 
     The cache is resident, and all slots of its rows are on this device.
     """
@@ -171,7 +171,7 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 def _over_slots(
     query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, mass: bool = False
 ) -> tuple[Array, ...]:
-    """`dense_decode` over the slots of a resident cache that are on this device."""
+    """Run `dense_decode` over the slots of a resident cache that are on this device."""
     return dense_decode(
         query,
         *cache.stored,
@@ -185,7 +185,7 @@ def _over_slots(
 
 
 def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
-    """`attend_held` where the keys of the first slots have some channels only: nothing is unpacked."""
+    """Run `attend_held` where the keys of the first slots have only some channels, without unpacking them."""
     older, scale = cache.older, 1 / math.sqrt(query.shape[-1])
     out, lse = dense_decode(
         pick_channels(query, older),
@@ -200,7 +200,7 @@ def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
 
 
 def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
-    """Causal attention of queries [B, H, G, T, D] at ``position`` int32 [B, T] over all stored tokens.
+    """Attend causally with queries [B, H, G, T, D] at ``position`` int32 [B, T] to all stored tokens.
 
     Returns:
         The output [B, H, G, T, D], and lse float32 [B, H, G, T].
@@ -223,7 +223,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
 def attend_behind(
     query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
 ) -> tuple[Array, Array]:
-    """Causal attention of tokens over all stored tokens and over themselves, which are not stored.
+    """Attend causally with tokens that are not stored to all stored tokens and to the tokens themselves.
 
     Args:
         query: [B, H, G, T, D], rotated.
@@ -233,8 +233,8 @@ def attend_behind(
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
-        out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored ones; -inf
-        for padding.
+        out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored tokens;
+        -inf for padding.
     """
     scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)

@@ -1,4 +1,4 @@
-"""Which keys the queries of a prompt attend to: patterns of query heads, files of them, and whether they fit a model."""
+"""Patterns that say which keys the query heads of a prompt attend to; files of patterns, and checks against a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from kvjax.fields import Limits, check_value, shown
 from kvjax.typing import Model
 
-KINDS = {  # and the numbers that each of them reads
+KINDS = {  # and the fields that each kind reads
     "vertical_slash": ("columns", "diagonals"),
     "a_shape": ("columns", "diagonals"),
     "block_sparse": ("blocks",),
     "xattention": ("share",),
     "flexprefill": ("share", "tau", "min_budget"),
 }
-# The names of the kinds in MInference's files; the others have none.
+# The names of kinds in MInference's files; no other kind is in them.
 _IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
 _NUMBERS = {
     "columns": (int, Limits(least=0)),
@@ -34,18 +34,19 @@ class Pattern:
     """The keys that the queries of one head attend to, under `kvjax.Prefill`.
 
     Attributes:
-        kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first tokens and the newest
-            ones; "block_sparse": the best blocks of keys for each block of queries; "xattention" and "flexprefill": as many
-            blocks, or columns and diagonals, as have a share of the attention in this text.
+        kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first and the newest tokens;
+            "block_sparse": the best blocks of keys for each block of queries; "xattention" and "flexprefill": as many blocks,
+            or columns and diagonals, as hold a share of the attention in this text.
         columns: with "vertical_slash" and "a_shape": keys that all queries see; at least 0.
-        diagonals: with these: distances from the query at which it sees keys, its own token included; at least 1.
+        diagonals: with "vertical_slash" and "a_shape": distances at which a query sees keys, its own token included; at least
+            1.
         blocks: with "block_sparse": blocks of keys for each block of queries, its own included; at least 1.
         share: with "xattention" and "flexprefill": how much of the estimated attention to keep; above 0, and 1 keeps all.
-        tau: with "flexprefill": the largest error of the estimate by blocks at which blocks are read; 0 never reads them.
+        tau: with "flexprefill": the error of the estimate by blocks below which the head attends by blocks; 0 means never.
         min_budget: with "flexprefill": tokens, the fewest columns, diagonals, or keys in blocks; at least 1.
 
     Raises:
-        ValueError: another kind, a number out of these ranges, or one that the kind does not read.
+        ValueError: another kind, a number out of these ranges, or a field that the kind does not read.
     """
 
     kind: str = "vertical_slash"
@@ -70,12 +71,12 @@ class Pattern:
             )
 
     def covers(self, slots: int, block: int) -> bool:
-        """Whether it has room for all of ``slots`` tokens in blocks of ``block``, whatever the text is."""
+        """Tell whether the pattern has room for all of ``slots`` tokens in blocks of ``block``, whatever the text is."""
         match self.kind:
             case "block_sparse":
                 return self.blocks * block >= slots
             case "xattention":
-                return self.share >= 1 or 2 * block >= slots  # the first block and the own one are read for certain
+                return self.share >= 1 or 2 * block >= slots  # the first and the own block are attended for certain
             case "flexprefill":
                 return self.share >= 1 or self.min_budget >= slots
         return max(self.columns, self.diagonals) >= slots
@@ -86,15 +87,16 @@ FILE = "patterns.json"  # in a model's folder
 
 
 def patterns(path: str | pathlib.Path, config: Model) -> Table:
-    """The patterns of a model's query heads in a file, for the knob ``pattern`` of `kvjax.Prefill`.
+    """Load the patterns of a model's query heads from a file, for the knob ``pattern`` of `kvjax.Prefill`.
 
     The file is JSON as microsoft/MInference has it, and as ``python -m experiments.insight.patterns`` writes it: a list with
     an object for each layer, which has for each query head ``"HEAD": [kind, number, number, score]``. The numbers are columns
-    and diagonals of the kinds "vertical_and_slash" and "stream_llm" (the A-shape). Of the kind "block_sparse" the first is
-    the number of blocks; MInference's code takes 100 whatever it says, and its files have none. The score is not read.
+    and diagonals with the kinds "vertical_and_slash" and "stream_llm" (the A-shape). With the kind "block_sparse" the first
+    number is the number of blocks. MInference's files have no such entry, and its code would take 100 blocks whatever the
+    number. The score is not read.
 
     Args:
-        path: the file, or a model's folder, in which it is ``patterns.json``.
+        path: the file, or a model's folder with a file ``patterns.json``.
         config: the model's description.
 
     Returns:
@@ -126,10 +128,10 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
 
 
 def to_file(table: Table, scores: list[list[float]]) -> str:
-    """Patterns and their scores as the text of a file that `patterns` reads.
+    """Write patterns and their scores as the text of a file that `patterns` loads.
 
     Raises:
-        ValueError: a kind that these files do not have.
+        ValueError: a kind that such files cannot have.
     """
     names = {kind: name for name, kind in _IN_FILES.items()}
     if others := sorted({pattern.kind for row in table for pattern in row} - set(names)):
@@ -147,7 +149,7 @@ def to_file(table: Table, scores: list[list[float]]) -> str:
 
 
 def check_pattern(owner: str, given: Any) -> None:
-    """Refuse what is neither a `Pattern`, nor patterns for the query heads of a layer, nor a `Table`; ``owner`` has it.
+    """Refuse a value that is no `Pattern`, no tuple of a layer's patterns, and no `Table`; ``owner`` is for the message.
 
     Raises:
         ValueError: the message has what was given.
@@ -161,7 +163,7 @@ def check_pattern(owner: str, given: Any) -> None:
 
 
 def heads_of(given: Any) -> list[Any]:
-    """The patterns of all heads that a `Pattern`, the patterns of a layer, or a `Table` has, one behind the other."""
+    """List the patterns of all heads of a `Pattern`, a tuple of a layer's patterns, or a `Table`."""
     return [head for row in _rows(given) for head in (row if type(row) is tuple else (row,))]
 
 
@@ -170,15 +172,15 @@ def _rows(given: Any) -> tuple:
 
 
 def is_table(given: Pattern | tuple[Pattern, ...] | Table) -> bool:
-    """Whether patterns are those of a whole model."""
+    """Tell whether patterns are for a whole model."""
     return isinstance(given, tuple) and isinstance(given[0], tuple)
 
 
 def check_table_sizes(owner: str, table: Table, model: Model) -> None:
-    """Refuse patterns for other numbers of layers or query heads than the model's; ``owner`` has them.
+    """Refuse patterns for other numbers of layers or query heads than the model has; ``owner`` is for the message.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the patterns do not fit the model.
     """
     if (len(table), len(table[0])) != (model.num_layers, model.num_q_heads):
         raise ValueError(

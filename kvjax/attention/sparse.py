@@ -1,9 +1,9 @@
-"""Which keys the queries of a prompt chunk attend to under `kvjax.attention.patterns.Pattern`s, and attention over them.
+"""Sparse attention of a prompt chunk: which keys `kvjax.attention.patterns.Pattern`s choose, and attention over them.
 
 Keys, distances, or blocks are marked first, and the lists are made of the marks. Columns and diagonals are the same for all
-queries of a head, so a head has one list of columns and one of distances in blocks; only a head whose blocks of queries
-choose blocks of keys has a list for each of them. No array has an axis of queries beside one of keys, but for a few queries
-at a time.
+queries of a head, so a head has one list of columns and one list of distances in blocks. Only a head whose blocks of queries
+choose blocks of keys has a list for each block of queries. No array has both an axis of queries and an axis of keys, except
+for a few queries at a time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Lists:
 
 @dataclasses.dataclass(frozen=True)
 class SparsePrompt:
-    """How a layer reads a prompt.
+    """The sparse attention of a layer over a prompt.
 
     Attributes:
-        heads: the pattern of each query head, or one for all of them.
+        heads: the pattern of each query head, or one pattern for all.
         window: queries at the end of a chunk that vote for columns and diagonals.
         num_sink: first tokens that are columns for certain.
         num_recent: shortest distances that are diagonals for certain.
@@ -61,20 +61,20 @@ class SparsePrompt:
     stride: int
 
     def covers(self, slots: int) -> bool:
-        """Whether every pattern has room for all of ``slots`` tokens, so that attention is dense."""
+        """Tell whether every pattern has room for all of ``slots`` tokens, so that attention is dense."""
         return all(pattern.covers(slots, self.block) for pattern in self.heads)
 
     def attend(
         self, query: Array, key: Array, value: Array, start: Array | int, length: Array
     ) -> tuple[Array, Array]:
-        """Attention of a prompt chunk over what the patterns choose.
+        """Attend with a prompt chunk to the keys that the patterns choose.
 
         Args:
             query: [B, H, G, T, D], rotated.
-            key: [B, H, S, D], rotated; those of the chunk are at ``start`` and behind.
+            key: [B, H, S, D], rotated; the chunk's keys begin at slot ``start``.
             value: [B, H, S, D].
             start: slot of the chunk's first token.
-            length: int32 [B], tokens of the chunk that are real; what belongs to the others may be anything.
+            length: int32 [B], real tokens of the chunk; queries, keys and values of padding may be anything.
 
         Returns:
             out [B, H, G, T, D] and lse float32 [B, H, G, T]; 0 and -inf for queries that are not real.
@@ -84,8 +84,8 @@ class SparsePrompt:
         """
         if query.shape[3] % self.block and not isinstance(start, int):
             raise ValueError(
-                f"Prefill: prompts must be read in pieces of whole blocks of {self.block} tokens, but another layer reads "
-                f"{query.shape[3]} at once"
+                f"Prefill: prompt chunks must be whole blocks of {self.block} tokens, got chunks of {query.shape[3]} tokens, "
+                "which another layer needs"
             )
         lists = self.lists(query, key, start, length)
         return sparse_attention(
@@ -100,10 +100,11 @@ class SparsePrompt:
         )
 
     def lists(self, query: Array, key: Array, start: Array | int, length: Array) -> Lists:
-        """The lists of a prompt chunk; arguments as for `attend`.
+        """Build the lists of a prompt chunk; arguments as for `attend`.
 
-        Where the text decides how long they are, they have room for everything: 4 * N * P bytes for each query head that
-        chooses by blocks, N blocks of queries in the chunk and P of keys in the cache. The kernel's work follows the counts.
+        Where the text decides how long the lists are, they have room for everything: 4 * N * P bytes for each query head that
+        chooses by blocks, for N blocks of queries in the chunk and P blocks of keys in the cache. The kernel's work follows
+        the counts.
         """
         batch, heads, group, tokens, _ = query.shape
         slots, blocks, key_blocks = key.shape[2], -(-tokens // self.block), -(-key.shape[2] // self.block)
@@ -112,7 +113,7 @@ class SparsePrompt:
         here = slot < total[:, None, None, None]
 
         def each(read: Callable[[Pattern], Any]) -> Array:
-            """A number of the patterns, for the heads here: [1, H, G], or [1, 1, 1] of one pattern for all."""
+            """Read a value of each pattern, for the heads of this device: [1, H, G], or [1, 1, 1] for one pattern."""
             made = jnp.asarray([read(pattern) for pattern in self.heads])
             if len(self.heads) > 1:
                 made = lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * heads * group, heads * group)
@@ -128,14 +129,14 @@ class SparsePrompt:
             by_block = by_block | (by_share & aware)
 
         def chosen(votes: Array, certain: int, most: Callable[[Pattern], int]) -> Array:
-            """Marks bool [B, H, G, S] of the best entries of ``votes``; A-shapes choose the first ones."""
+            """Mark the best entries of ``votes``, bool [B, H, G, S]; A-shapes mark the first entries."""
             score = jnp.where(slot < certain, jnp.inf, votes)
             score = jnp.where(each(lambda x: x.kind == "a_shape")[..., None], -slot.astype(jnp.float32), score)
             score = jnp.where(here, score, -jnp.inf).reshape(batch, -1, slots)
             number = jnp.broadcast_to(jnp.where(by_block, 0, each(most)), (batch, heads, group)).reshape(batch, -1)
             marks = among_best(score, number, max(1, *map(most, self.heads))).reshape(votes.shape)
             if self._has("flexprefill"):
-                # Behind the tokens there are no distances, and their votes mean nothing.
+                # Past the tokens there are no distances, and votes there mean nothing.
                 enough = kept_by_share(jnp.where(here, votes, 0), slot < certain, each(lambda x: x.share)) & here
                 marks = marks | ((by_share & ~by_block)[..., None] & enough)
             return marks
@@ -178,13 +179,13 @@ class SparsePrompt:
         return any(pattern.kind in kinds for pattern in self.heads)
 
     def _last(self, query: Array, length: Array) -> tuple[Array, Array]:
-        """The chunk's last W queries [B, H, G, W, D], and their places in it, int32 [B, W]; negative ones do not exist."""
+        """Take the chunk's last W queries [B, H, G, W, D] and their indices int32 [B, W]; a negative index does not exist."""
         window = min(self.window, query.shape[3])
         index = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
         return jnp.take_along_axis(query, jnp.maximum(index, 0)[:, None, None, :, None], axis=3), index
 
     def _votes(self, query: Array, key: Array, start: Array | int, length: Array) -> tuple[Array, Array]:
-        """Attention of the chunk's last queries, summed for each key and for each distance: float32 [B, H, G, S] both."""
+        """Sum the attention of the chunk's last queries for each key and for each distance: float32 [B, H, G, S] both."""
         window, slots = min(self.window, query.shape[3]), key.shape[2]
         query, index = self._last(query, length)
         asked = jnp.where(index >= 0, start + index, -1)
@@ -193,8 +194,8 @@ class SparsePrompt:
         stop = (jnp.max(start + length) + width - 1) // width
 
         def logits(step: Array) -> tuple[Array, Array]:
-            """The first slot of a step, and its logits [B, H, G, W, width]."""
-            # If the width does not divide S, the last step starts early; slots that the step before had are hidden.
+            """Compute the first slot of a step, and the step's logits [B, H, G, W, width]."""
+            # If the width does not divide S, the last step starts early; slots of the previous step are hidden.
             low = jnp.minimum(step * width, slots - width)
             slot = low + jnp.arange(width, dtype=jnp.int32)
             part = lax.dynamic_slice_in_dim(key, low, width, 2)
@@ -224,7 +225,7 @@ class SparsePrompt:
             low, made = logits(step)
             chance = jnp.exp(made - shift) * share
             # Query w and key s share entry w + S - 1 - s of the diagonals. To move row w by w entries, the rows are laid out
-            # with a width of one less than they have.
+            # with a width that is one less than their own.
             skewed = jnp.pad(chance[..., ::-1], [(0, 0)] * 4 + [(0, window)]).reshape(*shape[:3], -1)
             skewed = skewed[..., : window * (width + window - 1)].reshape(*shape, width + window - 1)
             return _add_at(columns, chance.sum(axis=3), low), _add_at(diagonals, skewed.sum(axis=3), slots - width - low)
@@ -237,20 +238,20 @@ class SparsePrompt:
         return columns, jnp.take_along_axis(diagonals, at, axis=3, mode="clip")
 
     def _passed(self, diagonals: Array) -> Array:
-        """The distances of the blocks that marked diagonals pass through, but that of the own block: bool [B, H, G, P]."""
+        """Mark the distances of the blocks that marked diagonals pass through, without distance 0: bool [B, H, G, P]."""
         size, slots = self.block, diagonals.shape[3]
         blocks = -(-slots // size)
 
         def marked(behind: int) -> Array:
-            """The blocks of marks that are moved ``behind``."""
+            """Mark the blocks that have a mark after all marks were moved right by ``behind`` entries."""
             moved = jnp.pad(diagonals, [(0, 0)] * 3 + [(behind, blocks * size)])[..., : blocks * size]
             return moved.reshape(*diagonals.shape[:3], blocks, size).any(axis=4)
 
-        # Queries of a block see distance d in the block that lies d / size before theirs, rounded down, and rounded up.
+        # Queries of a block see distance d in two blocks: d / size blocks before their own, rounded down and rounded up.
         return (marked(0) | marked(size - 1)).at[..., 0].set(False)
 
     def _estimate_error(self, query: Array, key: Array, columns: Array, total: Array, length: Array) -> Array:
-        """How far means of blocks estimate the attention of the chunk's last queries: `divergence`, float32 [B, H, G]."""
+        """Measure the error of block means for the attention of the chunk's last queries: `divergence`, float32 [B, H, G]."""
         size, slots = self.block, key.shape[2]
         blocks = -(-slots // size)
         last, index = self._last(query, length)
@@ -264,7 +265,7 @@ class SparsePrompt:
     def _best_blocks(
         self, query: Array, key: Array, own: Array, total: Array, each: Callable[[Callable[[Pattern], Any]], Array]
     ) -> tuple[Array, int]:
-        """Marks bool [B, H, G, N, P] of each block's best blocks of keys but its own, and how many there can be in a row."""
+        """Mark each block's best blocks of keys but its own, bool [B, H, G, N, P]; return also the most marks in a row."""
         batch, heads, group, tokens, _ = query.shape
         size, slots = self.block, key.shape[2]
         blocks, key_blocks = -(-tokens // size), -(-slots // size)
@@ -275,7 +276,7 @@ class SparsePrompt:
         marks = jnp.zeros((batch, heads, group, blocks, key_blocks), bool)
 
         def least(pattern: Pattern) -> int:
-            """Blocks that each block of queries reads by their means, its own included."""
+            """Count the blocks that each block of queries chooses by means, its own included."""
             match pattern.kind:
                 case "block_sparse":
                     return min(pattern.blocks, key_blocks)
@@ -295,7 +296,7 @@ class SparsePrompt:
             if self._has("flexprefill"):
                 real = (at[None] * size < total[:, None])[:, None, None, :, None]
                 chance = jax.nn.softmax(jnp.where(back >= 0, logits, -jnp.inf), axis=4)
-                # All blocks of queries share one sum: rows whose attention is spread out get more blocks than others.
+                # All blocks of queries share one sum: rows whose attention is spread out get more blocks than other rows.
                 flat = jnp.where(real, chance, 0).reshape(batch, heads, group, -1)
                 enough = kept_by_share(flat, certain.reshape(1, 1, 1, -1), share).reshape(score.shape)
                 marks = marks | (each(lambda x: x.kind == "flexprefill")[..., None, None] & enough)
@@ -307,6 +308,6 @@ class SparsePrompt:
 
 
 def _add_at(sums: Array, new: Array, at: Array) -> Array:
-    """``sums`` [..., S] with ``new`` [..., N] added from entry ``at`` on."""
+    """Add ``new`` [..., N] to ``sums`` [..., S] from entry ``at`` on."""
     old = lax.dynamic_slice_in_dim(sums, at, new.shape[-1], sums.ndim - 1)
     return lax.dynamic_update_slice_in_dim(sums, old + new, at, sums.ndim - 1)

@@ -27,7 +27,7 @@ The other forms:
 
 A `Cache` has one state per layer, a tuple of arrays of their own, which functions donate: layers may differ in shape, and
 stacked layers would be copied in a loop. It carries the method that made it. A method of equal structure may replace its
-traced numbers; another structure is an error.
+traced values; another structure is an error.
 """
 
 from kvjax.cache.storage import Cache as Cache

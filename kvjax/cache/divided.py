@@ -1,11 +1,12 @@
 """One row over several devices: each device along the mesh's axis ``slots`` has a part of the slots of every row.
 
-Device d of n has the slots from ``d * S`` on, if S are allocated on each: a row fills the first device, then the second. So
-every array is in the order that it has on one device, and what a method says of a range of slots or of the lowest slot holds
-for the part, too. The devices have equal copies of all else: weights, cursors, logits, activations.
+If S slots are allocated on each device, device d has the slots from ``d * S`` on: a row fills the first device, then the
+second. So every array is in the order that it has on one device, and what a method says of a range of slots or of the lowest
+slot holds for the part, too. The devices have equal copies of all else: weights, cursors, logits, activations.
 
-A token is stored where its slot is. Its query attends to each part, and the results join by their log-sum-exp (`merged`). The
-best slots are found among the best of each part (`best_slots`), so they are those of one device.
+A token is stored on the device that has its slot. Its query attends to each part, and the results merge by their log-sum-exp
+(`merged`). The best slots are found among the best slots of each part (`best_slots`), so the choice is the same as on one
+device.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from pallas_kernels.store.store_token import store_token
 
 @pytree
 class PartCache(LayerStorage):
-    """The slots of each row that one of ``parts`` devices has; outside of `jax.shard_map` all slots."""
+    """One device's slots of each row, where ``parts`` devices divide them; outside of `jax.shard_map` all slots."""
 
     key: Array  # [B, H, S, D], in the dtype of the model
     value: Array  # [B, H, S, D]
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
-    parts: int = static()  # devices
+    parts: int = static()  # devices over which the slots of a row are divided
 
     @property
     def rows(self) -> None:
         return None
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
-        """See `LayerStorage.append`. A chunk may begin on another device, so it is no slice, and no padding is written."""
+        """Store tokens as `LayerStorage.append` does. A chunk may begin on another device, so no padding is written."""
         slot, mine, cursor = next_here(self, position)
         if key.shape[2] > 1:
             slot = jnp.where(mine, slot, self.num_slots)  # is dropped
@@ -85,18 +86,18 @@ class PartCache(LayerStorage):
         return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
-        """`LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each of them gets all that is kept."""
+        """Run `LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each device gets all kept tokens."""
         position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
         key, value = (kept_of_all(x, slots, room, self) for x in (self.key, self.value))
         return LayerCache(key=key, value=value, position=position, cursor=cursor)
 
 
 def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
-    """The slots of new tokens at ``position`` int32 [B, T], as this device counts them.
+    """Compute the slots of new tokens at ``position`` int32 [B, T], counted from this device's first slot.
 
     Returns:
-        int32 [B, T], anything for padding and for what other devices have; whether each token is stored here, bool [B, T];
-        and the cursor behind them, int32 [B].
+        The slots int32 [B, T], any value for padding and for tokens of other devices; whether each token is stored on this
+        device, bool [B, T]; and the cursor after the tokens, int32 [B].
     """
     real = position >= 0
     slot = cache.here[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)[None]
@@ -105,7 +106,7 @@ def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array
 
 
 def part_slots(spec: LayerSpec, slots: int, block: int | None) -> int:
-    """The slots to allocate for ``slots`` tokens of a row; on one of several devices its part, in blocks of ``block``."""
+    """Compute the slots to allocate for ``slots`` tokens of a row: this device's part, in whole blocks of ``block``."""
     if spec.parts == 1:
         return slots
     size = not_none("slot_block", block)
@@ -114,7 +115,7 @@ def part_slots(spec: LayerSpec, slots: int, block: int | None) -> int:
 
 
 def empty_part(spec: LayerSpec, slots: int) -> PartCache:
-    """A cache without tokens, of ``slots`` slots on this device."""
+    """Make a cache without tokens, of ``slots`` slots on this device."""
     shape = spec.batch, spec.num_kv_heads, slots
     return PartCache(
         key=jnp.zeros((*shape, spec.head_dim), spec.dtype),
@@ -126,17 +127,17 @@ def empty_part(spec: LayerSpec, slots: int) -> PartCache:
 
 
 def total(x: Array, cache: LayerStorage) -> Array:
-    """The sum of ``x`` over the devices that have parts of ``cache``."""
+    """Sum ``x`` over the devices that have parts of ``cache``."""
     return axes.total(x, axes.SLOTS) if cache.parts > 1 else x
 
 
 def whole(x: Array, cache: LayerStorage, dim: int = 2) -> Array:
-    """The slots of all devices, of ``x`` with those of this device's part of ``cache`` along ``dim``."""
+    """Gather ``x`` from all devices along ``dim``, where it has the slots of this device's part of ``cache``."""
     return axes.joined(x, dim, axes.SLOTS) if cache.parts > 1 else x
 
 
 def kept_of_all(store: Array, slots: Array, room: int, cache: LayerStorage) -> Array:
-    """`kept_rows` for ``slots`` of all devices, on each of them; ``store`` has this device's part of ``cache``."""
+    """Run `kept_rows` for ``slots`` of all devices, with equal results on all; ``store`` has this device's part."""
     if cache.parts == 1:
         return kept_rows(store, slots, room)
     at, mine = here(slots, jnp.ones(slots.shape, bool), cache)
@@ -148,21 +149,21 @@ def kept_of_all(store: Array, slots: Array, room: int, cache: LayerStorage) -> A
 
 
 def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """Attention to all slots of the rows, from attention to this device's part of them.
+    """Merge attention to this device's part of the slots into attention to all slots of the rows.
 
     Args:
-        out: [..., D], 0 where the part has nothing to attend to.
-        lse: float32 [...], the log of the softmax denominator, -inf there.
-        cache: says whether it is a part.
+        out: [..., D], 0 where the part has no slot to attend to.
+        lse: float32 [...], the log of the softmax denominator, -inf where the part has no slot to attend to.
+        cache: tells whether the slots are divided.
     """
     if cache.parts == 1 or not axes.is_split(axes.SLOTS):
         return out, lse
     wide = out.astype(jnp.float32)
-    if out.ndim < 5:  # one token: one message, which takes the time of its start
+    if out.ndim < 5:  # one token: one message, whose time is its latency
         every = lax.all_gather(jnp.concatenate([wide, lse[..., None]], axis=-1), axes.SLOTS)
         wide, lse = merge_partials(every[..., :-1], every[..., -1])
         return wide.astype(out.dtype), lse
-    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # a chunk: as few numbers as possible, and one copy of them
+    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # a chunk: send as few bytes as possible
     weight = jnp.exp(lse - shift)
     added = axes.total(jnp.concatenate([wide * weight[..., None], weight[..., None]], axis=-1), axes.SLOTS)
     weight = added[..., -1]
@@ -173,7 +174,7 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
 def attend_past(
     query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
 ) -> tuple[Array, Array]:
-    """Causal attention of a prompt chunk to itself, which every device computes, and to the parts of what was before it.
+    """Attend causally with a prompt chunk to itself, on every device, and to all parts of the earlier tokens.
 
     Args:
         query: [B, H, G, T, D], rotated.
@@ -183,7 +184,7 @@ def attend_past(
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
-        [B, H, G, T, D], and the log of the softmax denominators, float32 [B, H, G, T]; anything for padding.
+        The output [B, H, G, T, D], and the log of the softmax denominators, float32 [B, H, G, T]; any values for padding.
     """
     scale = 1 / math.sqrt(query.shape[-1])
     length = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
@@ -194,15 +195,15 @@ def attend_past(
 
 
 def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerStorage) -> tuple[Array, Array]:
-    """The ``wanted`` entries of each head with the best scores on all devices: those of them that this device has.
+    """Find the ``wanted`` best entries of each head on all devices, and list the entries that this device has.
 
     It is `kth_select_mask` where the slots are not divided. Each device sends the scores of its best entries.
 
     Args:
-        score: float32 [B, H, P], of this device's slots or pages; -inf is never chosen, and in a tie the lower is.
+        score: float32 [B, H, P], of this device's slots or pages; -inf is never chosen; in a tie the lower index wins.
         wanted: number of entries, as in `kth_select_mask`.
         capacity: static, K or more.
-        cache: says whether it is a part.
+        cache: tells whether the slots are divided.
 
     Returns:
         int32 [B, H, K], entries of ``score``, and whether each is chosen, bool [B, H, K].
@@ -220,16 +221,16 @@ def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerSto
 
 
 def best_of_rows(score: Array, wanted: Array, capacity: int, cache: LayerStorage) -> Array:
-    """The ``wanted`` entries of each head with the best scores on all devices, known to each: their numbers in their rows.
+    """Find the ``wanted`` best slots of each head on all devices, and list on each device their indices in the row.
 
     Args:
         score: float32 [B, H, S], of this device's slots; see `best_slots`.
         wanted: int32 [B, H].
         capacity: static, K.
-        cache: says whether it is a part.
+        cache: tells whether the slots are divided.
 
     Returns:
-        int32 [B, H, K], ascending, and 0 behind them.
+        int32 [B, H, K], ascending, and 0 in unused entries.
     """
     if cache.parts == 1 or not axes.is_split(axes.SLOTS):
         return kth_select(score, wanted, capacity)[0]
@@ -242,16 +243,16 @@ def best_of_rows(score: Array, wanted: Array, capacity: int, cache: LayerStorage
 
 
 def here(entry: Array, used: Array, cache: LayerStorage, size: int = 1) -> tuple[Array, Array]:
-    """Slots, or pages of ``size`` slots, by their numbers in their rows, as this device has them.
+    """Convert slots, or pages of ``size`` slots, from indices in the row to indices on this device.
 
     Args:
         entry: int32 of any shape.
         used: bool of this shape.
-        cache: says which slots this device has.
+        cache: tells which slots this device has.
         size: slots in a page.
 
     Returns:
-        int32, 0 for what is elsewhere; and whether each is used and here.
+        int32, 0 for entries of other devices; and whether each entry is used and on this device, bool.
     """
     if cache.parts == 1:
         return entry, used
@@ -261,7 +262,7 @@ def here(entry: Array, used: Array, cache: LayerStorage, size: int = 1) -> tuple
 
 
 def log_total(lse: Array, cache: LayerStorage) -> Array:
-    """The log of a sum over the slots of all devices, from this part's: float32 of any shape; -inf for no slots."""
+    """Sum exp(``lse``) over the devices that have parts, and return the log: float32 of any shape; -inf for no slots."""
     if cache.parts == 1 or not axes.is_split(axes.SLOTS):
         return lse
     return jax.nn.logsumexp(lax.all_gather(lse, axes.SLOTS), axis=0)

@@ -1,15 +1,15 @@
-"""Caches whose rows are in pinned host memory: numbers of the model, or codes of 8 bits (``kv_dtype``).
+"""Caches whose rows are in pinned host memory, in the dtype of the model or as codes of 8 bits (``kv_dtype``).
 
-This file has their storage (`OffloadedLayerCache`, with the interface of `LayerCache`), and says when decoding writes new
+This file has the storage (`OffloadedLayerCache`, with the interface of `LayerCache`), and says when decoding writes new
 tokens to host memory (`steps_between_syncs`, `sync`). A method says which rows nearly every step reads (`Near`); these rows
 have copies on the device. A method whose steps read all keys, or keys besides attention, leaves the keys on the device: then
 only the values are in host memory.
 
-A row of codes in host memory is the key's and the value's, 2 * D bytes, and the scales of all slots are on the device. What a
-row costs on the bus is one look-up, whatever its bytes (docs/offload.md): scales in an array of their own there
-would double the look-ups. Scales inside the rows would make rows of 2 * D + 4 bytes, which begin in the middle of a line of
-memory and take one line more. On the device they are 4 bytes for each token and KV head, as many as its position takes, and
-1.6 % of the row's bytes at D = 128. And a kernel finds them at the slot, wherever it reads the row.
+A row of codes in host memory has the codes of key and value, 2 * D bytes, and the scales of all slots are on the device. A
+row costs one look-up on the bus, whatever its bytes (docs/offload.md): scales in an array of their own in host memory would
+double the look-ups. Scales inside the rows would make rows of 2 * D + 4 bytes, which begin in the middle of a memory line and
+take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the position, and 1.6 % of
+the row's bytes at D = 128. And a kernel finds the scales at the slot, wherever it reads the row.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Near(NamedTuple):
 class OffloadedLayerCache(LayerStorage):
     """Keys and values of one layer in pinned host memory, with copies of some on the device (`pallas_kernels.host.Rows`).
 
-    While the prompt is read there are no copies (R = 0). A decode step writes its token only to the copies; `sync` writes it
-    to host memory later. In 8 bits both have codes, and the scales of all slots are on the device.
+    During prefill there are no copies (R = 0). A decode step writes its token only to the copies; `sync` writes it to host
+    memory later. In 8 bits host memory and the copies hold codes, and the scales of all slots are on the device.
     """
 
     near_key: Array | Quantised  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
-    near_value: Array | Quantised  # [B, H, R, D], copies; if they are codes, their scales are those of all slots, [B, H, S]
+    near_value: Array | Quantised  # [B, H, R, D], copies; if they are codes, `scale` has all slots, [B, H, S]
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token
     host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or only values, [B, H, S, D]; or codes
-    sinks: int = static(default=0)  # first slots that have copies; behind them is a ring of the newest tokens' copies
+    sinks: int = static(default=0)  # first slots that have copies; the other copies are a ring of the newest tokens
 
     @property
     def codes(self) -> tuple[Quantised, Quantised] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -76,12 +76,12 @@ class OffloadedLayerCache(LayerStorage):
 
     @property
     def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """`near_key` as it reads back, in the dtype of the model."""
+        """`near_key`, dequantised, in the dtype of the model."""
         return self._read(self.near_key)
 
     @property
     def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """`near_value` as it reads back, in the dtype of the model."""
+        """`near_value`, dequantised, in the dtype of the model."""
         return self._read(self.near_value)
 
     def _read(self, near: Array | Quantised) -> Array:
@@ -126,7 +126,7 @@ class OffloadedLayerCache(LayerStorage):
             rows = store.shape[2]
             if not rows:  # the prompt is not finished
                 return store
-            # If several tokens share a row of the ring, only the last is written; the others get a row that does not exist.
+            # If several tokens share a row of the ring, only the last is written; the rest get a row that does not exist.
             stays = (slot < self.num_slots) & ((slot < self.sinks) | (slot >= cursor[:, None] - (rows - self.sinks)))
             return put_tokens(store, new, jnp.where(stays, copy_row(slot, self.sinks, rows), rows), None)
 
@@ -168,7 +168,7 @@ class OffloadedLayerCache(LayerStorage):
         return resident_of(key, value, self.position, self.cursor)
 
     def _stage(self, copies: Array, begin: int) -> Array:
-        """Columns ``begin`` to ``begin + D`` of all rows on the device, with the newest tokens from ``copies``."""
+        """Copy columns ``begin`` to ``begin + D`` of all rows to the device, with the newest tokens from ``copies``."""
         shape = (*copies.shape[:2], self.num_slots, copies.shape[3])
         store = to_device(lax.dynamic_slice(self.host, (0, 0, 0, begin), shape, allow_negative_indices=False))
         if not copies.shape[2]:  # the prompt is not finished, and host memory has all tokens
@@ -183,7 +183,7 @@ class OffloadedLayerCache(LayerStorage):
         return key, value
 
     def _copies(self, near: Array | Quantised, slots: Array) -> Array:
-        """Copies of keys or values, or of their codes, [B, H, K, D] at ``slots`` int32 [B, K]."""
+        """Read the copies of keys or values, or of their codes, [B, H, K, D] at ``slots`` int32 [B, K]."""
         return take_rows(vectors(near), copy_row(slots, self.sinks, near.shape[2])[:, None])
 
     def keys_between(self, slots: Array) -> Array:
@@ -198,7 +198,7 @@ class OffloadedLayerCache(LayerStorage):
         return jnp.minimum(self.cursor, self.near_value.shape[2])
 
     def sync(self, tokens: int) -> OffloadedLayerCache:
-        """The same cache with its ``tokens`` newest tokens (at most `ring`) written to host memory."""
+        """Write the ``tokens`` newest tokens (at most `ring`) to host memory."""
         tokens = min(tokens, self.ring)
         start = jnp.maximum(self.cursor - tokens, 0)
         slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -212,7 +212,7 @@ class OffloadedLayerCache(LayerStorage):
 def empty_storage(
     spec: LayerSpec, slots: int, values_only: bool = False
 ) -> LayerCache | OffloadedLayerCache | PartCache:
-    """An empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
+    """Make an empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
     if spec.parts > 1 and spec.kv_dtype is None:
         return empty_part(spec, slots)
@@ -237,7 +237,7 @@ def empty_storage(
 
 
 def offload(cache: LayerCache, near: Near, host: Array | None = None, values_only: bool = False) -> OffloadedLayerCache:
-    """The same cache with its rows in host memory and copies of some on the device.
+    """Move the rows of a cache to host memory, and copy some rows to the device.
 
     Args:
         cache: resident.
@@ -264,7 +264,7 @@ def offload(cache: LayerCache, near: Near, host: Array | None = None, values_onl
 
 
 def _beside(key: Array | Quantised, value: Array | Quantised) -> Array:
-    """Key and value of each slot, or their codes, side by side: [B, H, S, 2 * D]."""
+    """Concatenate key and value of each slot, or their codes: [B, H, S, 2 * D]."""
     return jnp.concatenate([vectors(key), vectors(value)], axis=3)
 
 
@@ -273,7 +273,7 @@ def _is_offloaded_cache(x: Any) -> bool:
 
 
 def sync(layers: tuple, tokens: int) -> tuple:
-    """The layers with the ``tokens`` newest tokens of each row in host memory; see `OffloadedLayerCache.sync`."""
+    """Write the ``tokens`` newest tokens of each row to host memory in all layers; see `OffloadedLayerCache.sync`."""
     return jax.tree.map(
         lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache
     )

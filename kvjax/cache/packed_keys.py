@@ -1,14 +1,13 @@
-"""Storage whose older keys have some of their channels only, packed: what `kvjax.methods.ThinK` leaves of a prompt.
+"""Storage whose older keys have only some of their channels, packed: what `kvjax.methods.ThinK` stores of a prompt.
 
-The newest tokens have whole keys, and so have all that come later. `ThinCache` has the interface of other storage, except
-that ``key`` and ``value`` are those of the newer slots alone. `kvjax.attention.over_cache.attend_held` reads the packed
-keys as they are. What else a step reads, chosen slots and the newest key, gets a zero for each dropped channel, and no
-other slot is touched (`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots that way
-(`ThinCache.resident`).
+The newest tokens have whole keys, and so have all later tokens. `ThinCache` has the interface of other storage, except that
+``key`` and ``value`` hold the newer slots alone. `kvjax.attention.over_cache.attend_held` reads the packed keys as they are.
+Other reads of a step, of chosen slots and the newest key, get a zero for each dropped channel and touch no other slot
+(`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots in this form (`ThinCache.resident`).
 
-Slots are counted over both parts, the older ones first. Between them are empty slots, more of them in rows with shorter
-prompts. So a method that chooses from it says in which blocks it counts (`kvjax.slots.SlotAttention.thin_block`), and the
-newer slots begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
+Slots are counted over both parts, older slots first. Between the parts are empty slots, more in rows with shorter prompts. So
+a method that selects from a `ThinCache` declares its block size (`kvjax.slots.SlotAttention.thin_block`), and the newer slots
+begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kvjax.typing import EMPTY, pytree, traced
 from pallas_kernels import axes
 from pallas_kernels.host import Rows, take_rows
 
-# A packed key has a multiple of so many numbers: whole products of tensor cores, and rows that begin alike. In heads of fewer
-# than 64 channels, which no large model has, it has a multiple of a quarter of the channels.
+# A packed key has a multiple of `_ROW` channels: whole products of tensor cores, and aligned rows. In heads of fewer than 64
+# channels, which no large model has, it has a multiple of a quarter of the channels.
 _ROW = 16
 
 
@@ -34,7 +33,7 @@ _ROW = 16
 class Older:
     """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
 
-    key: Array  # [B, H, N, E], the C channels and zeros behind them; see `_ROW`
+    key: Array  # [B, H, N, E], the C channels, then zeros; see `_ROW`
     value: Array  # [B, H, N, D]
     position: Array  # int32 [B, H, N]
     limit: Array  # int32 [B], the slots of the row's longest head that hold a token
@@ -43,7 +42,7 @@ class Older:
 
 @pytree
 class ThinCache(LayerStorage):
-    """Keys and values of one layer: packed keys in the first N slots, whole keys in the R slots behind them."""
+    """Keys and values of one layer: packed keys in the first N slots, whole keys in the R slots after them."""
 
     newer: LayerCache
     older: Older = traced()
@@ -103,7 +102,7 @@ class ThinCache(LayerStorage):
         return self.listed(slots[:, None])
 
     def listed(self, slots: Array) -> tuple[Array, Array]:
-        """Keys and values [B, H, K, D] at ``slots`` int32 [B, H or 1, K], dropped channels as 0; nothing else is read."""
+        """Read keys and values [B, H, K, D] at ``slots`` int32 [B, H or 1, K], dropped channels as 0, and no other slot."""
         older, behind = self.older, slots - self.older.key.shape[2]
         packed = (behind < 0)[..., None]
         key = widened(take_rows(older.key, slots), older.channels, self.key.shape[3])
@@ -116,7 +115,7 @@ class ThinCache(LayerStorage):
         return self.keys_at(slots)
 
     def in_blocks(self, size: int) -> ThinCache:
-        """The same tokens, with empty slots before the newer ones, so that these begin with a block of ``size`` slots."""
+        """Insert empty slots before the newer slots, so that the newer slots begin with a block of ``size`` slots."""
         more = ((0, 0), (0, 0), (0, -self.older.key.shape[2] % size))
         older = dataclasses.replace(
             self.older,
@@ -127,12 +126,12 @@ class ThinCache(LayerStorage):
         return dataclasses.replace(self, older=older)
 
     def packed_bytes(self, attended: Array) -> tuple[Array, int]:
-        """What packing does to the bytes of a step that attends to ``attended`` float32 [B, H] slots.
+        """Compute how packing changes the bytes of a step that attends to ``attended`` float32 [B, H] slots.
 
         Returns:
-            The bytes that it spares, float32 [B], at least: which slots a step chooses follows its query, so as many as there
-            are count as newer ones, whose keys are whole. Exact where a step attends to all. And those of the channels'
-            numbers, which every step reads.
+            The least bytes that packing saves, float32 [B]: the query decides which slots a step chooses, so as many slots as
+            possible count as newer slots, whose keys are whole. Exact where a step attends to all slots. And the bytes of the
+            channel indices, which every step reads.
         """
         older = self.older
         packed = jnp.maximum(attended - jnp.sum(self.newer.valid, axis=2, dtype=jnp.float32), 0).sum(axis=1)
@@ -144,13 +143,13 @@ class ThinCache(LayerStorage):
 
 
 def pick_channels(query: Array, older: Older) -> Array:
-    """What meets the packed keys of a query [B, H, G, D]: its numbers in their channels, [B, H, G, E]."""
+    """Select the channels of a query [B, H, G, D] that the packed keys kept, padded with zeros: [B, H, G, E]."""
     picked = jnp.take_along_axis(query, older.channels[:, :, None], axis=3)
     return jnp.pad(picked, ((0, 0), (0, 0), (0, 0), (0, older.key.shape[3] - picked.shape[3])))
 
 
 def widened(key: Array, channels: Array, dim: int) -> Array:
-    """Packed keys [B, H, K, E] of ``channels`` int32 [B, H, C] with all channels, [B, H, K, D], the others 0."""
+    """Widen packed keys [B, H, K, E] of ``channels`` int32 [B, H, C] to [B, H, K, D]; dropped channels are 0."""
     here = jnp.arange(dim, dtype=jnp.int32)[None, None, None]
     kept = (channels[..., None] == here).any(axis=2)
     place = jnp.sum(channels[..., None] < here, axis=2, dtype=jnp.int32)  # of a kept channel among the C, which ascend
@@ -159,13 +158,13 @@ def widened(key: Array, channels: Array, dim: int) -> Array:
 
 
 def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room: int) -> ThinCache:
-    """The tokens of ``cache``, with some channels of most keys.
+    """Pack the keys of ``cache``: most tokens keep only some channels.
 
     Args:
         cache: resident, the last ``room`` slots empty.
         channels: int32 [B, H, C], ascending.
         whole: bool [B, H, S], tokens whose keys keep all channels.
-        most_whole: the most of them in a head.
+        most_whole: the most tokens with whole keys in a head.
         room: tokens that may follow.
     """
     slots = max(cache.num_slots - room, 1)

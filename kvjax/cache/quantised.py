@@ -2,11 +2,10 @@
 
 ``kv_dtype`` is a property of a cache, whatever its method: keys, rotated, and values are stored as codes
 (`pallas_kernels.formats.quantised`), "int8" or "float8_e4m3fn", with a scale for each token and KV head. They are rounded
-once, when they are stored. All that reads them, prompt chunks included, reads what they are then: so chunks change nothing,
-and a method does exactly what it would do in a model whose keys and values had these numbers. Attention of decode steps
-multiplies the codes themselves. Whatever else a method computes from keys and values is computed from `QuantisedCache.key`
-and ``value``, which are read back in the dtype of the model. An offloaded cache has the same codes, in host memory
-(`kvjax.cache.offload`).
+once, when they are stored. Every reader, prompt chunks included, gets the rounded values. So chunks change nothing, and a
+method does exactly what it would do in a model whose keys and values were the rounded values. Attention of decode steps
+multiplies the codes themselves. All other computations of a method use `QuantisedCache.key` and ``value``, which are
+dequantised to the dtype of the model. An offloaded cache has the same codes, in host memory (`kvjax.cache.offload`).
 
 Layers with a sliding window are small and keep the dtype of the model.
 """
@@ -38,14 +37,14 @@ from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, number
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored
 
-_SCALE_BYTES = 2  # of a scale, one for each key and each value
+_SCALE_BYTES = 2  # bytes of a scale; each key and each value has one
 
 
 @pytree
 class QuantisedCache(LayerStorage):
     """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`.
 
-    With ``parts`` above 1 it is this device's part of the slots of each row, with those of a `kvjax.cache.divided.PartCache`.
+    With ``parts`` above 1 it has this device's slots of each row, with the functions of a `kvjax.cache.divided.PartCache`.
     """
 
     codes: tuple[Quantised, Quantised] = traced()  # keys and values [B, H, S, D]
@@ -55,12 +54,12 @@ class QuantisedCache(LayerStorage):
 
     @property
     def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All keys as they read back, [B, H, S, D] in the dtype of the model."""
+        """All keys, dequantised: [B, H, S, D] in the dtype of the model."""
         return dequantise(self.codes[0])
 
     @property
     def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All values as they read back, [B, H, S, D] in the dtype of the model."""
+        """All values, dequantised: [B, H, S, D] in the dtype of the model."""
         return dequantise(self.codes[1])
 
     @property
@@ -107,13 +106,13 @@ class QuantisedCache(LayerStorage):
         return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
-        """See `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact`; the codes move as they are."""
+        """Keep slots as `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact` do; codes move unchanged."""
         position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
         codes = jax.tree.map(lambda x: kept_of_all(x, slots, room, self), self.codes)
         return QuantisedCache(codes=codes, position=position, cursor=cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
-        """See `LayerCache.evict`."""
+        """Evict one token per head as `LayerCache.evict` does."""
         kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
         return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
 
@@ -123,14 +122,14 @@ def _after(stored: Stored) -> QuantisedCache:
 
 
 def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
-    """A resident cache of these arrays; of codes it is a `QuantisedCache`."""
+    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`."""
     if isinstance(key, Quantised) and isinstance(value, Quantised):
         return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
     return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
 
 
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
-    """An empty cache of ``slots`` slots on the device, in the ``kv_dtype`` of the layer; ``parts`` as of the cache."""
+    """Make an empty cache of ``slots`` slots on the device, in the layer's ``kv_dtype``, divided over ``parts`` devices."""
     shape = spec.batch, spec.num_kv_heads, slots
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
@@ -145,7 +144,7 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
 
 
 def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
-    """Bytes of a key and a value of one token and KV head."""
+    """Count the bytes of a key and a value of one token and KV head."""
     each = head_dim * jnp.dtype(dtype).itemsize if kv_dtype is None else head_dim + _SCALE_BYTES
     return 2 * each
 
@@ -154,7 +153,7 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
     """Refuse a ``kv_dtype`` that is not known.
 
     Raises:
-        ValueError: the message says which are.
+        ValueError: the message lists the known values.
     """
     if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in MOST):
         known = " or ".join(map(repr, MOST))

@@ -2,8 +2,8 @@
 
 A slot holds a token if its ``position >= 0``, in each head separately. Evicted slots, padding and slots that were never
 written look the same. Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a
-ragged batch uses exactly the slots that it would use alone. Its pages, pooling windows and ties are then the same too, and
-it generates the same tokens.
+ragged batch uses exactly the slots that it would use alone. So its pages, pooling windows and ties are the same, and it
+generates the same tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """Static sizes from which a layer's storage is built; those of equal layers are equal."""
+    """Static sizes of one layer's storage. Layers with equal specs share compiled code."""
 
     batch: int
     num_kv_heads: int
@@ -61,8 +61,8 @@ class LayerStorage(abc.ABC):
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = 1  # devices over which the slots of a row are divided
-    older: Older | None = None  # the first slots, if their keys have some channels only; `key` and `value` are of the others
-    # Keys and values, if they are stored as codes; `key` and `value` are then read back from them, where they are used.
+    older: Older | None = None  # the first slots, if their keys have only some channels; `key` and `value` have the rest
+    # Keys and values, if they are stored as codes; `key` and `value` are then dequantised where they are used.
     codes: tuple[Quantised, Quantised] | None = None
 
     @property
@@ -71,7 +71,7 @@ class LayerStorage(abc.ABC):
         return (self.key, self.value) if self.codes is None else self.codes
 
     def read_back(self, key: Array, value: Array) -> tuple[Array, Array]:
-        """New keys and values [B, H, T, D] as they will read back from this cache."""
+        """Round new keys and values [B, H, T, D] to the values that this cache will store."""
         stored = self.stored
         return whole(stored_like(key, stored[0])), whole(stored_like(value, stored[1]))
 
@@ -83,9 +83,9 @@ class LayerStorage(abc.ABC):
 
     @property
     def newest(self) -> tuple[Array, Array, Rows | None]:
-        """``key``, ``value`` and ``rows`` for operations that read nothing but the slot before ``here``.
+        """``key``, ``value`` and ``rows`` for operations that read only the slot before ``here``.
 
-        Of a cache of codes they are copies of this one slot, because an operand is written to memory first.
+        In a cache of codes they are dequantised copies of this slot, because an operand is written to memory first.
         """
         if self.codes is None:
             return self.key, self.value, self.rows
@@ -95,7 +95,7 @@ class LayerStorage(abc.ABC):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a key and a value, all that a step reads to attend to a slot of one head."""
+        """Bytes of a key and a value, which a step reads to attend to a slot of one head."""
         return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
 
     @property
@@ -115,12 +115,12 @@ class LayerStorage(abc.ABC):
 
     @property
     def first(self) -> Array | int:
-        """The number in its row of the first slot on this device, an int32 scalar; 0 if the slots are not divided."""
+        """The index in the row of this device's first slot, an int32 scalar; 0 if the slots are not divided."""
         return axes.index(axes.SLOTS) * self.num_slots if self.parts > 1 else 0
 
     @property
     def here(self) -> Array:
-        """`cursor` counted from the first slot on this device, int32 [B]: below 0 or above S where other devices have it."""
+        """`cursor` counted from this device's first slot, int32 [B]: below 0 or above S if it is on another device."""
         return self.cursor - self.first if self.parts > 1 else self.cursor
 
     @property
@@ -164,23 +164,23 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def resident(self) -> LayerCache:
-        """The same cache with all rows on the device: itself, or a copy of the whole layer that lives while it is used."""
+        """Return the cache with all rows on the device: itself, or a copy of the whole layer that lives while it is used."""
 
     @abc.abstractmethod
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        """Keys and values [B, H, K, D] at ``slots`` int32 [B, K]. If the cache is offloaded, these slots must have copies."""
+        """Read keys and values [B, H, K, D] at ``slots`` int32 [B, K]. In an offloaded cache these slots must have copies."""
 
     def keys_at(self, slots: Array) -> Array:
-        """The keys of `rows_at`; jitted, the values are not read."""
+        """Read the keys of `rows_at`; jitted, the values are not read."""
         return self.rows_at(slots)[0]
 
     @abc.abstractmethod
     def keys_between(self, slots: Array) -> Array:
-        """Keys [B, H, K, D] at the consecutive ``slots`` int32 [B, K], from the device or from host memory."""
+        """Read keys [B, H, K, D] at the consecutive ``slots`` int32 [B, K], from the device or from host memory."""
 
     @abc.abstractmethod
     def copied(self) -> Array:
-        """The number of stored tokens whose rows are on the device, int32 [B]."""
+        """Count the stored tokens whose rows are on the device, int32 [B]."""
 
 
 @pytree
@@ -230,9 +230,9 @@ class LayerCache(LayerStorage):
         return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
-        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and add ``room`` free slots behind them.
+        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and append ``room`` free slots.
 
-        In every head the kept entries must come first. The cursor moves behind the longest head of the row.
+        In every head the kept entries must come first. The cursor moves to the end of the longest head of the row.
         """
         position, cursor = kept_positions(self.position, slots, keep, room)
         return LayerCache(
@@ -276,7 +276,7 @@ def stored_token(
     query: Array | None = None,
     inv_freq: Array | None = None,
 ) -> Stored:
-    """The arrays of ``cache`` with one more token per row: key and value [B, H, 1, D], position int32 [B, 1].
+    """Store one more token per row in the arrays of ``cache``: key and value [B, H, 1, D], position int32 [B, 1].
 
     With a query [B, H, G, D], it and the key are rotated, see `store_token`. In an offloaded cache only the copies on the
     device change. Host memory gets the token at the next sync.
@@ -297,7 +297,7 @@ def stored_token(
 
 
 def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:
-    """Slots for tokens at ``position`` int32 [B, T], S for padding: int32 [B, T]; and the cursor after them, int32 [B]."""
+    """Return slots int32 [B, T] for tokens at ``position`` int32 [B, T], S for padding; and the next cursor, int32 [B]."""
     order = jnp.arange(position.shape[1], dtype=jnp.int32)[None]
     slot = jnp.where(position >= 0, cache.cursor[:, None] + order, cache.num_slots)
     return slot, cache.cursor + jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
@@ -315,7 +315,7 @@ def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None)
 
 
 def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
-    """A resident cache without tokens."""
+    """Make a resident cache without tokens."""
     return LayerCache(
         key=jnp.zeros((batch, heads, slots, head_dim), dtype),
         value=jnp.zeros((batch, heads, slots, head_dim), dtype),
@@ -336,7 +336,7 @@ class Cache:
     model: Model = static()  # the model description that made it
     weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
     plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
-    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for that of the model
+    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for the model's dtype
 
     @property
     def batch(self) -> int:
@@ -348,7 +348,7 @@ class Cache:
 
 
 def describe_cache(cache: Cache) -> str:
-    """Rows, tokens, method, layers and bytes of a cache, as its ``repr`` shows them."""
+    """Write rows, tokens, method, layers and bytes of a cache for its ``repr``."""
     if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
         return f"Cache(length={cache.length!r}, ...)"
     arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
@@ -376,7 +376,7 @@ def check_alive(cache: Cache) -> None:
 
 
 def repeat_rows(cache: Cache, copies: int) -> Cache:
-    """`fork` without its checks."""
+    """Run `fork` without its checks."""
 
     def repeat(x: Array) -> Array:
         if copies == 1:

@@ -1,4 +1,4 @@
-"""Checks of users' arguments. They need known numbers, so they are skipped inside a trace."""
+"""Checks of users' arguments. They need known values, so they are skipped inside a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.typing import Model
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
-    """Refuse token ids outside the model's vocabulary, which come from the tokenizer of another model."""
+    """Refuse token ids outside the model's vocabulary; usually they come from another model's tokenizer."""
     if is_known(tokens) and tokens.size:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.vocab_size:
@@ -31,7 +31,7 @@ def check_vocabulary(tokens: Array, model: Model) -> None:
 
 
 def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
-    """Refuse empty prompts, and more tokens than the model has positions; a method that re-numbers them has no limit."""
+    """Refuse empty prompts, and more tokens than the model has positions; a method that renumbers positions has no limit."""
     if not is_known(length):
         return
     if int(length.min()) < 1:
@@ -47,17 +47,17 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
     if again and int(length.max()) + again > most and not method.extrapolates:
         raise ValueError(
-            f"prompt of {int(length.max())} + {again} tokens in which {type(method).__name__} reads it again = "
-            f"{int(length.max()) + again} tokens exceeds the model's max_position_embeddings={most}; shorten the prompt, or "
-            "these pieces of it"
+            f"{type(method).__name__} rereads the prompt in chunks of {again} tokens: {int(length.max())} + {again} = "
+            f"{int(length.max()) + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or the "
+            "chunks"
         )
 
 
 def check_sizes(method: Method, model: Model) -> None:
     """Refuse a model that the method cannot run.
 
-    Its knobs may have been made for another model, such as scores of heads (`Method.check_sizes`); and not every model can
-    guess queries (`LayerMethod.needs_guess`).
+    The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). And not every
+    model can guess queries (`LayerMethod.needs_guess`).
     """
     for part in with_inner(method):
         part.check_sizes(model)
@@ -93,7 +93,7 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
 
 
 def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound: str = "") -> Array:
-    """Integers as int32 [B], one per row.
+    """Convert integers, one per row, to int32 [B].
 
     Args:
         name: what messages call it.
@@ -115,7 +115,7 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
 
 
 def bool_rows(name: str, value: Any, rows: int) -> Array:
-    """Truth values as bool [B], one per row; refuse another shape or dtype."""
+    """Convert truth values, one per row, to bool [B]; refuse another shape or dtype."""
     given = read_array(value)
     if given.shape != (rows,) or given.dtype != bool:
         raise ValueError(f"{name} must be bool of shape [{rows}], one per row, got {shown(value)}")
@@ -123,7 +123,7 @@ def bool_rows(name: str, value: Any, rows: int) -> Array:
 
 
 def read_array(value: Any) -> Array | np.ndarray:
-    """``value`` as an array with its own dtype, which is `object` if it holds no numbers of one kind."""
+    """Convert ``value`` to an array of its own dtype, which is `object` if its entries have no common dtype."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
@@ -148,7 +148,7 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 
 
 def check_model(config: Any) -> None:
-    """Refuse what does not describe a model."""
+    """Refuse a ``config`` that does not describe a model."""
     needed = [name for name in vars(Model) if not name.startswith("_")]
     if isinstance(config, type) or not {*needed} <= {*dir(config)}:
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
@@ -186,6 +186,6 @@ def check_cache(cache: Cache, method: Method) -> None:
     made, given = (jax.tree.structure(m) for m in (cache.method, method))
     if made != given:
         raise ValueError(
-            f"this cache was made by {describe(cache.method)} and cannot be read as {describe(method)}: "
+            f"this cache was made by {describe(cache.method)}, got the method {describe(method)}: "
             "prefill with the method you generate with (only traced hyper-parameters may differ)"
         )

@@ -1,4 +1,4 @@
-"""Decode and extend, traced: the model reads tokens behind a prompt, and each layer's method stores and attends."""
+"""Decode and extend, traced: the model runs on tokens after a prompt, and each layer's method stores and attends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pallas_kernels.dispatch import run_shared
 
 
 def smallest(limits: list[int | None], default: int) -> int:
-    """The smallest of ``default`` and the given limits; None means no limit."""
+    """Return the smallest of ``default`` and the given limits; None means no limit."""
     return min([default, *(limit for limit in limits if limit is not None)])
 
 
@@ -38,7 +38,7 @@ def run_step(
         tokens: int32 [B, T].
         active: bool [B, T], False on padding, which comes last in a row.
         sync_host: False if the caller writes the token to host memory (`kvjax.cache.offload.sync`).
-        length: int32 [B], tokens of each row after the call that these belong to, if more follow in it; see `kvjax.rope`.
+        length: int32 [B], tokens of each row after the whole `extend` call, if this is a chunk of it; see `kvjax.rope`.
     """
     methods = layer_methods(cache.method, cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -70,11 +70,11 @@ def run_step(
 
 
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
-    """Append right-padded tokens int32 [B, T], of which ``length`` int32 [B] are real, in pieces that the method can take."""
+    """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in chunks that the method can take."""
     methods = layer_methods(cache.method, cache.model)
     total = tokens.shape[1]
-    # A single token would look like a decode step, in which a method selects. But a question reads all kept tokens, however
-    # long it is, so a single token gets a padding token beside it.
+    # A single token would look like a decode step, in which a method selects. But an `extend` attends to all kept tokens,
+    # however long it is, so a single token gets a padding token after it.
     chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], max(total, 2))
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
@@ -87,7 +87,7 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
         return run_step(params, cache, piece, real, length=after)
 
-    # Questions are padded to lengths that many share: the pieces behind the longest hold padding only.
+    # Questions are padded to lengths that many share: chunks after the end of the longest hold padding only.
     return lax.fori_loop(0, -(-axes.most(jnp.max(length), axes.DATA) // chunk), body, cache)
 
 
@@ -163,8 +163,8 @@ def run_decode(
 ) -> Decoded:
     """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
 
-    A token of ``eos`` int32 [E] ends its row, which then does not change. So does the last of a row's ``limits`` int32 [B];
-    None means that all rows have ``steps``. ``stop_early`` leaves the loop when all rows have ended.
+    A token of ``eos`` int32 [E] ends its row, which then does not change. A row also ends after ``limits`` int32 [B] tokens;
+    None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended.
     """
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
     once = functools.partial(decode_once, params, sampler, eos, limits)

@@ -1,4 +1,4 @@
-"""The layers of a model under a method: which method each one runs, the sizes of its storage, and what cannot run there."""
+"""The layers of a model under a method: which method each layer runs, its storage sizes, and which methods are refused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pallas_kernels.machine import current_machine
 
 
 def fingerprint(params: Any) -> str:
-    """A short text that depends on the names and shapes of parameters."""
+    """Hash the names and shapes of parameters to twelve hexadecimal digits."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     text = ";".join(f"{jax.tree_util.keystr(path)}{list(leaf.shape)}" for path, leaf in leaves)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
-    """The method of every layer. A layer in which the model has a window stores this window, whatever the method."""
+    """Return the method of every layer. A layer with a sliding window runs `SlidingWindow`, whatever the method."""
     return tuple(
         method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
         for layer, window in enumerate(layer_windows(model))
@@ -36,7 +36,7 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 
 
 def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
-    """The layers whose methods want a guess of their query. Layer 0 has no layer before it."""
+    """List the layers whose methods need a guess of their query. Layer 0 has no previous layer, so it gets none."""
     return tuple(layer for layer, method in enumerate(methods) if layer > 0 and method.needs_guess)
 
 
@@ -49,7 +49,7 @@ def layer_specs(
     parts: int = 1,
     kv_dtype: str | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """The static sizes of every layer's storage, of which each of ``parts`` devices has some slots of each row.
+    """Build the specs of every layer's storage, whose slots are divided over ``parts`` devices.
 
     ``methods`` come from `layer_methods`.
     """
@@ -75,7 +75,7 @@ def layer_specs(
 
 
 def is_offloaded(method: LayerMethod, layer: int, num_layers: int) -> bool:
-    """Whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
+    """Tell whether the rows of ``layer``, which runs ``method``, are in host memory. The share counts from the last layer."""
     return layer >= num_layers - round(float(method.offload) * num_layers)
 
 
@@ -109,7 +109,7 @@ def check_divisible(method: LayerMethod) -> None:
     """Refuse a layer's method whose rows cannot be divided over devices.
 
     Raises:
-        ValueError: the message says which can.
+        ValueError: the message lists methods that can run.
     """
     name = type(method).__name__
     if method.slot_block is None:
@@ -126,13 +126,13 @@ def check_divisible(method: LayerMethod) -> None:
 
 
 def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
-    """`Method.init_shared` of the layers without a window; None if there are none. ``specs`` are those of every layer."""
+    """Run `Method.init_shared` for the layers without a window; None if there are none. ``specs`` has every layer."""
     seen = tuple(spec for spec, window in zip(specs, layer_windows(model), strict=True) if window is None)
     return method.init_shared(seen) if seen else None
 
 
 def observe(cache: Cache, decoding: bool) -> Cache:
-    """`Method.observe`, which sees the layers without a window only: the others are not the method's."""
+    """Run `Method.observe` on the layers without a window; layers with a window do not run the method."""
     chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
     if not chosen:
         return cache
@@ -148,7 +148,7 @@ def observe(cache: Cache, decoding: bool) -> Cache:
 def blank_cache(
     method: Method, model: Model, weights: str = "", plan: Plan | None = None, kv_dtype: str | None = None
 ) -> Cache:
-    """A cache of one row, one prompt token and room for one: for its structure, which does not depend on these sizes."""
+    """Make a cache of one row, one prompt token and room for one token. Its structure is the same for all sizes."""
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts, kv_dtype)
     cache = Cache(

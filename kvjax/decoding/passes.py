@@ -1,4 +1,4 @@
-"""What a pass of the model gives a layer, and the second pass over a prompt, for methods that read it again."""
+"""The inputs of a layer in a pass of the model, and the second pass over a prompt, for methods that reread it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_inputs(
     length: Array,
     guess: Array | None = None,
 ) -> Inputs:
-    """What a layer's attention gets. ``length`` int32 [B]: tokens of each row, of which frequencies may depend."""
+    """Build the inputs of a layer's attention. RoPE frequencies may depend on ``length`` int32 [B], tokens of each row."""
     theta, scaling = model.rope_theta, model.rope_scaling
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
     known = None if method.extrapolates else length
@@ -51,16 +51,16 @@ def reread(
     shared: Any,
     model: Model,
 ) -> tuple:
-    """The states of all layers after `Method.reread`, which sees those of the layers without a window, if there are any.
+    """Run `Method.reread` on the states of the layers without a window, if there are any; return the states of all layers.
 
     Args:
         params: model parameters.
         tokens: int32 [B, S], the prompt, padded on the right.
-        length: int32 [B], its tokens in each row.
+        length: int32 [B], tokens of the prompt in each row.
         method: has `Method.reread_tokens`.
-        layers: its methods of all layers.
-        states: their states, which have the whole prompt and are not finished.
-        shared: its shared state.
+        layers: the methods of all layers.
+        states: the states of all layers, which have the whole prompt and are not finished.
+        shared: the method's shared state.
         model: the model's description.
     """
     seen = [layer for layer, window in enumerate(layer_windows(model)) if window is None]
@@ -71,7 +71,7 @@ def reread(
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
         def one(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            # Frequencies stay those with which the prompt's keys were made.
+            # The frequencies are the same as for the prompt's keys.
             inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, shared, None, length)
             if layer in seen:
                 return attend(state, inputs)
@@ -80,7 +80,7 @@ def reread(
         return _among(seen, model.apply(params, piece, one, _put(given), last=jnp.zeros_like(length))[1])
 
     def _put(given: tuple) -> tuple:
-        """The states of all layers, those that the method sees from ``given``."""
+        """Put the states ``given`` by the method into the states of all layers."""
         every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
         return tuple(every[layer] for layer in range(len(states)))
 

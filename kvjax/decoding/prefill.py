@@ -1,21 +1,23 @@
-"""The traced core for prompts: the passes in which the prompts of a batch are read, and what comes of them.
+"""Prefill, traced: the passes in which the model runs on the prompts of a batch, and the caches that they make.
 
-A pass has some rows, and some tokens of each. It takes at most ``chunk_size`` tokens (but see the last point), so the memory
-of activations does not grow with the batch, and a row's passes end with its last token: padding is not computed beyond a
-row's last pass. All sizes are static and only the numbers of passes are traced, so one program serves all lengths. What a row
-stores depends on no other row, so the order of the passes changes no result. `reading_order` says which order a batch has:
+A pass has some rows, and some tokens of each row. It takes at most ``chunk_size`` tokens (but see the last sentence), so the
+memory of activations does not grow with the batch. A row's passes end with its last token: padding is not computed beyond a
+row's last pass. All sizes are static and only the numbers of passes are traced, so one program serves all lengths. A row's
+storage depends on no other row, so the order of the passes changes no result. `reading_order` chooses the order:
 
-* If all rows fit one pass, they are read together.
-* Else groups of rows are read one after the other. Each group is finished (compressed, indexed) before the next is read, so
-  the storage of a whole prompt exists for one group only. Of a prompt of several chunks this is so where every layer evicts.
+* If all rows fit one pass, they are prefilled together.
+* Else groups of rows are prefilled one after the other. Each group is finished (compressed, indexed) before the next group
+  begins, so the storage of a whole prompt exists for one group only. If a prompt has several chunks, this needs every layer
+  to evict.
 * Where a layer keeps its prompt, storage for one more group would be too much. There each pass takes its row out of the
-  storage of all rows, one layer after the other, and puts it back. Such a copy moves ``4 * H * S * D`` numbers, keys and
-  values to and fro. In a shape of 8B with 32K slots these are 0.16 ms of an H100 for each layer and pass, beside 1.5 ms or
-  more of computation for 1024 tokens.
-* Where a layer is offloaded, or a pass has room for a method's own blocks of several rows and a layer keeps its prompt, all
-  rows are read together: ``chunk_size`` tokens, or one block, of each row, up to the end of the longest.
+  storage of all rows, one layer after the other, and puts it back. Such a copy moves ``4 * H * S * D`` values: keys and
+  values, both ways. In the shape of an 8B model with 32K slots it takes 0.16 ms on an H100 for each layer and pass, and the
+  computation for 1024 tokens takes 1.5 ms or more.
+* All rows are prefilled together where a layer is offloaded, or where a pass has room for a method's own blocks of several
+  rows and a layer keeps its prompt. A pass then has ``chunk_size`` tokens, or one block, of each row, up to the end of the
+  longest row.
 
-A method's own block is read whole, even if it has more than ``chunk_size`` tokens.
+A method's own block is never split, even if it has more than ``chunk_size`` tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Order:
     chunks: int  # passes of a row with as many tokens as the padded prompt
     rows: int  # rows in a pass, which are a group
     groups: int
-    apart: bool  # whether each group has storage of its own, and is finished before the next; if not, all rows have theirs
+    apart: bool  # True: each group has its own storage and is finished before the next group. False: all rows have storage
 
     @property
     def slots(self) -> int:
@@ -54,7 +56,7 @@ class Order:
 
 
 def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
-    """Tokens in a chunk, and the number of chunks, of a prompt of ``padded`` tokens."""
+    """Return the tokens per chunk and the number of chunks of a prompt of ``padded`` tokens."""
     # A method's own block is part of its definition. The caller may choose only if there is none.
     own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
     chunk = min(*own, padded) if own else min(chunk_size, padded)
@@ -62,7 +64,7 @@ def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) 
 
 
 def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int, chunk_size: int) -> Order:
-    """The order for ``batch`` prompts of ``padded`` tokens; ``each`` has the methods of all layers, of every method."""
+    """Choose the order for ``batch`` prompts of ``padded`` tokens; ``each`` has, for every method, its layers' methods."""
     methods = [m for layers in each for m in layers]
     chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     groups = -(-batch // max(chunk_size // chunk, 1))
@@ -78,7 +80,7 @@ def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int
 
 
 def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
-    """`run_prefill_each` for one method."""
+    """Run `run_prefill_each` for one method."""
     (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
     return cache
 
@@ -95,11 +97,11 @@ def run_prefill_each(
     parts: int = 1,
     kv_dtype: str | None = None,
 ) -> tuple[Cache, ...]:
-    """Read prompts: right-padded tokens int32 [B, T], length int32 [B].
+    """Prefill right-padded tokens int32 [B, T] of length int32 [B].
 
     ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
-    each that reads again (`Method.reread`). Several methods all have `Method.dense_prompt`: their attention would be the
-    same, and XLA leaves out the outputs that nobody reads.
+    each method with `Method.reread`. Several methods all have `Method.dense_prompt`: their attention outputs are the same, so
+    one output is used and XLA leaves out all other outputs.
     """
     batch, padded = tokens.shape
     each = tuple(layer_methods(method, model) for method in methods)
@@ -132,7 +134,7 @@ def run_prefill_each(
 
 @dataclasses.dataclass(frozen=True)
 class _Sized:
-    """What depends on the number of rows."""
+    """Per-batch-size data of a prefill: layer specs and shared state."""
 
     rows: int
     specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer]
@@ -141,7 +143,7 @@ class _Sized:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One reading of a batch. States are tuples ``[layer][method]``, whose leaves have the rows first."""
+    """One prefill of a batch. States are tuples ``[layer][method]``, whose leaves have axis B first."""
 
     params: Any
     methods: tuple[Method, ...]
@@ -155,7 +157,7 @@ class _Run:
     def within(self) -> list[bool]:
         """For each method, whether a layer is finished as soon as it has attended.
 
-        So is a prompt of one chunk, if it is read once: only one layer's full keys exist at a time.
+        It is if the prompt has one chunk and is not reread: then only one layer's full keys exist at a time.
         """
         return [self.order.chunks == 1 and not method.reread_tokens(self.padded) for method in self.methods]
 
@@ -165,19 +167,19 @@ class _Run:
         return _Sized(rows=rows, specs=specs, shared=shared)
 
     def begun(self, sized: _Sized) -> tuple:
-        """Empty states."""
+        """Make empty states."""
         return tuple(
             tuple(layers[at].init(own[at]) for layers, own in zip(self.each, sized.specs, strict=True))
             for at in range(self.model.num_layers)
         )
 
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
-        """Finished states of rows that are read together, and their logits float32 [B, V]."""
+        """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         states, logits = self.read(tokens, length, self.begun(sized), sized)
         return self.finished(tokens, length, states, sized), logits
 
     def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
-        """Finished states of all rows, and their logits, read group by group: rows of similar length are in one group."""
+        """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
         order = self.order
         by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
@@ -190,7 +192,7 @@ class _Run:
 
         def body(index: Array, carry: tuple) -> tuple:
             states, logits = carry
-            # The last group begins earlier if the batch has no whole groups: its first rows are read a second time.
+            # The last group begins earlier if the batch has no whole groups: its first rows are prefilled twice.
             rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
             own = tokens[rows], length[rows]
             if order.apart:
@@ -204,9 +206,9 @@ class _Run:
     def read(
         self, tokens: Array, length: Array, states: tuple, sized: _Sized, rows: Array | None = None
     ) -> tuple[tuple, Array]:
-        """The states after all tokens int32 [R, T] of some rows, of which ``length`` int32 [R] are real, and their logits.
+        """Run all passes over tokens int32 [R, T] of length int32 [R] of some rows; return their states and logits.
 
-        ``states`` are those of these rows; or of all rows, and ``rows`` int32 [1] says which is read.
+        ``states`` has these rows alone; or it has all rows, and ``rows`` int32 [1] is the index of the one row.
         """
         chunk, within = self.order.chunk, self.within
 
@@ -245,12 +247,12 @@ class _Run:
             return read(states, logits, index * chunk, piece)
 
         chunks: Array | int = self.order.chunks
-        if self.order.groups > 1:  # devices that have other rows run as many passes
+        if self.order.groups > 1:  # devices that have other rows run the same number of passes
             chunks = -(-axes.most(jnp.max(length), axes.DATA) // chunk)
         return lax.fori_loop(0, chunks, body, (states, logits))
 
     def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
-        """The states after the last token, read again where a method does so and finished where they are not yet."""
+        """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         every = list(zip(*states, strict=True))  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
@@ -260,7 +262,7 @@ class _Run:
         return states if all(self.within) else self._compressed(states, sized, self.within)
 
     def _compressed(self, states: tuple, sized: _Sized, done: list[bool]) -> tuple:
-        """The states finished, but for the methods that are ``done``."""
+        """Finish the states, except for the methods that are ``done``."""
         finished: list[tuple] = []
         for layer, state in enumerate(states):
             if finished:  # one layer after the other: all offloaded layers together may not fit the device
@@ -275,12 +277,12 @@ class _Run:
 
 
 def row_of[Tree](tree: Tree, row: Array) -> Tree:
-    """Row ``row``, an int32 scalar, of every leaf [B, ...]: [1, ...]."""
+    """Slice row ``row``, an int32 scalar, out of every leaf [B, ...]: [1, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), tree)
 
 
 def put_rows[Tree](tree: Tree, new: Tree, rows: Array) -> Tree:
-    """Every leaf [B, ...] with ``new`` [R, ...] in its ``rows`` int32 [R]; in place, one row after the other."""
+    """Write ``new`` [R, ...] into the ``rows`` int32 [R] of every leaf [B, ...]; in place, one row after the other."""
 
     def put(at: Array | int, tree: Tree) -> Tree:
         def one(x: Array, y: Array) -> Array:

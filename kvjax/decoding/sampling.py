@@ -1,4 +1,4 @@
-"""How the next token is chosen: greedily, or by temperature, top-k and top-p, which are traced numbers."""
+"""How the next token is chosen: greedily, or by temperature, top-k and top-p, which are traced values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pallas_kernels import axes
 
 @pytree
 class Sampler:
-    """How to draw a token. A number is traced; a field that is None is not part of the compiled program.
+    """How to draw a token. A value is traced; a field that is None is not part of the compiled program.
 
     The order is the usual one: temperature, then top-k, then top-p.
     """
 
-    temperature: float | Array | None = traced(default=None, least=0)  # None = greedy; so is 0, at run time
+    temperature: float | Array | None = traced(default=None, least=0)  # None = greedy; 0 is greedy too, at run time
     top_k: int | Array | None = traced(default=None, least=1)  # keep the k most probable tokens
     top_p: float | Array | None = traced(default=None, above=0, most=1)  # keep the likeliest tokens that reach p together
 
@@ -30,9 +30,9 @@ class Sampler:
             )
 
     def draw(self, logits: Array, key: Array | None) -> Array:
-        """Next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.
+        """Draw next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.
 
-        A row draws with a key made of its number in the batch, so it draws the same wherever the rows are.
+        A row draws with a key made of its index in the batch, so it draws the same token on whatever device it is.
         """
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:

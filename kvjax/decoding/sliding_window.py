@@ -1,15 +1,15 @@
-"""Layers with a sliding window: the model itself lets them see only their newest tokens, so only these are stored.
+"""Layers with a sliding window: their model attends only to the newest tokens there, so only these tokens are stored.
 
 A model says in its member ``windows`` (`kvjax.typing.Model`) which layers have a window. In a layer with a window of W
 tokens, the query at position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`,
-whatever the method: the method applies to the other layers only. The storage is a ring of W slots in which the token at
-position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.
+whatever the method: the method applies only to layers without a window. The storage is a ring of W slots in which the token
+at position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.
 
-Keys are rotated at their true positions, also under methods that re-number positions in their layers: distances inside a
+Keys are rotated at their true positions, also under methods that renumber positions in their layers: distances inside a
 window are below W, however long the text is.
 
 **Source**: Jiang et al., "Mistral 7B" (arXiv:2310.06825, section 2: sliding window attention, rolling buffer cache); the mask
-is that of Hugging Face's transformers.
+is the mask of Hugging Face's transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Windowed(Protocol):
 
 
 def layer_windows(model: Model) -> tuple[int | None, ...]:
-    """The window in tokens of each layer, None for a layer that attends in full.
+    """Return the window in tokens of each layer, None for a layer that attends in full.
 
     Raises:
         ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
@@ -64,8 +64,8 @@ def layer_windows(model: Model) -> tuple[int | None, ...]:
 class SlidingWindow(LayerMethod):
     """The storage and the attention of a layer with a sliding window; see the module docstring.
 
-    The cursor lies in [0, W], and the next token goes to slot ``cursor mod W``. A cache with fewer tokens in all than the
-    window has a slot for each of them.
+    The cursor lies in [0, W], and the next token goes to slot ``cursor mod W``. If prompt and new tokens are fewer than W,
+    the cache has a slot for each token.
     """
 
     window: int = static(least=1)  # W, tokens that a query sees, itself included
@@ -73,7 +73,7 @@ class SlidingWindow(LayerMethod):
     keeps = "the model's window"
     evicts = True
     slot_block = 0  # a window is small
-    quantisable = True  # it is small, and keeps the dtype of the model
+    quantisable = True  # a window is small, and keeps the dtype of the model
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)
@@ -125,15 +125,15 @@ class SlidingWindow(LayerMethod):
         return out[..., None, :], cache
 
     def _appended(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
-        """The rotated query of a decode step, and the cache with its token in the place of the oldest."""
+        """Rotate the query of a decode step, and store the step's token in the slot of the oldest token."""
         ring = dataclasses.replace(state, cursor=state.cursor % self.window)
         return ring.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
 
     def _earlier(self, state: LayerCache, first: Array) -> tuple[Array, Array, Array]:
-        """The tokens at the W - 1 positions before ``first`` int32 [B], in their order.
+        """Gather the tokens at the W - 1 positions before ``first`` int32 [B], in order of position.
 
         Returns:
-            Their keys and values [B, H, P, D], and whether they are stored, bool [B, P]. P is W - 1, or smaller if there are
+            Keys and values [B, H, P, D], and whether each token is stored, bool [B, P]. P is W - 1, or smaller if there are
             fewer slots. The key and value of a token that is not stored may be anything.
         """
         count = min(self.window - 1, state.num_slots)
@@ -146,7 +146,7 @@ class SlidingWindow(LayerMethod):
         return key, value, present
 
     def _stored(self, state: LayerCache, key: Array, value: Array, position: Array) -> LayerCache:
-        """The cache after rotated tokens at ``position`` int32 [B, T]: every slot has the newest of its tokens."""
+        """Store rotated tokens at ``position`` int32 [B, T]: every slot keeps the newest of its tokens."""
         first, real = position[:, :1], jnp.sum(position >= 0, axis=1, dtype=jnp.int32)[:, None]
         last = first + real - 1
         slot = jnp.arange(state.num_slots, dtype=jnp.int32)[None]
@@ -166,10 +166,10 @@ class SlidingWindow(LayerMethod):
 
 
 def window_attention(query: Array, key: Array, value: Array, present: Array, window: int) -> Array:
-    """Attention of a chunk of tokens over the window before each of them.
+    """Attend with a chunk of tokens, each to the window that ends with it.
 
-    Queries go in blocks, and a block meets only the keys that some of its windows reach. So time and memory grow with the
-    tokens times the window, and not with the square of the tokens.
+    Queries go in blocks, and a block attends only to keys inside one of its windows. So time and memory grow with the tokens
+    times the window, and not with the square of the tokens.
 
     Args:
         query: [B, H, G, T, D], rotated.
@@ -189,7 +189,7 @@ def window_attention(query: Array, key: Array, value: Array, present: Array, win
     value = jnp.where(present[:, None, :, None], value, 0)  # a weight of 0 does not silence a NaN
 
     def attend(block: Array | int) -> Array:
-        """The output of a block of queries, [B, H, G, size, D]."""
+        """Attend with one block of queries: [B, H, G, size, D]."""
         begin = block * size
         start = jnp.clip(total - tokens + begin - (window - 1), 0, total - width)
         q = lax.dynamic_slice_in_dim(padded, begin, size, 3)

@@ -1,8 +1,8 @@
 """A mesh over several processes: `jax.distributed.initialize`, then the same program in each of them.
 
-A process has some of the devices, and can read an array only if these have all of it. So what users read comes back with all
-rows on every device (`readable`), and what they pass is given to every process whole (`put`). All functions that are given
-such a mesh must be called by all of its processes, in the same order.
+A process has some of the devices, and can read an array only if these devices hold all of it. So results come back with all
+rows on every device (`readable`), and every process must pass the whole arguments (`put`). All processes of a mesh must call
+the functions that are given the mesh, in the same order.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def check_present(mesh: Mesh) -> None:
 
 
 def check_all_processes(mesh: Mesh | None, caller: str) -> None:
-    """Refuse devices of some processes only: orbax, which writes and reads the files, waits for all processes of the run.
+    """Refuse a mesh that lacks a process: orbax, which writes and reads the files, waits for all processes of the run.
 
     Raises:
-        ValueError: the message calls the function ``caller``.
+        ValueError: a process has no device of the mesh; the message calls the function ``caller``.
     """
     having = {jax.process_index()} if mesh is None else {device.process_index for device in mesh.devices.flat}
     if len(having) < jax.process_count():
@@ -52,7 +52,7 @@ def check_same(mesh: Mesh, arrays: Iterable[Any]) -> None:
     """Refuse arrays that are not equal in all processes of the mesh.
 
     Raises:
-        ValueError: the message names two processes that differ.
+        ValueError: the arrays differ; the message names two processes.
     """
     digest = hashlib.sha256()
     for x in arrays:
@@ -64,13 +64,12 @@ def check_same(mesh: Mesh, arrays: Iterable[Any]) -> None:
     if differ.any():
         one, other = (mesh.devices.flat[at].process_index for at in (0, int(differ.argmax())))
         raise ValueError(
-            "every process must be given the same tokens and numbers for all rows, got others in process "
-            f"{other} than in process {one}"
+            f"all processes must pass identical tokens and lengths; process {other} differs from process {one}"
         )
 
 
 def put[X](x: X, sharding: NamedSharding) -> X:
-    """An array that every process has whole, where ``sharding`` says; nothing is sent."""
+    """Place an array, which every process has whole, by ``sharding``; nothing is sent."""
     if isinstance(x, Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
     host = np.asarray(x)
@@ -78,7 +77,7 @@ def put[X](x: X, sharding: NamedSharding) -> X:
 
 
 def readable[X](mesh: Mesh | None, tree: X) -> X:
-    """The arrays of ``tree`` so that this process can read them; on devices of one process, or traced, as they are."""
+    """Gather the arrays of ``tree`` so that this process can read them; if it can already, or in a trace, do nothing."""
     leaves = jax.tree.leaves(tree)
     if mesh is None or not all(map(is_known, leaves)) or not any(map(is_elsewhere, leaves)):
         return tree
@@ -86,19 +85,19 @@ def readable[X](mesh: Mesh | None, tree: X) -> X:
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Whether some numbers of an array are on devices of other processes only."""
+    """Tell whether some values of an array are only on devices of other processes."""
     return isinstance(x, Array) and not x.is_fully_addressable and not x.is_fully_replicated
 
 
 def of_each(mesh: Mesh, numbers: np.ndarray) -> np.ndarray:
-    """The ``numbers`` int32 [N] that the process of each device of the mesh has: int32 [devices, N]."""
+    """Gather the ``numbers`` int32 [N] of the process of each device of the mesh: int32 [devices, N]."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     every = jax.make_array_from_callback((mesh.size, len(numbers)), sharding, lambda index: numbers[None])
     return np.asarray(readable(mesh, every))
 
 
 def least(mesh: Mesh | None, size: int | None) -> int | None:
-    """The smallest ``size`` in bytes of all processes, rounded down to a KiB; None if some process has none."""
+    """Reduce ``size`` in bytes to the smallest of all processes, rounded down to a KiB; None if a process has none."""
     if mesh is None or not mesh.is_multi_process:
         return size
     smallest = int(of_each(mesh, np.asarray([-1 if size is None else size >> 10], np.int32)).min())

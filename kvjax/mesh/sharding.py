@@ -1,8 +1,8 @@
-"""How parameters are spread over devices, read from where they are: the mesh, and what each of its devices has.
+"""How parameters are spread over devices, derived from their shardings: the mesh, and the part of each device.
 
-A mesh has up to three axes. Along ``data`` every device has other rows of the batch. Along ``model`` every device has other
-KV heads, with the columns of the weights that belong to them. Along ``slots`` every device has other slots of each row, and
-equal weights. `kvjax.api.shard_map` runs the programs.
+A mesh has up to three axes. Along ``data`` every device has different rows of the batch. Along ``model`` every device has
+different KV heads, with the columns of the weights that belong to these heads. Along ``slots`` every device has different
+slots of each row, and equal weights. `kvjax.api.shard_map` runs the programs.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Plan:
         return PartitionSpec(DATA) if self.groups > 1 else PartitionSpec()
 
     def part(self, model: Model) -> Model:
-        """The description of what one device runs of ``model``.
+        """Return the description of one device's part of ``model``.
 
         Raises:
-            ValueError: the model does not say how it is divided, or it cannot be divided into so many parts.
+            ValueError: the model has no method ``local``, or cannot be divided over ``shards`` devices.
         """
         if self.shards == 1:
             return model
@@ -82,7 +82,7 @@ class Plan:
 
 
 def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
-    """Refuse a mesh that no parameters of a plan can be on; None is one device.
+    """Refuse a mesh on which no plan's parameters can be; None is one device.
 
     Raises:
         TypeError: it is no mesh.
@@ -96,10 +96,11 @@ def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
 
 
 def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
-    """Arrays with axis B first, each device's rows on the device; as they are if there is no plan. None stays None.
+    """Place each device's rows of arrays with axis B first on the device; without a plan do nothing. None stays None.
 
     Raises:
-        ValueError: the rows cannot be divided equally; or of several processes one has no device, or another has other rows.
+        ValueError: the rows cannot be divided equally. Or, with several processes, a process has no device of the mesh, or
+            the processes pass different arrays.
     """
     if plan is None:
         return arrays
@@ -115,28 +116,28 @@ def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
 
 
 def readable[X](plan: Plan | None, tree: X) -> X:
-    """`kvjax.mesh.processes.readable` of arrays on the devices of a plan."""
+    """Run `kvjax.mesh.processes.readable` for arrays on the devices of a plan."""
     return tree if plan is None else processes.readable(plan.mesh, tree)
 
 
 def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` as each device of a mesh runs it, all with the same arguments: for the shapes of what it returns there."""
+    """Wrap ``run`` so that each device of a mesh runs it with the same arguments, to find the shapes of a device's result."""
     return jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
 def plan_of(params: Any) -> Plan | None:
-    """The plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
+    """Derive the plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
 
-    Parameters on one device have none. Neither have those of a mesh with other axes: XLA's partitioner divides what runs on
-    them, if its axes are Auto. It cannot divide kernels, so on GPUs and TPUs they are refused: every step would gather the
-    whole cache on each device, or would not compile.
+    Parameters on one device have no plan. Parameters on a mesh with other axes have none either: if the axes are Auto, XLA's
+    partitioner divides the programs. It cannot divide kernels, so on GPUs and TPUs such a mesh is refused: every step would
+    gather the whole cache on each device, or would not compile.
 
     Args:
         params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
 
     Raises:
-        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes, and
-            Explicit ones.
+        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes, of
+            type Explicit.
     """
     named = jax.tree_util.tree_leaves_with_path(params)
     shardings = [
@@ -176,10 +177,10 @@ def plan_of(params: Any) -> Plan | None:
 
 
 def check_plan(params: Any, plan: Plan | None) -> None:
-    """Refuse parameters that are not where the parameters were that made a cache with this plan; tracers are not checked.
+    """Refuse parameters whose plan differs from the ``plan`` of a cache; tracers are not checked.
 
     Raises:
-        ValueError: they are on another mesh, or on one device.
+        ValueError: the parameters are on other devices than the cache, or are split in another way.
     """
     if not all(map(is_known, jax.tree.leaves(params))):
         return
@@ -189,12 +190,13 @@ def check_plan(params: Any, plan: Plan | None) -> None:
             if plan.mesh == got.mesh:
                 apart = [pair for pair in itertools.zip_longest(plan.params, got.params) if pair[0] != pair[1]]
                 raise ValueError(
-                    f"the parameters on {given} are split in another way than those that made this cache: {len(apart)} of "
+                    f"the parameters on {given} are split in another way than when they made this cache: {len(apart)} of "
                     f"them, the first one by {apart[0][1]}, expected {apart[0][0]}"
                 )
-            differ = "axis types" if plan.mesh.axis_types != got.mesh.axis_types else "devices, or another order of them"
+            types_differ = plan.mesh.axis_types != got.mesh.axis_types
+            differ = "meshes of different axis types" if types_differ else "different devices, or in a different device order"
             made, given = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((made, plan), (given, got)))
-            raise ValueError(f"this cache is on {made}, and the parameters are on {given}, which has other {differ}")
+            raise ValueError(f"cache and parameters are on {differ}: {made} and {given}")
         raise ValueError(f"this cache is on {made}, and the parameters are on {given}: both must be on the same devices")
 
 

@@ -1,10 +1,10 @@
 """AdaKV: as SnapKV, but the heads of a layer share one budget, so that a head with many important tokens keeps more.
 
 Stored after the prompt: H * ``budget`` slots in a layer of H KV heads, and every later token. A head has at least
-``floor(safeguard * budget)`` of them and at most ``floor(head_factor * budget)``. So many slots are allocated for each
-head, because arrays have one length for all heads.
+``floor(safeguard * budget)`` of these slots and at most ``floor(head_factor * budget)``. The larger number is allocated
+for each head, because arrays have one length for all heads.
 
-Score: that of `SnapKV`, s[h, i] for token i and KV head h, infinite for the last W = ``obs_window`` tokens of the
+Score: the score of `SnapKV`, s[h, i] for token i and KV head h, infinite for the last W = ``obs_window`` tokens of the
 prompt. Each head is given its own best tokens up to the safeguard. The other slots of the layer go to the best scores
 of all heads together, whichever head they are in.
 
@@ -14,8 +14,8 @@ which counts the window, and for one set per KV head.
 
 **Departures**: a head keeps at most ``head_factor`` times the budget; what it would keep beyond that goes to the other
 heads. The released code (FFY0/AdaKV efe4e2e) stores heads of any length one behind the other and reads them with a
-kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, of which the accounting
-counts those that hold a token. kvpress masks and frees nothing. The released code takes the safeguard from the budget
+kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, and the accounting counts
+the slots that hold a token. kvpress masks and frees nothing. The released code takes the safeguard from the budget
 without the window.
 """
 

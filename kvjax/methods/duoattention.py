@@ -1,14 +1,15 @@
-"""DuoAttention: some heads keep the whole prompt, the others only its first and its last tokens.
+"""DuoAttention: some heads keep the whole prompt, the other heads only its first and its last tokens.
 
 Metadata of a layer in which only some heads stream: int32 [B, H, 2], the slots of each KV head between both ends, which are
 empty. A decode step does not read them.
 
-Stored after the prompt: for a KV head that retrieves every token, for one that streams the first ``num_sink`` and the last
-``num_recent`` tokens of the prompt; and every later token. Arrays have one length for all heads of a layer, so a layer
-takes less memory only if all its heads stream. What a step attends to is less in any layer with heads that stream.
+Stored after the prompt: every prompt token for a KV head that retrieves; the first ``num_sink`` and the last ``num_recent``
+tokens of the prompt for a KV head that streams; and every later token for both. Arrays have one length for all heads of a
+layer, so a layer takes less memory only if all its heads stream. A step attends to fewer tokens in any layer with heads that
+stream.
 
-Score: ``scores[l, h]`` of each KV head, for the whole model. The share ``sparsity`` of all heads streams: those with the
-lowest scores. The others retrieve.
+Score: ``scores[l, h]`` of each KV head, for the whole model. The share ``sparsity`` of all heads streams: the heads with the
+lowest scores. The remaining heads retrieve.
 
 `kvjax.head_scores` reads the files of the released code, whose scores are trained: there a head's output is a mixture of
 both kinds of attention, and the score is its learned weight of the whole prompt. It also reads the scores that
@@ -18,8 +19,8 @@ both kinds of attention, and the score is its learned weight of the whole prompt
 (arXiv:2410.10819); mit-han-lab/duo-attention 03dca84 for the scores and the numbers of tokens; NVIDIA/kvpress 00a150c,
 DuoAttentionPress, for the choice of heads and for a dense prompt.
 
-**Departures**: as in kvpress, heads that stream read the prompt densely, and keep every token that comes after it. In the
-released code they attend to the first and the last tokens within the prompt too, and let go of others as they decode. It
+**Departures**: as in kvpress, heads that stream prefill densely, and keep every token that comes after the prompt. In the
+released code they attend to the first and the last tokens during prefill too, and evict tokens between as they decode. It
 stores the two kinds of heads apart, so that memory falls in every layer.
 """
 
@@ -47,11 +48,11 @@ class DuoAttention(AppendOnly):
     scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # of each KV head, layer by layer
     sparsity: float = static(default=0.5, least=0, most=1)  # share of the model's heads that stream
     num_sink: int = static(default=128, least=0)  # first tokens that a streaming head keeps
-    num_recent: int = static(default=256, least=1)  # last tokens of the prompt that it keeps
+    num_recent: int = static(default=256, least=1)  # last tokens of the prompt that a streaming head keeps
 
     PAPER: ClassVar[str] = "arXiv:2410.10819"
 
-    keeps = "every token in some heads, `num_sink` first and `num_recent` last ones of the prompt in the others"
+    keeps = "every token in some heads, `num_sink` first and `num_recent` last ones of the prompt in the other heads"
     evicts = True
     heads_differ = True
 
@@ -101,7 +102,7 @@ class StreamingHeads(AppendOnly):
 
 
 def _first_gap(held: Array) -> Array:
-    """Where ``held`` bool [B, H, S] is False first, up to the next True: int32 [B, H, 2], empty if there is none."""
+    """Find the first range of slots in which ``held`` bool [B, H, S] is False: int32 [B, H, 2], empty if there is none."""
     first = jnp.argmin(held, axis=2)
     behind = held & (jnp.arange(held.shape[2])[None, None] > first[..., None])
     stop = jnp.where(behind.any(axis=2), jnp.argmax(behind, axis=2), first)

@@ -1,12 +1,12 @@
 """ExpectedAttention: at the prompt's end keep the tokens that later queries are expected to attend to.
 
-Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token. While the prompt
-is read, the mean and the covariance of each query head's queries before RoPE are stored too: D * D + 3/2 D numbers in
-float32 for each query head, which end with the prompt.
+Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token. During prefill
+the mean and the covariance of each query head's queries before RoPE are stored too: D * D + 3/2 D values in float32 for
+each query head, which are freed at the prompt's end.
 
-The queries to come are taken for a normal distribution: that of the prompt's queries without the first ``num_sink``,
-turned by the mean rotation R of the next ``num_future`` positions. Its mean m and covariance C give the expected
-attention weight of key k_i, of which a softmax over the tokens from ``num_sink`` on makes shares::
+Future queries are modelled by a normal distribution with the mean and covariance of the prompt's queries without the
+first ``num_sink``, turned by the mean rotation R of the next ``num_future`` positions. Its mean m and covariance C give
+the expected attention logit of key k_i, and a softmax over the tokens from ``num_sink`` on makes shares::
 
     z[g, i] = k_i . R m_g / sqrt(D) + k_i . R C_g R^T k_i / (2 D)
     s[h, i] = ( epsilon + mean over the group of softmax_i z[g, i] ) * |v_i|
@@ -18,8 +18,8 @@ Distribution" (arXiv:2510.00636); NVIDIA/kvpress 8bb29b9, ExpectedAttentionPress
 
 **Departures**: none known where RoPE does not depend on the length of the text. Where it does (dynamic NTK and
 longrope, beyond the old context), the change of the frequencies stays in the queries, and later positions have the
-frequencies of short texts. kvpress computes the queries a second time at the prompt's end; here they are counted as
-they come, so a prompt may be read in chunks.
+frequencies of short texts. kvpress computes the queries a second time at the prompt's end; here their moments are
+updated as they come, so a prompt may be prefilled in chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ExpectedAttention(Eviction):
 
     num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and whose queries do not count
     num_future: int = static(default=512, least=1)  # positions after the prompt at which queries are expected
-    epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before it meets the value's norm
+    epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before the value's norm multiplies it
 
     PAPER: ClassVar[str] = "arXiv:2510.00636"
 

@@ -1,32 +1,33 @@
-"""FreeKV: attend to the pages that the previous query chooses; KV heads whose query has turned away choose by their own.
+"""FreeKV: attend to the pages that the previous query selects; KV heads whose query has turned away use their own query.
 
 Stored: all keys and values; for each page of ``page_size`` tokens, the minimum and maximum of the rotated keys per channel;
 and the last token's rotated queries.
 
 A step attends to the first ``num_sink`` tokens, to the newest tokens and, per KV head, to the ``budget / page_size`` best
 pages between. The newest tokens are some whole pages and the incomplete page behind them, ``num_local`` tokens to the nearest
-page. Rows that are not longer than all this attend to all tokens. With u Quest's upper bound of q.k over a page, the score of
-page p at step t is::
+page. Rows that are not longer than the sum of these parts attend to all tokens. With u Quest's upper bound of q.k over a
+page, the score of page p at step t is::
 
     a[h] = q_t[h]      if  mean over g of  cos(q_t[h, g], q_(t-1)[h, g])  <  tau     (correction)
            q_(t-1)[h]  otherwise                                                     (speculation)
     u[h, g, p] = sum over c of  max(a[h, g, c] * min[h, p, c], a[h, g, c] * max[h, p, c])
     s[h, p]    = mean over g of  softmax over p of u[h, g, p]                        no 1/sqrt(D)
 
-The first step after the prompt has no previous query, so all its KV heads choose by their own. After several tokens at once
-(`extend`) the last of them is the previous query. Layers below ``num_dense_layers`` attend to all tokens. The counter
-``corrected`` is the share of KV heads that were corrected, in the steps that could speculate and had pages to leave out.
+The first step after the prompt has no previous query, so all its KV heads use their own. After several tokens at once
+(`extend`) the previous query is the query of the last token. Layers below ``num_dense_layers`` attend to all tokens. The
+counter ``corrected`` is the share of KV heads that were corrected, in the steps that could speculate and had pages to leave
+out.
 The code has ``tau=0.8`` for long inputs and 0.9 for long answers.
 
 **Source**: Liu et al., "FreeKV: Boosting KV Cache Retrieval for Efficient LLM Inference" (arXiv:2505.13109);
 rooikeee/FreeKV 074f14d, a copy of the released code, for the sizes, the softmax without a scale and the newest pages.
 
 **Departures**: pages are scored when they are attended, as in the accuracy code. The system code scores and fetches them one
-step before, when the newest page to choose from may still be among the newest tokens. The first step chooses as in the
-system code; the accuracy code then takes for the previous query what its memory happens to hold. Pages begin at the first
-token, so ``num_sink`` is a multiple of ``page_size``; in the accuracy code they begin behind the first ``num_sink`` tokens.
-The option to bound a page by its centre and mean deviation is left out. With ``offload`` keys and values are in host memory,
-as there, but a step reads its pages where they are: nothing is fetched ahead, so speculation saves no time here.
+step before, when the newest page to select from may still be among the newest tokens. The first step selects as in the
+system code; the accuracy code takes whatever its memory holds for the previous query there. Pages begin at the first token,
+so ``num_sink`` is a multiple of ``page_size``; in the accuracy code they begin behind the first ``num_sink`` tokens. The
+option to bound a page by its centre and mean deviation is left out. With ``offload`` keys and values are in host memory, as
+in the system code, but a step reads its pages where they are: nothing is fetched ahead, so speculation saves no time here.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Speculation:
     query: Array  # [B, H, G, D], of the last token after the prompt, rotated
     known: Array  # bool [B], whether there is one
     compared: Array  # int32 [B], steps that could speculate and had pages to leave out
-    corrected: Array  # int32 [B, H], how many of them chose by their own query
+    corrected: Array  # int32 [B, H], how many of these steps selected by their own query
 
 
 @pytree
@@ -143,7 +144,7 @@ class FreeKV(SlotMethod):
         )
 
     def count(self, cache: LayerStorage, aux: Speculation, shared: Any) -> tuple[Array, Array]:
-        """Exact if all pages but the newest are full; an upper bound if an eviction left holes."""
+        """Count exactly if all pages but the newest are full; give an upper bound if an eviction left holes."""
         stored, _ = count_all(cache)
         near = self._near(cache)
         found = self.budget // self.page_size * self.page_size
@@ -162,16 +163,16 @@ class FreeKV(SlotMethod):
         return Quest(budget=self.page_size, page_size=self.page_size)
 
     def _near(self, cache: LayerStorage) -> Array:
-        """The first page that is always attended because it is new: int32 [B]."""
+        """Find the first page that is always attended because it is new: int32 [B]."""
         behind = cache.cursor - self.num_sink
         whole, rest = behind // self.page_size, behind % self.page_size
         newest = self.num_local // self.page_size - (rest > self.page_size // 2).astype(jnp.int32)
         return jnp.maximum(whole - newest, 0) + self.num_sink // self.page_size
 
     def _turned(self, aux: Speculation, query: Array) -> Array:
-        """Whether each KV head chooses by its own ``query`` [B, H, G, D]: bool [B, H]."""
+        """Decide whether each KV head selects by its own ``query`` [B, H, G, D]: bool [B, H]."""
         one, other = query.astype(jnp.float32), aux.query.astype(jnp.float32)
-        # One reduction of three products is one kernel; and so is the mean, head by head, with what reads it.
+        # One reduction of three products is one kernel; the mean, head by head, fuses with the code that uses it.
         products = lax.reduce((one * other, one * one, other * other), (jnp.float32(0),) * 3, _sums, (3,))
         group = zip(*(jnp.unstack(x, axis=2) for x in products), strict=True)
         cosine = sum(_ratio(product, jnp.sqrt(own * others)) for product, own, others in group) / query.shape[2]
@@ -183,5 +184,5 @@ def _sums(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]
 
 
 def _ratio(product: Array, norm: Array) -> Array:
-    """``product / norm``, 0 where the norm is 0."""
+    """Divide: ``product / norm``, 0 where the norm is 0."""
     return jnp.where(norm > 0, product / jnp.where(norm > 0, norm, 1), 0)

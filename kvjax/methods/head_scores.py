@@ -16,16 +16,16 @@ Scores = tuple[tuple[float, ...], ...]  # one number for each KV head, layer by 
 
 
 def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
-    """The scores of a model's KV heads in a file, for the knob ``scores`` of `HeadKV` and `DuoAttention`.
+    """Read the scores of a model's KV heads from a file, for the knob ``scores`` of `HeadKV` and `DuoAttention`.
 
-    A file is of one of two kinds:
+    A file has one of two formats:
 
     * JSON as FYYFU/HeadKV has it, and as ``python -m experiments.insight.heads`` writes it: ``{"LAYER-HEAD": [number, ...]}``
       with an entry for every head. The score of a head is the mean of its numbers.
     * ``.tsv`` as mit-han-lab/duo-attention has it: a line for each layer, a column for each head, tabs between them. Numbers
-      below 0 count as 0, and those above 1 as 1.
+      below 0 count as 0, and numbers above 1 as 1.
 
-    Heads are query heads or KV heads. Of query heads, a KV head has the mean of its group.
+    Heads are query heads or KV heads. If the file scores query heads, a KV head gets the mean of its group.
 
     Args:
         path: the file.
@@ -76,7 +76,7 @@ def check_score_sizes(owner: Any, model: Model) -> None:
 
 
 def score_table(owner: Any, num_layers: int) -> np.ndarray:
-    """The scores of a method's field ``scores``, float64 [L, H].
+    """Check a method's field ``scores`` and return it as float64 [L, H].
 
     Raises:
         ValueError: they are missing, are not for ``num_layers`` layers, differ in length, or are all 0.
@@ -100,7 +100,7 @@ def score_table(owner: Any, num_layers: int) -> np.ndarray:
 
 
 def _of_json(given: Any) -> np.ndarray:
-    """float64 [L, H] of HeadKV's JSON object."""
+    """Parse HeadKV's JSON object: float64 [L, H]."""
     if not given:
         raise ValueError("no entry 0-0")
     found: dict[tuple[int, int], float] = {}
@@ -118,7 +118,7 @@ def _of_json(given: Any) -> np.ndarray:
 
 
 def _of_table(text: str) -> np.ndarray:
-    """float64 [L, H] of DuoAttention's lines."""
+    """Parse DuoAttention's lines: float64 [L, H]."""
     rows = [[float(number) for number in line.split("\t")] for line in text.splitlines() if line.strip()]
     table = np.array(rows, np.float64)
     if table.ndim != 2 or not np.isfinite(table).all():

@@ -1,11 +1,11 @@
 """HeadKV: as SnapKV, with a budget for every head of the model, large for the heads that retrieve and reason.
 
 Stored after the prompt: for KV head h of layer l ``b[l, h]`` slots, and every later token. Arrays have one length for all
-heads of a layer, so the largest budget of the layer is what is allocated for each of its heads.
+heads of a layer, so the largest budget of the layer is allocated for each of its heads.
 
-The last W = ``obs_window`` tokens of the prompt are always kept. Of the tokens before them, each KV head keeps those with
-the highest votes, scored as in `SnapKV`. With L layers of H KV heads and C = ``budget`` - W, which is the mean over all
-heads of the model, every head has a fixed part of C, and the rest is divided by ``scores``::
+The last W = ``obs_window`` tokens of the prompt are always kept. Of the tokens before them, each KV head keeps the tokens
+with the highest votes, scored as in `SnapKV`. The model has L layers of H KV heads, and C = ``budget`` - W is a mean over
+all its heads. Every head has a fixed part of C, and the rest is divided by ``scores``::
 
     b[l, h] = W + C - C // beta + round( scores[l, h] / sum(scores) * (C // beta) * L * H )
 
@@ -19,8 +19,9 @@ Reasoning" (arXiv:2410.19258, section 3); FYYFU/HeadKV 3ec9653, whose scripts tr
 **Departures**: one set per KV head, as in `SnapKV`, with the mean score of its query heads; the released code repeats keys
 and values, and gives every query head a budget and a copy of its own. The released code keeps a prompt whole if it has
 fewer than ``budget`` tokens; here budgets do not depend on the prompt. It stores heads of any length one behind the other
-and reads them with a kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, of which
-the accounting counts those that hold a token. Its exponent ``temp`` of the scores, which is 1 in its scripts, is left out.
+and reads them with a kernel of variable lengths. Here a decode step goes over the slots of a row's longest head, and the
+accounting counts the slots that hold a token. The released code's exponent ``temp`` of the scores, 1 in its scripts, is left
+out.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class HeadKV(WindowEviction):
         )
 
     def _budgets(self, mean: Any, weight: np.ndarray) -> Any:
-        """Tokens that each KV head of a layer keeps, int32 [H], if the mean over the model is ``mean``, a number.
+        """Compute the tokens that each KV head of a layer keeps, int32 [H], from ``mean``, a number, over the model.
 
         ``weight`` float64 [H] has the mean 1 over the model.
         """

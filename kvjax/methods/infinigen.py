@@ -1,33 +1,33 @@
-"""InfiniGen: guess a layer's query from the input of the layer before; attend to the tokens that a few channels say it needs.
+"""InfiniGen: guess a layer's query from the input of the layer before; select tokens by a few channels of the guess.
 
 Stored: all keys and values; per KV head a matrix P [D, C] in float32, C = floor(ratio * D); for each token its rotated key
-times P, C numbers in the dtype of the keys (50 bytes of 512 for key and value at D = 128 in bfloat16).
+times P, C values in the dtype of the keys (at D = 128 in bfloat16, 50 bytes beside the 512 of key and value).
 
-P comes from the prompt. With Q [n, D] the rotated queries of a group of query heads, of the last ``obs_window`` tokens, and
-its singular vectors V (Q = U S V^T), P has the C columns of V with the largest sums of |QV| over the rows. Columns without
-energy are 0: those whose sum is at most sqrt(D * 2^-23) times the largest.
+P comes from the prompt. Q [n, D] has the rotated queries that a group of query heads has for the last ``obs_window`` tokens,
+and V its right singular vectors (Q = U S V^T). P has the C columns of V with the largest sums of |QV| over the rows. Columns
+without energy are 0: columns whose sum is at most sqrt(D * 2^-23) times the largest.
 
-The guess q' of a layer's query is what its own projection, bias, norm and RoPE make of the attention input of the layer
+The guess q' of a layer's query applies the layer's own projection, bias, norm and RoPE to the attention input of the layer
 before. For KV head h, query head g of its group, and the tokens i before the newest::
 
     e[h, g, i] = (q'[h, g] P[h]) . (k[h, i] P[h]) / sqrt(D)
     n[h, g]    = number of i with  e[h, g, i] >= max over i of e[h, g, i] - alpha
     s[h, i]    = mean over g of e[h, g, i]
 
-A step attends to its own token, and in each KV head to the best others by s: to as many as the mean of n over all query heads
-of the layer, rounded down, and to at most ``budget``. A head with at most ``budget`` others attends to all of them. So do
-layers below ``num_dense_layers``. Layer 0, if it is not one of them, takes its own query for the guess.
+A step attends to its own token, and in each KV head to the best earlier tokens by s: to as many as the mean of n over all
+query heads of the layer, rounded down, and to at most ``budget``. A head with at most ``budget`` earlier tokens attends to
+all of them. So do layers below ``num_dense_layers``. Layer 0, if it is not dense, takes its own query for the guess.
 
 **Source**: Lee et al., "InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache Management"
 (arXiv:2406.19707); snu-comparch/InfiniGen 3754f52: the system code for the columns, each head's own maximum, the token that
 is always attended and the 400 of ``budget``; the code for Llama for RoPE and ``alpha`` (4 for OPT).
 
 **Departures**: the code has a rotation for each query head; here a KV head has one, of the queries of its group, and one list
-(the mean over the group). The code makes rotations once, from a book, and turns OPT's weights by them; here they are those
-of the prompt. The code for Llama takes the columns from one short text, those of the keys too, fixes ``budget`` as a share of
-the tokens so far, reads prompts sparsely, and compares all heads with the maximum of the first. The system code counts tokens
+(the mean over the group). The code makes rotations once, from a book, and turns OPT's weights by them; here they come from
+the prompt. The code for Llama takes the columns of queries and keys from one short text. It fixes ``budget`` as a share of
+the tokens so far, prefills sparsely, and compares all heads with the maximum of the first. The system code counts tokens
 over all rows of a batch together. Its limit on the tokens in host memory is left out. Nothing is fetched ahead: the guess is
-computed beside the query, so that the weights are read once, and offloaded rows are read when they are attended.
+computed together with the query, so that the weights are read once, and offloaded rows are read when they are attended.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ALIGNED = 16  # slots; a kernel reads 16 bytes at once
 
 @pytree
 class PartialKeys:
-    """What is stored beside the keys and values."""
+    """The index that is stored in addition to the keys and values."""
 
     partial: Array  # [B, H, C, N], in the dtype of the keys; 0 for empty slots; N is S, rounded up to `_ALIGNED`
     matrix: Array  # float32 [B, H, D, C], P
@@ -117,14 +117,14 @@ class InfiniGen(SlotMethod):
         else:
             slot = new_slots(cache, step.position)
             new = _times(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)), aux.matrix)
-            slot = jnp.where(slot < cache.num_slots, slot, aux.partial.shape[3])  # what has no slot is dropped
+            slot = jnp.where(slot < cache.num_slots, slot, aux.partial.shape[3])  # tokens without a slot are dropped
             row = jnp.arange(len(slot))[:, None]
             keys = aux.partial.at[row, :, :, slot].set(new.swapaxes(1, 2), mode="drop")
             query = newest_query(guess, aux.query)
         return cache, PartialKeys(partial=keys, matrix=aux.matrix, query=query)
 
     def count(self, cache: LayerStorage, aux: PartialKeys, shared: Any) -> tuple[Array, Array]:
-        """What a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
+        """Count what a step with the newest guess would attend to; bytes of the partial keys and of the matrix."""
         stored, _ = count_all(cache)
         _, near, before = partial_score(*self._search(cache, aux, aux.query), scale=_scale(aux.query))
         listed = wanted(axes.total(near)[:, None], before, self.budget, _query_heads(aux.query))
@@ -133,7 +133,7 @@ class InfiniGen(SlotMethod):
         return jnp.minimum(stored, listed), scanned + aux.matrix.shape[2] * columns * 4
 
     def _matrix(self, prompt: Prompt) -> Array:
-        """P, float32 [B, H, D, C]."""
+        """Compute P, float32 [B, H, D, C]."""
         dim = prompt.query.shape[4]
         real = prompt.query_position[:, -self.obs_window :] >= 0
         query = jnp.where(real[:, None, None, :, None], prompt.query[..., -self.obs_window :, :].astype(jnp.float32), 0)
@@ -146,7 +146,7 @@ class InfiniGen(SlotMethod):
         return jnp.where(known[:, :, None], jnp.take_along_axis(vectors, chosen[:, :, None], axis=3), 0)
 
     def _search(self, cache: LayerStorage, aux: PartialKeys, query: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """What `partial_score` and `partial_select` look at for a guess [B, H, G, D]."""
+        """Prepare the arguments of `partial_score` and `partial_select` for a guess [B, H, G, D]."""
         return _times(query, aux.matrix), aux.partial, cache.position, cache.cursor, jnp.asarray(self.alpha, jnp.float32)
 
 
@@ -155,15 +155,15 @@ def _scale(query: Array) -> float:
 
 
 def _query_heads(query: Array) -> int:
-    """The query heads of all devices, of a guess [B, H, G, D]."""
+    """Count the query heads of all devices, from a guess [B, H, G, D]."""
     return query.shape[1] * query.shape[2] * axes.size(axes.MODEL)
 
 
 def _times(rows: Array, matrix: Array) -> Array:
-    """``rows`` [B, H, N, D] times ``matrix`` float32 [B, H, D, C], in the dtype of the rows."""
+    """Multiply ``rows`` [B, H, N, D] by ``matrix`` float32 [B, H, D, C], in the dtype of the rows."""
     return jnp.einsum("bhnd,bhdc->bhnc", rows.astype(jnp.float32), matrix, precision=_EXACT).astype(rows.dtype)
 
 
 def _guess(step: Step) -> Step:
-    """The step with its guess in place of its query, if it has one."""
+    """Replace the step's query by its guess, if it has one."""
     return step if step.guess is None else dataclasses.replace(step, query=step.guess)

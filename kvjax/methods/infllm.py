@@ -1,21 +1,21 @@
-"""InfLLM: the tokens behind a local window are blocks, of which the queries of a chunk choose some by a few of their keys.
+"""InfLLM: older tokens form blocks; each chunk selects blocks by a few representative keys, and attends to a local window.
 
 Stored: all keys **before** RoPE, and all values; for each block one representative per query head; for each token that is in
 no block yet, the attention that it has received so far, per query head. A row of n tokens falls into four parts::
 
     [ num_sink sinks | blocks of block_size tokens | fewer than block_size tokens | num_local newest tokens ]
 
-A chunk of queries attends to all but the blocks, and to the ``budget / block_size`` blocks with the best scores, under one
-softmax. Keys nearer than ``num_local`` tokens have their true distance. All others have the distance ``num_local - 1``: their
-keys are not rotated, and the query is rotated to that position. So no distance above it occurs, and a text can be longer than
-the trained length. While a key is near, it collects the attention that each query head pays to it. When a block is complete,
-the mean of the ``num_repr`` keys that collected most is its representative r::
+A chunk of queries attends to all tokens outside the blocks, and to the ``budget / block_size`` blocks with the best scores,
+under one softmax. Keys nearer than ``num_local`` tokens have their true distance. All farther keys have the distance
+``num_local - 1``: they are not rotated, and the query is rotated to that position. So no larger distance occurs, and a text
+can be longer than the trained length. While a key is near, it collects the attention that each query head pays to it. When a
+block is complete, the mean of the ``num_repr`` keys that collected most is its representative r::
 
     qbar[h, g] = mean over the chunk's queries i of rope(q[i, h, g], num_local - 1)
     s[block] = sum over all query heads (h, g) of  r[h, g, block] . qbar[h, g]
 
-All heads of a layer have the same blocks. The prompt is read in chunks of ``chunk`` tokens; in decoding a chunk is one query.
-There the representative of a block is made behind the layers of the step that completes it.
+All heads of a layer select the same blocks. The prompt is prefilled in chunks of ``chunk`` tokens; in decoding a chunk is one
+query. In decoding, the representative of a block is computed after the layers of the step that completes the block.
 
 **Source**: Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory"
 (arXiv:2402.04617, section 3); thunlp/InfLLM 12b7079 for the sizes, the parts of a row, and the distance.
@@ -23,8 +23,8 @@ There the representative of a block is made behind the layers of the step that c
 **Departures**: collected attention is float32, not in the dtype of the model. Query heads do not choose blocks of their own
 (the code's option "perhead"). With ``offload`` all blocks are in host memory, without a cache of those that were read lately,
 and each chunk of a prompt copies the whole layer to the device. The paper ranks the keys of a block by the mean of their
-logits; the code, and this method, by the sum of their probabilities. In the code, a token that leaves the window within a
-chunk of the prompt is attended twice by the chunk's queries that are still near to it; here once.
+logits; the code and this method rank by the sum of their probabilities. In the code, the chunk's queries that are still near
+to a token attend to it twice, if it leaves the window within that chunk of the prompt; here once.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _LOGITS = 1 << 19  # the most logits, queries x keys, that a chunk holds at once
 
 @pytree
 class BlockState:
-    """Un-rotated storage, and what chooses blocks; W is ``num_local + block_size``."""
+    """Un-rotated storage, and the index that selects blocks; W is ``num_local + block_size``."""
 
     cache: LayerStorage
     representative: Array  # [B, H, G, N, D], of each complete block
-    received_ring: Array  # float32 [B, H, G, W], attention that the newest W tokens have received; of slot s at s mod W
+    received_ring: Array  # float32 [B, H, G, W], attention that the newest W tokens have received; slot s at s mod W
     due: Array  # bool [B], whether the last step completed a block whose representative is not made yet
 
 
@@ -77,7 +77,7 @@ class Places:
     far: Array  # int32 [B, F], slots
     far_used: Array  # bool [B, F]
     near: Array  # int32 [B, num_local - 1 + T], slots; the first query's window ends T - 1 entries before the last
-    near_used: Array  # bool, likewise
+    near_used: Array  # bool, the same shape
     query: Array  # [B, H, G, T, D], rotated to position num_local - 1
 
 
@@ -143,12 +143,12 @@ class InfLLM(LayerMethod):
     def excerpt(self, state: BlockState) -> Block:
         first = self.num_sink + self._newest_block(state) * self.block_size
         slot = first[:, None] + jnp.arange(self.block_size, dtype=jnp.int32)[None]
-        # Its last token has just left the newest ones. In other rows these are any tokens.
+        # The block's last token has just left the window. In rows without a complete block these are any tokens.
         received = _of_slots(state.received_ring, lax.rem(slot, state.received_ring.shape[3]))
         return Block(key=state.cache.keys_at(slot), received=received)
 
     def rework(self, excerpt: Block) -> Array:
-        """The representative of the block: [B, H, G, D]."""
+        """Compute the representative of the block: [B, H, G, D]."""
         return self._represent(excerpt.key, excerpt.received[..., None, :])[..., 0, :]
 
     def settle(self, state: BlockState, made: Array) -> BlockState:
@@ -189,7 +189,7 @@ class InfLLM(LayerMethod):
         return self.chunk
 
     def _blocks(self, tokens: Array) -> Array:
-        """The complete blocks of rows of ``tokens`` int32 [B]: int32 [B]."""
+        """Count the complete blocks of rows of ``tokens`` int32 [B]: int32 [B]."""
         return lax.div(jnp.maximum(tokens - self.num_sink - self.num_local, 0), self.block_size)
 
     def _places(self, state: BlockState, inputs: Inputs) -> Places:
@@ -197,7 +197,7 @@ class InfLLM(LayerMethod):
         before, real = state.cache.cursor[:, None], inputs.position >= 0
         size, tokens, count = self.block_size, inputs.query.shape[3], self._blocks(state.cache.cursor)[:, None]
         query = rotate(inputs.query, jnp.full((1,), self.num_local - 1, jnp.int32), inputs.inv_freq)
-        # A mean chooses like the sum. What a row without a token chooses does not matter.
+        # A mean selects like the sum. The selection of a row without a token does not matter.
         asked = query if tokens == 1 else jnp.where(real[:, None, None, :, None], query, 0)
         asked = asked.sum(axis=3, dtype=jnp.float32)
         score = jnp.einsum(
@@ -225,7 +225,7 @@ class InfLLM(LayerMethod):
         )
 
     def _attend_one(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, ...]:
-        """`_attend` of one token. The query stands at ``num_local - 1`` for near keys too, which stand before it.
+        """Attend with one token, as `_attend`. The query is at ``num_local - 1`` for near keys too, at positions before it.
 
         Returns:
             The output [B, H, G, 1, D], the log of the softmax denominator float32 [B, H, G], and the logits of the near
@@ -247,7 +247,7 @@ class InfLLM(LayerMethod):
         return out[..., None, :], lse, logits[..., places.far.shape[1] :]
 
     def _attend(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
-        """The output of a chunk [B, H, G, T, D], and what each near token receives: float32 [B, H, G, num_local - 1 + T]."""
+        """Attend with a chunk: output [B, H, G, T, D]; mass of each near token, float32 [B, H, G, num_local - 1 + T]."""
         tokens, window, count = inputs.query.shape[3], self.num_local, places.near.shape[1]
         shift = jnp.arange(tokens, dtype=jnp.int32)  # of a query behind the first, in tokens
         near_query = rotate(inputs.query, window - 1 + shift, inputs.inv_freq)
@@ -294,9 +294,9 @@ class InfLLM(LayerMethod):
         return lax.fori_loop(0, -(-tokens // size), add, nothing)
 
     def _noted_one(self, state: BlockState, cache: LayerStorage, lse: Array, logits: Array, inputs: Inputs) -> BlockState:
-        """The state after a step with what `_attend_one` returns; the rest is left to `settle`.
+        """Update the state after a step with the results of `_attend_one`; `settle` does the rest.
 
-        A row's token is known by ``inputs``: whoever asks for the cursor of ``state`` here has XLA copy it.
+        ``inputs`` tells a row's token: reading the cursor of ``state`` here would make XLA copy it.
         """
         width, real = state.received_ring.shape[3], inputs.position[:, 0] >= 0
         # In tokens; 0 for the new one.
@@ -315,7 +315,7 @@ class InfLLM(LayerMethod):
     def _noted(
         self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs
     ) -> BlockState:
-        """The state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
+        """Update the state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
         before, size, width = state.cache.cursor[:, None], self.block_size, state.received_ring.shape[3]
         heads, tokens = mass.shape[:3], inputs.query.shape[3]
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)[:, None]
@@ -339,11 +339,11 @@ class InfLLM(LayerMethod):
         )
 
     def _newest_block(self, state: BlockState) -> Array:
-        """The number of the last complete block, int32 [B]; 0 if there is none."""
+        """Return the number of the last complete block, int32 [B]; 0 if there is none."""
         return jnp.maximum(self._blocks(state.cache.cursor) - 1, 0)
 
     def _represent(self, key: Array, received: Array) -> Array:
-        """The means [B, H, G, N, D] of the keys that ``received`` float32 [B, H, G, N, size] most, of [B, H, N * size, D]."""
+        """Average the keys of [B, H, N * size, D] that ``received`` float32 [B, H, G, N, size] most: [B, H, G, N, D]."""
         heads, (count, size) = received.shape[:3], received.shape[3:]
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * size
         best = lax.top_k(received, self.num_repr)[1] + first[None, None, None]
@@ -353,7 +353,7 @@ class InfLLM(LayerMethod):
 
 
 def _put(representative: Array, new: Array, number: Array) -> Array:
-    """``representative`` [B, H, G, N, D] with ``new`` [B, H, G, K, D] of the blocks ``number`` int32 [B, K]; N is dropped."""
+    """Write ``new`` [B, H, G, K, D] into ``representative`` [B, H, G, N, D] at ``number`` int32 [B, K]; N is dropped."""
 
     def one(old: Array, new: Array, number: Array) -> Array:
         return old.at[:, :, number].set(new, mode="drop", wrap_negative_indices=False)
@@ -362,7 +362,7 @@ def _put(representative: Array, new: Array, number: Array) -> Array:
 
 
 def _of_slots(received: Array, at: Array) -> Array:
-    """Of ``received`` [B, H, G, W] the entries ``at`` int32 [B, K], which are in range: [B, H, G, K]."""
+    """Take the entries ``at`` int32 [B, K], which are in range, of ``received`` [B, H, G, W]: [B, H, G, K]."""
 
     def one(received: Array, at: Array) -> Array:
         return received.at[:, :, at].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -371,6 +371,6 @@ def _of_slots(received: Array, at: Array) -> Array:
 
 
 def _products(query: Array, key: Array) -> Array:
-    """q . k in float32: [B, H, G, T, s]."""
+    """Compute q . k in float32: [B, H, G, T, s]."""
     exact = product_precision(query.dtype)
     return jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=exact, preferred_element_type=jnp.float32)

@@ -1,8 +1,8 @@
 """KeyDiff: keep the keys that differ most from their mean direction; no query and no attention map is needed.
 
-Stored per KV head: ``budget`` tokens. The prompt is read in blocks of ``block`` tokens. A block is appended and attends to
-all stored tokens; then the cache is cut back to the budget. So memory is bounded from the first token on. Decoding does the
-same with blocks of one token.
+Stored per KV head: ``budget`` tokens. The prompt is prefilled in blocks of ``block`` tokens. A block is appended and attends
+to all stored tokens; then the cache is cut back to the budget. So memory is bounded from the first token on. Decoding does
+the same with blocks of one token.
 
 Score of token i, where k are the rotated keys in the cache::
 
@@ -11,13 +11,12 @@ Score of token i, where k are the rotated keys in the cache::
 **Source**: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments" (arXiv:2504.15364).
 
-A decode step needs the sum of all directions k_j / |k_j|, which changes by two of them: so each layer keeps it, in whole
-numbers, which leave no error behind (`pallas_kernels.store.evict_alike`). It is made when the prompt has been read.
+A decode step needs the sum of all directions k_j / |k_j|, in which it changes two terms: so each layer keeps the sum, in
+integers, so that no rounding error accumulates (`pallas_kernels.store.evict_alike`). It is computed at the prompt's end.
 
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
-as published. NVIDIA/kvpress has other variants: its KeyDiffPress reads the prompt densely and scores all keys once, as here a
-``block`` does that holds the whole prompt; its BlockPress around KeyDiffPress evicts block by block, but after a dense
-prefill.
+as published. NVIDIA/kvpress has other variants: its KeyDiffPress prefills densely and scores all keys once, as a ``block``
+that holds the whole prompt does here; its BlockPress around KeyDiffPress evicts block by block, but after a dense prefill.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from pallas_kernels.store.evict_alike import direction_sum, evict_alike
 
 @pytree
 class Directions:
-    """What a layer knows of the directions of the keys that it holds."""
+    """The sum of the directions of the keys that a layer holds."""
 
     total: Array  # int32 [B, H, 2, D], their sum, see `direction_sum`
     done: Array  # int32 [B], zeros, for the kernel that evicts

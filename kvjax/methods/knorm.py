@@ -7,7 +7,7 @@ Score of token i, where k is its key::
     s_i = - |k_i|
 
 The paper finds that keys of small norm receive much attention. RoPE does not change a norm. Where a model normalises
-its keys (Qwen3), they differ in norm by the weights of that normalisation alone, and the score says little.
+its keys (Qwen3), their norms differ by the weights of the normalisation alone, and the score says little.
 
 **Source**: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (arXiv:2406.11430);
 NVIDIA/kvpress 8bb29b9, which evicts once, at the prompt's end.

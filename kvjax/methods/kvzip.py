@@ -1,19 +1,19 @@
 """KVzip: read the prompt again, and keep the tokens that the model attends to when it has to repeat the prompt.
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
-query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, and so
-many are allocated for each head, because arrays have one length for all heads.
+query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots. This
+number is allocated for each head, because arrays have one length for all heads.
 
-After the prompt of n tokens was read, the model reads the text behind its first ``num_sink`` tokens once more, in chunks
-of C = ``chunk`` tokens. Each chunk is read behind the whole prompt, at the positions from n on, and is not stored. What asks
-the model to repeat comes first: ``ask`` and ``answer`` before the first chunk; ``ask_later``, the last ``overlap`` tokens of
-the chunk before, and ``answer`` before every other. Score of token i of a chunk for KV head h::
+After the prefill of n tokens, the model rereads the text behind its first ``num_sink`` tokens, in chunks of C = ``chunk``
+tokens. Each chunk is reread behind the whole prompt, at the positions from n on, and is not stored. A request to repeat comes
+first: ``ask`` and ``answer`` before the first chunk; ``ask_later``, the last ``overlap`` tokens of the previous chunk, and
+``answer`` before every later chunk. Score of token i of a chunk for KV head h::
 
     s[h, i] = max over queries t of this reading and query heads g of p_t,g[i]
 
 where p_t,g is a softmax over the first ``num_sink`` tokens, the chunk's tokens where they are stored, and the tokens of this
-reading up to t. The best scores of all heads and layers stay, whichever head they are in; with ``layerwise``, those of all
-heads of a layer. The first ``num_sink`` tokens are always kept.
+reading up to t. The slots with the best scores of all heads and layers stay, whichever head they are in; with ``layerwise``,
+each layer keeps the best of its own heads. The first ``num_sink`` tokens are always kept.
 
 The second reading costs as much as the first or more: a chunk attends to the whole prompt.
 
@@ -25,7 +25,7 @@ snu-mllab/KVzip 5d84729, level "pair", with its texts, chunk and overlap; NVIDIA
 The released code stores heads of any length one behind the other, and keeps the whole system prompt: set ``num_sink`` to its
 length. It gives a budget as a share of the prompt, without the system prompt. The end of the user's turn in the model's chat
 template, which stands before what is repeated, is ``answer``: a tokenizer alone gives a line break, which kvpress takes where
-there is no template. The softmax is in float32. Without a tokenizer the text is read again without being asked for.
+there is no template. The softmax is in float32. Without a tokenizer the text is reread without a request.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class KVzip(AppendOnly):
     capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
     head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
     layerwise: bool = static(default=False)  # whether the budget is the mean of each layer, not of all layers together
-    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and not read again
-    chunk: int = static(default=2000, least=1)  # tokens that are read again at once
+    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and not reread
+    chunk: int = static(default=2000, least=1)  # tokens that are reread at once
     overlap: int = static(default=8, least=0)  # last tokens of a chunk that stand before the next one
     ask: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids before the first chunk
     ask_later: tuple[int, ...] = static(default=(), least=0, empty=True)  # before every later chunk's overlap
@@ -112,7 +112,7 @@ class KVzip(AppendOnly):
                 out, lse = attend_behind(query, key, inputs.value, cache, inputs.position)
                 own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
                 at = jnp.where(at < begin, EMPTY, at)
-                # What the chunk before had goes to the end, so that the keys that are seen stand in front.
+                # The previous chunk's entries go to the end, so that the keys that are seen stand in front.
                 seen = jnp.concatenate([cache.key[:, :, : self.num_sink], jnp.roll(own, start - begin, axis=2)], axis=2)
                 count = jnp.sum(cache.position[:, 0, : self.num_sink] >= 0, axis=1) + jnp.sum(at[:, 0] >= 0, axis=1)
                 scale = 1 / math.sqrt(query.shape[-1])
@@ -137,7 +137,7 @@ class KVzip(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         kept = prompt.kept
-        if kept is None:  # not read again: a prompt of the first tokens alone
+        if kept is None:  # not reread: a prompt of the first tokens alone
             kept = cache.valid & (cache.position < self.budget)
         slots, keep = compact(kept, min(self._most, cache.num_slots))
         return cache.compact(slots, keep, room), None
@@ -148,7 +148,7 @@ class KVzip(AppendOnly):
         return floor_share(self.head_factor, not_none("capacity", self.capacity))
 
     def _piece(self, reading: Reading, index: Array | int, size: int) -> tuple[Array, Array]:
-        """The tokens int32 [B, T] with which chunk ``index`` is read again, and how many are real, int32 [B]."""
+        """Build the tokens int32 [B, T] with which chunk ``index`` is reread, and count the real ones, int32 [B]."""
         begin = self.num_sink + index * size
         padded = jnp.pad(reading.tokens, ((0, 0), (0, size)))
 
@@ -170,7 +170,7 @@ class KVzip(AppendOnly):
         return piece, jnp.where(real > 0, asked + real, 0)
 
     def _best(self, caches: tuple[LayerCache, ...], scores: tuple[Array, ...]) -> list[Array]:
-        """The slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
+        """Select the slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
         capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
         most, each = min(self._most, caches[0].num_slots), floor_share(self.head_factor, budget)
         found, values = [], []

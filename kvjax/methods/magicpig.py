@@ -4,8 +4,9 @@ Stored: all keys and values; for each token of the prompt its bucket in ``num_ta
 byte each up to 8 bits, else two); for each KV head the mean m of the keys that are sampled from, the number of tokens that
 the last step sampled, and how many steps overflowed.
 
-Keys are hashed as k - m, queries as they are. Key i is sampled for query head (h, g) if their buckets are equal in two tables
-or more. Its logit in the softmax is corrected by the chance w of that, which follows from the angle between q and k - m::
+Keys are hashed as k - m, queries unchanged. Key i is sampled for query head (h, g) if their buckets are equal in two tables
+or more. Its logit in the softmax is corrected by the probability w of this event, which follows from the angle between q and
+k - m::
 
     p = 1 - angle(q[h, g], k_i - m_h) / pi
     w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)       K = num_bits, L = num_tables
@@ -14,11 +15,11 @@ or more. Its logit in the softmax is corrected by the chance w of that, which fo
 The first ``num_sink`` tokens, the prompt's last ``num_local`` and all later tokens are in the softmax with their own logits,
 without a correction. Layers whose number is a multiple of ``dense_every`` attend to all tokens.
 
-How many tokens are sampled is left to chance. With a ``capacity`` a step reads at most so many rows per KV head, those that
-any query head of the group has sampled. If there are more, the step overflows: the tokens stay that have the most equal
-buckets with any of the query heads, at an equal number the first ones, and the others count as not sampled. Corrections
-stay as they are, so such a step is no fair sample. The statistic ``overflowed`` is the share of KV heads and steps that
-did so; it should be near 0. Without a ``capacity`` there is room for the whole prompt, and a step reads all keys.
+The number of sampled tokens is random. With a ``capacity`` a step reads at most so many rows per KV head: rows that any query
+head of the group has sampled. If there are more, the step overflows: it keeps the tokens with the most equal buckets with
+any of the query heads, the first ones in a tie, and counts all other tokens as not sampled. Corrections stay as they are, so
+such a step is no fair sample. The statistic ``overflowed`` is the share of KV heads and steps that overflowed; it should be
+near 0. Without a ``capacity`` there is room for the whole prompt, and a step reads all keys.
 
 **Source**: Chen et al., "MagicPIG: LSH Sampling for Efficient LLM Generation" (arXiv:2410.16179); Infini-AI-Lab/MagicPIG
 ac9aa36 for the sizes, the centre, the dense layers and the correction.
@@ -27,10 +28,10 @@ ac9aa36 for the sizes, the centre, the dense layers and the correction.
 buckets as read. The code has room for every token that is sampled, and no capacity. It subtracts the mean from all keys,
 which changes each logit of a query by the same number; here it is subtracted only where keys are hashed and angles are
 measured. A sampled token counts for its own query heads, and once for its KV head in the accounting. A key that is equal
-to the mean is taken to be at a right angle. All layers have the same planes, those of JAX's generator; a vector in a plane
+to the mean is taken to be at a right angle. All layers have the same planes, drawn by JAX's generator; a vector in a plane
 counts as above it, in the code as below. In the paper, tables, keys and values are in host memory, and the host's processor
-attends to what is sampled. Here the device does, and with ``offload`` only the values are in host memory: both the correction
-and attention read the key of a sampled token, which would cross the bus twice.
+attends to the sampled tokens. Here the device does, and with ``offload`` only the values are in host memory: both the
+correction and attention read the key of a sampled token, which would cross the bus twice.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _ALIGNED = 16  # slots that a kernel reads at once
 
 @pytree
 class Tables:
-    """The buckets of the prompt's tokens, and what else a step needs."""
+    """The buckets of the prompt's tokens, and the state that a step needs with them."""
 
     # uint8 or uint16 [B, H, L, N], the bucket of each of the prompt's slots in each table; 0 outside of the slots that are
     # sampled from. N is the number of these slots, rounded up to a multiple of `_ALIGNED`.
@@ -120,7 +121,7 @@ class MagicPIG(SlotMethod):
         if self.capacity is None:
             slots, (mask, own, sampled) = None, self._over_all(cache, aux, bucket_matches(*asked, **fixed))
         else:
-            # The prompt may have filled fewer slots than have buckets, by less than a multiple.
+            # Fewer slots than buckets may hold prompt tokens; the difference is less than `_ALIGNED`.
             behind = min(self.num_local + size - searched + _ALIGNED - 1, size)
             listed, mask, own, sampled = match_select(*asked, cache.cursor, capacity=room, room=behind, **fixed)
             slots = listed if listed.shape[2] < size else None
@@ -148,7 +149,7 @@ class MagicPIG(SlotMethod):
         )
 
     def count(self, cache: LayerStorage, aux: Tables, shared: Any) -> tuple[Array, Array]:
-        """As many tokens as the last step sampled; the buckets are those of all tokens that it sampled from."""
+        """Count as many tokens as the last step sampled, and the buckets of all tokens that it sampled from."""
         stored, _ = count_all(cache)
         searched = jnp.sum(self._sampled_from(cache, aux.near), axis=2, dtype=jnp.int32)
         each = self.num_tables * aux.buckets.dtype.itemsize
@@ -161,7 +162,7 @@ class MagicPIG(SlotMethod):
         return {"overflowed": aux.overflowed.astype(jnp.float32).mean(axis=1) / steps}
 
     def _over_all(self, cache: LayerStorage, aux: Tables, found: Array) -> tuple[Array, Array, Array]:
-        """What all slots are attended by, if query heads have sampled ``found`` bool [B, H, G, N].
+        """Extend ``found`` bool [B, H, G, N], the tokens that query heads have sampled, to masks over all slots.
 
         Returns:
             By any head, bool [B, H, S]; by each head, bool [B, H, G, S]; how many are sampled, int32 [B, H].
@@ -173,7 +174,7 @@ class MagicPIG(SlotMethod):
         return cache.valid & (always | union), always[:, :, None] | found, sampled
 
     def _sampled_from(self, cache: LayerStorage, near: Array) -> Array:
-        """Whether each slot holds a token that is attended only when it is sampled: bool [B, H, S]."""
+        """Mark the slots whose token is attended only when it is sampled: bool [B, H, S]."""
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         return cache.valid & (slot >= self.num_sink) & (slot < near[:, None, None])
 

@@ -1,13 +1,13 @@
 """NTK: Full attention with a larger base of RoPE, so that a longer text has angles that the model knows.
 
 Stored: as under `Full`. With s = ``factor``, the base b of the frequencies becomes b * s^(D / (D - 2)), so the frequency of
-pair i is divided by s^(2 i / (D - 2)): that of the first pair stays, and that of the last is divided by s.
+pair i is divided by s^(2 i / (D - 2)): the first pair keeps its frequency, and the last pair's is divided by s.
 
 **Source**: bloc97, "NTK-Aware Scaled RoPE" (2023), as in Peng et al., "YaRN" (arXiv:2309.00071, section 3.1). TokenSelect
 (arXiv:2411.02886) compares itself with it at 128K tokens.
 
 **Departures**: none. The factor is fixed; where it grows with the text (dynamic NTK), stored keys would have to be rotated
-again, and a model's own rule of that kind is described in `kvjax.rope`.
+again. `kvjax.rope` describes a model's own rule of that kind.
 """
 
 from __future__ import annotations

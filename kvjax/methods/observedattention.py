@@ -10,7 +10,7 @@ heads::
 The sum is the score of H2O. The division by the n - i queries that see token i takes away what early tokens gain there
 by being seen more often.
 
-**Source**: NVIDIA/kvpress 8bb29b9, whose ObservedAttentionPress this is; the sum is of Zhang et al., "H2O:
+**Source**: NVIDIA/kvpress 8bb29b9, ObservedAttentionPress; the sum comes from Zhang et al., "H2O:
 Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv:2306.14048).
 
 **Departures**: none known. kvpress needs attention that stores the map of all probabilities; here a second pass over
@@ -43,6 +43,6 @@ class ObservedAttention(Eviction):
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         position = whole(cache.position, cache)
         length = position.max(axis=(1, 2))[:, None, None] + 1
-        queries = jnp.maximum(length - position, 1)  # that see the token; empty slots are not asked for
+        queries = jnp.maximum(length - position, 1)  # that see the token; results of empty slots are not used
         # A division by G as well would not change the order.
         return whole(prompt.mass, cache) / queries.astype(jnp.float32)

@@ -1,9 +1,9 @@
 """PyramidKV: as SnapKV, with large budgets in the first layers and small ones in the last.
 
 Stored after the prompt: in layer l of L, ``b_l`` tokens for each KV head, and every later token. A kernel is compiled for
-each size of arrays, so there are at most 8 sizes: ``ceil(L / 8)`` neighbouring layers have arrays as large as those of the
-first of them. Of 32 layers the arrays have about 9 % more slots than tokens are kept. No step reads these slots before later
-tokens are in them.
+each size of arrays, so there are at most 8 sizes: ``ceil(L / 8)`` neighbouring layers have arrays as large as the first of
+these layers needs. With 32 layers the arrays have about 9 % more slots than tokens are kept. No step reads these spare slots
+before later tokens are in them.
 
 The last W = ``obs_window`` tokens of the prompt are always kept. Of the tokens before them, layer l keeps those with
 the highest votes, scored as in `SnapKV`, and their number falls in a straight line from the first layer to the last::
@@ -17,11 +17,11 @@ window, and a budget of W leaves every layer its window alone.
 (arXiv:2406.02069, section 4); Zefan-Cai/KVCache-Factory c97f9d7.
 
 **Departures**: the budgets of the layers do not depend on the prompt, because they are the sizes of arrays. The
-released code keeps a prompt of fewer than ``budget`` tokens whole, gives every layer the same budget up to a length of
-``2 * (budget - W)``, and a flatter pyramid where the first layer would keep more than there is; from a length of about
-``2 * budget`` on both are the same. It rounds the difference of neighbouring layers down, here each budget is rounded
-down. Each KV head keeps one set, as in `SnapKV`. NVIDIA/kvpress 8bb29b9 takes a budget without the window, and falls
-back to a flat one if the last layer would keep fewer tokens than the window.
+released code keeps a prompt of fewer than ``budget`` tokens whole, and gives every layer the same budget up to a length
+of ``2 * (budget - W)``. It makes the pyramid flatter where the first layer would keep more tokens than the prompt has;
+from a length of about ``2 * budget`` on both are the same. It rounds the difference of neighbouring layers down; here
+each budget is rounded down. Each KV head keeps one set, as in `SnapKV`. NVIDIA/kvpress 8bb29b9 takes a budget without the
+window, and falls back to a flat one if the last layer would keep fewer tokens than the window.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PyramidKV(WindowEviction):
         )
 
     def _budget(self, mean: Any, layer: int, num_layers: int) -> Any:
-        """Tokens that a layer keeps if the mean over the layers is ``mean``, an int or an array of int32."""
+        """Compute the tokens that a layer keeps if the mean over the layers is ``mean``, an int or an array of int32."""
         if num_layers == 1:
             return mean
         prefix = mean - self.obs_window

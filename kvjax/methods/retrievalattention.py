@@ -7,22 +7,22 @@ Score of a searched key k_i for query head (h, g)::
 
     s[h, g, i] = q[h, g] . k_i / sqrt(D)
 
-A query head attends to the first ``num_sink`` tokens of the row, to the last ``num_local`` tokens of the prompt, to the
-tokens that came since, and to the ``budget`` tokens between that are best for this head. When more than ``buffer`` tokens
-have come since, the oldest of the last join the searched ones.
+A query head attends to the first ``num_sink`` tokens of the row, to the last ``num_local`` tokens of the prompt and to all
+tokens after them. It also attends to the ``budget`` tokens between that are best for this head. Once more than ``buffer``
+tokens have followed the prompt, the oldest tokens at the end join the searched ones.
 
 A KV head reads what any of its G query heads has found, each row once: between ``budget`` and G times as many tokens. The
-list has G * ``capacity`` entries, and a query head ignores those that it has not found itself.
+list has G * ``capacity`` entries, and a query head ignores entries that it has not found itself.
 
 **Source**: Liu et al., "RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval"
 (arXiv:2409.10516); microsoft/MInference fb56c91 for the sizes and for the exact search, which its port has.
 
 **Departures**: the paper finds some 100 keys in a graph on the host that was made from the prompt's queries; here, as in the
 port, all keys are compared, and the accounting counts the keys that are read for it as metadata. One softmax goes over the
-union of what is found and both ends; the port joins two by their log-sum-exp, which is the same. Its side buffer of generated
-tokens has no bound unless one is asked for. Before the first step, the accounting takes the query heads of a group to find
+union of the found tokens and both ends; the port joins two by their log-sum-exp, which is the same. Its side buffer of
+generated tokens has no bound by default. Before the first step, the accounting assumes that the query heads of a group find
 the same tokens. In the paper, keys, values and graph are in host memory, and the host's processor searches. Here every key is
-read in every step, so with ``offload`` only the values are in host memory; what a KV head has found is read from there.
+read in every step, so with ``offload`` only the values are in host memory; the found tokens' values are read from there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pallas_kernels.score.page_score import page_score
 
 @pytree
 class Ends:
-    """What is kept beside the cache."""
+    """The state that is kept in addition to the cache."""
 
     first: Array  # int32 [B], the first slot of the prompt's last tokens
     found: Array  # int32 [B, H], tokens that the last step found; EMPTY before the first step
@@ -86,7 +86,7 @@ class RetrievalAttention(ScoredScan):
         )
 
     def score(self, cache: LayerStorage, aux: Ends, query: Array, searched: Array) -> Array:
-        # The order is the same without 1/sqrt(D). Codes are read back inside of XLA's product, where nothing is stored.
+        # The order is the same without 1/sqrt(D). XLA dequantises codes inside its product, where nothing is stored.
         way = None if cache.codes is None else "xla"
         where = {"position": cache.position, "first": self.num_sink, "reduce": "each"}
         return page_score(query, cache.key, None, self.regions(cache, aux).near, **where, implementation=way)

@@ -12,21 +12,21 @@ Score of token i of KV head h before the window, where n tokens are stored::
 
 The softmax of the importance is over the tokens before the window, and its pooling takes the maximum over ``kernel``
 neighbours. c[i, j] is the cosine of the keys of tokens i and j, but 0 where i = j, and 0 where j is the newest token whose
-cosine with i is above ``threshold``: of tokens that repeat each other, the newest is not to blame. If token i has no such
+cosine with i is above ``threshold``: of tokens that repeat each other, the newest is not penalised. If token i has no such
 token, its cosine with the oldest stored token is 0. The window is always kept, and with it the ``budget - W`` best tokens.
 
 **Source**: Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (arXiv:2505.24133, section 3);
-Zefan-Cai/R-KV 31cf555, of which ``mix``, ``threshold``, ``kernel``, ``obs_window`` and ``interval`` have the defaults of its
-scripts.
+Zefan-Cai/R-KV 31cf555, whose scripts give the defaults of ``mix``, ``threshold``, ``kernel``, ``obs_window`` and
+``interval``.
 
-**Departures**: none known in the score. The paper writes of a number of newest tokens that are not to blame; the released
-code has one, and so has this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines
-is the product of a key with the sum of all keys, and what remains to be found are the tokens that are not to blame: for
-each i, cosines are computed from the newest tokens back, until one is above ``threshold``
+**Departures**: none known in the score. The paper exempts several newest tokens from the penalty; the released code exempts
+one, and so does this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines is the
+product of a key with the sum of all keys, and only the exempt tokens remain to be found: for each i, cosines are computed
+from the newest tokens back, until one is above ``threshold``
 (`pallas_kernels.score.newest_repeat`). So a KV head needs at most 2 n^2 D floating-point operations, once for the prompt,
 and no memory for pairs. As in the released code, keys have norm 1 in the dtype of the cache before they are multiplied;
-sums are in float32 here, there in that dtype. The cosines with tokens that are not to blame are rounded to multiples of
-2^-21 before they are summed.
+sums are in float32 here, in the released code in the dtype of the cache. The cosines with exempt tokens are rounded to
+multiples of 2^-21 before they are summed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.score.newest_repeat import newest_repeat
 
-_ONE = 1 << 21  # what a cosine of 1 is as a whole number
+_ONE = 1 << 21  # a cosine of 1 as an integer
 _PART = 1 << 11
 
 
@@ -89,21 +89,21 @@ class RKV(Eviction):
         return jnp.where(recent, jnp.inf, value)
 
     def _importance(self, query: Array, key: Array, prefix: Array) -> Array:
-        """Of key [B, H, S, D] to query [B, H, G, W, D]; 0 where not ``prefix`` bool [B, H, S]: float32 [B, H, S]."""
+        """Score key [B, H, S, D] by query [B, H, G, W, D]; 0 where not ``prefix`` bool [B, H, S]: float32 [B, H, S]."""
         logits = _products("bhgwd,bhsd->bhgws", query, key).max(axis=2)
         logits = jnp.where(prefix[:, :, None], logits / math.sqrt(key.shape[3]), jnp.finfo(jnp.float32).min)
         mass = jnp.where(prefix, jax.nn.softmax(logits, axis=3).mean(axis=2), -jnp.inf)
         return jnp.where(prefix, smooth(mass, self.kernel, "max"), 0)
 
     def _redundancy(self, key: Array, valid: Array) -> Array:
-        """Of key [B, H, S, D], which is 0 where not ``valid`` bool [B, H, S]: float32 [B, H, S]."""
+        """Score how far each key [B, H, S, D], 0 where not ``valid`` bool [B, H, S], is repeated: float32 [B, H, S]."""
         wide = key.astype(jnp.float32)
         unit = (wide / (jnp.linalg.norm(wide, axis=3, keepdims=True) + 1e-8)).astype(key.dtype)
-        unit = lax.optimization_barrier(unit)  # what follows reads this, no float32 copy
+        unit = lax.optimization_barrier(unit)  # later operations read this array, not a float32 copy
         everyone = jnp.sum(unit, axis=2, keepdims=True, dtype=jnp.float32)
         found = newest_repeat(unit, valid, threshold=self.threshold)
         wide = unit.astype(jnp.float32)
-        total = jnp.sum(wide * (everyone - wide), axis=3)  # the sum over i of all cosines but that with itself
+        total = jnp.sum(wide * (everyone - wide), axis=3)  # the sum over i of all cosines except with itself
         cosine = jnp.sum(wide * pick(unit, found).astype(jnp.float32), axis=3)
         order = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None]
         total = total - _sums_at(found, jnp.where(valid & (found != order), cosine, 0))
@@ -112,10 +112,10 @@ class RKV(Eviction):
 
 
 def _sums_at(slots: Array, cosine: Array) -> Array:
-    """For each slot the sum of the ``cosine`` float32 [B, H, S] of those whose ``slots`` int32 [B, H, S] name it.
+    """Sum ``cosine`` float32 [B, H, S] over the tokens whose ``slots`` int32 [B, H, S] name a slot, for each slot.
 
-    A GPU adds in any order. Sums of whole numbers do not depend on it, so cosines are rounded to multiples of 1 / `_ONE`. Two
-    parts of each number are summed apart: sums of 2^20 of them are int32.
+    A GPU adds in any order. Sums of integers do not depend on it, so cosines are rounded to multiples of 1 / `_ONE`. The two
+    parts of each integer are summed apart: sums of 2^20 parts fit int32.
     """
     whole = jnp.round(cosine * _ONE).astype(jnp.int32)
 
@@ -128,6 +128,6 @@ def _sums_at(slots: Array, cosine: Array) -> Array:
 
 
 def _products(axes: str, one: Array, other: Array) -> Array:
-    """`jnp.einsum` of two arrays of the same dtype, summed in float32."""
+    """Multiply two arrays of the same dtype as `jnp.einsum`, summed in float32."""
     exact = product_precision(one.dtype)
     return jnp.einsum(axes, one, other, precision=exact, preferred_element_type=jnp.float32)

@@ -7,7 +7,7 @@ sees the key at j as if the two stood at
     floor(i / g) + w - floor(w / g), floor(j / g)      elsewhere
 
 under one softmax. A text of n tokens then has no distance above w + (n - w) / g, so a model that was trained for L tokens
-reads (L - w) * g + w. The paper's authors advise to stay below two thirds of L.
+can process (L - w) * g + w tokens. The paper's authors advise to stay below two thirds of L.
 
 **Source**: Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (arXiv:2401.01325, section 3 and
 algorithm 1); datamllab/LongLM cdbbb06.
@@ -42,7 +42,7 @@ class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
     group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    window: int | Array = traced(default=1024, least=1)  # newest tokens that keep their true distance, a multiple of it
+    window: int | Array = traced(default=1024, least=1)  # newest tokens at their true distance, a multiple of group_size
     chunk: int = static(default=256, least=1)  # prompt tokens read at once; changes memory, not results
     block: int = static(default=1024, least=1)  # stored tokens read at once; changes memory, not results
 
@@ -85,9 +85,9 @@ class SelfExtend(LayerMethod):
         return self.chunk
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """`_attend` for one token, T = 1.
+        """Attend with one token, T = 1, as `_attend`.
 
-        Keys are rotated as they are read, by their places relative to the query, which so needs no rotation.
+        Keys are rotated as they are read, by their places relative to the query, so the query needs no rotation.
         """
         kept, place = cache.position[:, :1], self._far(position)  # every head has the same positions
         near = position[:, None] - kept < self.window
@@ -103,9 +103,9 @@ class SelfExtend(LayerMethod):
         return out[..., None, :]
 
     def _attend(self, query: Array, cache: LayerCache, stored: Array, position: Array, inv_freq: Array) -> Array:
-        """Attention of queries [B, H, G, T, D] at ``position`` int32 [B, T], of which the first ``stored`` slots come before.
+        """Attend with queries [B, H, G, T, D] at ``position`` int32 [B, T], to the first ``stored`` slots and the new tokens.
 
-        Tokens that are far from all of them are one product with keys in groups; the others are read a block at a time.
+        Tokens that are far from all queries take one product with keys in groups; nearer tokens are read a block at a time.
         """
         group, scale = jnp.asarray(self.group_size), 1 / math.sqrt(query.shape[-1])
         near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, self._far(position)))
@@ -120,7 +120,7 @@ class SelfExtend(LayerMethod):
     def _nearer(
         self, near: Array, far: Array, cache: LayerCache, count: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, Array]:
-        """Attention over the slots behind the first ``count``, with its lse: of queries with true and with grouped angles."""
+        """Attend to the slots behind the first ``count``, with queries at true and at grouped angles; with the lse."""
         group, window, scale = jnp.asarray(self.group_size), jnp.asarray(self.window), 1 / math.sqrt(near.shape[-1])
         size = min(self.block, cache.num_slots)
 
@@ -150,12 +150,12 @@ class SelfExtend(LayerMethod):
         return lax.fori_loop(jnp.min(count) // size, blocks, add, nothing)
 
     def _far(self, position: Array) -> Array:
-        """Where a query at ``position`` stands to keys in groups."""
+        """Compute the position at which a query at ``position`` meets keys in groups."""
         return position // self.group_size + self.window - self.window // self.group_size
 
 
 def _products(query: Array, key: Array) -> Array:
-    """q . k in float32: [B, H, G, T, s]."""
+    """Compute q . k in float32: [B, H, G, T, s]."""
     return jnp.einsum(
         "bhgtd,bhsd->bhgts", query, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
     )

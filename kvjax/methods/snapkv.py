@@ -1,4 +1,4 @@
-"""SnapKV: at the prompt's end keep the tokens that its last queries attend to, and those last tokens.
+"""SnapKV: at the prompt's end keep the tokens that its last queries attend to, and the last tokens themselves.
 
 Stored after the prompt: ``budget`` slots, chosen for each KV head separately, and every later token.
 

@@ -17,8 +17,8 @@ best tokens between.
 c60abc6 for the score and the sizes, xAlg-ai/sparse-attention-hub 1a048c9 for the sinks and the newest tokens.
 
 **Departures**: each KV head has one list (the sum over the group), in the code every query head. Sinks and newest tokens are
-not searched; the code also finds them, and then counts them twice. Buckets of up to 8 bits take a byte, in the code two. The
-random planes are those of JAX's generator.
+not searched; the code also finds them, and then counts them twice. Buckets of up to 8 bits take one byte, in the code two
+bytes. JAX's generator draws the random planes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Stored: ``num_sink`` sinks and ``budget - num_sink`` recent tokens, with keys **before** RoPE. The token in slot j is rotated
 at position j, and the query at its own slot. So no position above ``budget`` occurs, and a text can be longer than the
-trained length. The prompt is read the same way: every query sees the sinks and its own window, exactly as if tokens came one
-by one.
+trained length. Prefill follows the same rule: every query sees the sinks and its own window, exactly as if tokens came one by
+one.
 
 **Source**: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453, section 3.2);
 mit-han-lab/streaming-llm 2e50426 (position shift).
@@ -80,11 +80,11 @@ class StreamingLLM(LayerMethod):
         return self.chunk
 
     def _slots(self) -> int:
-        """Slots for the budget and for one more chunk: storage of this size never fills."""
+        """Count slots for the budget and for one more chunk: storage of this size never fills."""
         return not_none("capacity", self.capacity) + self.chunk
 
     def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """Attention of several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
+        """Attend with several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
 
         Two rotations under one softmax: towards the sinks a query stands at slot ``budget`` at most, and towards other
         tokens at its true distance.
@@ -117,9 +117,9 @@ class StreamingLLM(LayerMethod):
         return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
-        """`_attend` for one token, T = 1, which sees all that is stored: `_evict` left its window.
+        """Attend with one token, T = 1, to all stored tokens: `_evict` left its window.
 
-        Keys are rotated as they are read, by their places relative to the query, which so needs no rotation.
+        Keys are rotated as they are read, by their places relative to the query, so the query needs no rotation.
         """
         origin = jnp.concatenate([jnp.minimum(position, self.budget), position], axis=1)
         out, _ = dense_decode(
@@ -133,12 +133,12 @@ class StreamingLLM(LayerMethod):
         return out[..., None, :]
 
     def _seen(self, asked: Array, kept: Array) -> Array:
-        """Whether a query at position ``asked`` sees a token at ``kept``: sinks and its window. Both int32, broadcast."""
+        """Tell whether a query at ``asked`` sees a token at ``kept``, both int32, broadcast: sinks and its window."""
         window = kept >= asked - (self.budget - self.num_sink)
         return (kept >= 0) & (kept <= asked) & ((kept < self.num_sink) | window)
 
     def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
-        """The cache with the sinks and the newest tokens only. Positions differ, so there are no ties."""
+        """Evict all tokens except the sinks and the newest. Positions differ, so there are no ties."""
         if tokens == 1:
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Full attention under other frequencies of RoPE, for texts longer than those of the training: the base of `NTK` and `PI`."""
+"""Full attention under other frequencies of RoPE, for texts longer than in training: the base class of `NTK` and `PI`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FULL = Full()
 class Stretched(LayerMethod):
     """Every token stays and every query attends to all, as under `Full`. Write ``divisors``.
 
-    The rule stands on top of one that the model has itself, if that does not change with the length. Frequencies that do
-    (dynamic NTK, longrope) stay those of a short text.
+    The divisors apply on top of a rule that the model has itself, if that rule does not change with the length. Where it does
+    (dynamic NTK, longrope), the model keeps the frequencies for short texts.
     """
 
     factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
@@ -31,7 +31,7 @@ class Stretched(LayerMethod):
 
     @abc.abstractmethod
     def divisors(self, pairs: int) -> Array:
-        """What the frequency of each rotated pair is divided by: float32 [D/2], for ``pairs`` = D/2."""
+        """Compute what the frequency of each rotated pair is divided by: float32 [D/2], for ``pairs`` = D/2."""
 
     def init(self, spec: LayerSpec) -> Any:
         return _FULL.init(spec)

@@ -10,17 +10,17 @@ Score of channel c, over the prompt's last ``obs_window`` queries and all tokens
 
 At the prompt's end the C best channels stay. A step attends to all tokens: a dropped channel adds nothing to q.k, and the
 scale stays 1/sqrt(D). Prompt attention is dense and exact. After an eviction, as in ``Stages(evict=SnapKV(),
-retrieve=ThinK())``, the score is that of the tokens which are left. Before a retrieval, as in ``Stages(evict=ThinK(),
-retrieve=Quest())``, a step attends to chosen tokens alone, and the bounds of pages have 0 in dropped channels too.
+retrieve=ThinK())``, only the tokens that are left enter the score. Before a retrieval, as in ``Stages(evict=ThinK(),
+retrieve=Quest())``, a step attends to selected tokens alone, and the bounds of pages have 0 in dropped channels too.
 
 **Source**: Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (arXiv:2407.21018, section 3);
 SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, and which tokens stay whole.
 
 **Departures**: each KV head has one set of channels, by the mean over the group, as in NVIDIA/kvpress; the code repeats keys
-and values for every query head, and each has channels of its own. kvpress zeroes channels, those of the newest tokens too
-(``num_recent=0``), and saves no memory. The code for FlashAttention unpacks all keys in every step; here a step
-multiplies them as they are packed, as its other code does, on a GPU in one kernel. Values keep all channels, as in the code;
-the paper also tries to prune theirs.
+and values for every query head, and each has channels of its own. kvpress zeroes channels, also in the newest tokens
+(``num_recent=0``), and saves no memory. The code for FlashAttention unpacks all keys in every step; here a step multiplies
+packed keys, as the code without FlashAttention does, on a GPU in one kernel. Values keep all channels, as in the code; the
+paper also tries to prune the channels of values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import pytree, static
 from pallas_kernels.choose.kth_select import kth_select
 
-_ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below a tenth
+_ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below 0.1
 
 
 @pytree
@@ -74,7 +74,7 @@ class ThinK(SlotMethod):
         return count_all(cache)
 
     def _score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        """The value of each channel: float32 [B, H, D]. Sums stand for the means, because all channels have equally many."""
+        """Score each channel: float32 [B, H, D]. Sums replace the means, because all channels have equally many terms."""
         asked = (prompt.query_position[:, -self.obs_window :] >= 0)[:, None, None, :, None]
         query = jnp.where(asked, prompt.query[..., -self.obs_window :, :].astype(jnp.float32), 0)
         key = jnp.where(cache.valid[..., None], cache.key.astype(jnp.float32), 0)

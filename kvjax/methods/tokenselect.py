@@ -9,8 +9,8 @@ newest ``num_local``::
 
 The ``budget`` tokens with the most votes stand, in order, between the sinks and the local tokens. In this list the key at
 index j is rotated at position j, and the queries at the last indices. So no position beyond ``num_sink + budget + num_local``
-occurs, and a context can be longer than the trained length. Up to that many tokens attention is dense. The prompt is read in
-the same way, ``chunk`` tokens at a time. A decode step reuses the last selection if its query has a cosine of at least
+occurs, and a context can be longer than the trained length. Up to that many tokens attention is dense. Prefill follows the
+same rule, ``chunk`` tokens at a time. A decode step reuses the last selection if its query has a cosine of at least
 ``theta`` with the query that made it.
 
 **Source**: Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via Dynamic
@@ -191,7 +191,7 @@ class TokenSelect(LayerMethod):
         return jnp.broadcast_to(jnp.where(slots.used, slots.token, EMPTY)[:, None], shape)
 
     def cost(self, state: TokenState, shared: None) -> Cost:
-        """The cost of an average step so far. A step that makes a selection reads every candidate's key."""
+        """Count the cost of an average step so far. A step that makes a selection reads every candidate's key."""
         tokens = jnp.minimum(state.cache.cursor, self._limit).astype(jnp.float32)
         scanned = jnp.maximum(state.cache.cursor - self.num_sink - self.num_local, 0).astype(jnp.float32)
         scanned = jnp.where(state.cache.cursor > self._limit, scanned, 0)
@@ -220,7 +220,7 @@ class TokenSelect(LayerMethod):
         return self.num_sink + self.budget + self.num_local
 
     def _select(self, state: TokenState, inputs: Inputs) -> tuple[Slots, Array, TokenState]:
-        """Store the tokens, choose the tokens they attend to, and rotate the queries.
+        """Store the tokens, select the tokens they attend to, and rotate the queries.
 
         Returns:
             The chosen tokens, the rotated queries [B, H, G, T, D], and the state with the tokens and the selection.
@@ -278,7 +278,7 @@ class TokenSelect(LayerMethod):
         return Slots(token=token, used=used, first=first, real=real), step.rotated[..., None, :], state
 
     def _best(self, cache: LayerStorage, query: Array, stop: Array, wanted: Array) -> Array:
-        """The ``wanted`` int32 [B] candidates with the most votes, up to slot ``stop`` int32 [B].
+        """Select the ``wanted`` int32 [B] candidates with the most votes, up to slot ``stop`` int32 [B].
 
         Returns:
             int32 [B, K], ascending, and 0 behind them.
@@ -288,7 +288,7 @@ class TokenSelect(LayerMethod):
         return best_of_rows(score, wanted[:, None], capacity, cache)[:, 0]
 
     def _score(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
-        """The votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
+        """Sum the votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
         batch, heads, size, _ = cache.key.shape
         if self.gqa_map == "mod":  # query head h = kv * G + g is scored by KV head h mod H
             query = axes.joined(query, 1)
@@ -312,9 +312,9 @@ class TokenSelect(LayerMethod):
         return score
 
     def _plain_votes(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
-        """`_score` in plain JAX: for ``vote`` "hard", which counts each head's best tokens, and "raw", which adds up logits.
+        """Score in plain JAX, as `_score`: ``vote`` "hard" counts each head's best tokens, and "raw" adds up logits.
 
-        For "soft", too, where the slots are divided over devices: the softmax is over the candidates of all.
+        "soft" is computed here, too, where the slots are divided over devices: the softmax is over all devices' candidates.
         """
         batch, heads, size, _ = cache.key.shape
         slot = cache.first + jnp.arange(size, dtype=jnp.int32)[None]
@@ -336,7 +336,7 @@ class TokenSelect(LayerMethod):
 
 
 def _voted(score: Array, asked: Array) -> Array:
-    """The votes float32 [B, S] of all devices that share the heads, if some row of ``asked`` bool [B] has candidates."""
+    """Sum votes float32 [B, S] over the devices that share the heads, if some row of ``asked`` bool [B] has candidates."""
     if not axes.is_split(axes.MODEL):
         return score
     return lax.cond(asked.any(), axes.total, lambda score: score, score)

@@ -48,5 +48,5 @@ class TOVA(StepEviction):
 
 
 def _of_layer(score: Array) -> Array:
-    """The sum of ``score`` [B, H, S] over the KV heads of all devices: float32 [B, 1, S]."""
+    """Sum ``score`` [B, H, S] over the KV heads of all devices: float32 [B, 1, S]."""
     return axes.total(score.sum(axis=1, keepdims=True))

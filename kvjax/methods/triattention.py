@@ -2,8 +2,8 @@
 
 Stored: ``budget`` tokens per KV head after every eviction, and later tokens until the next one. The prompt is evicted at
 its end, and all that is stored again after every ``interval`` tokens (`kvjax.Periodic`). Of the queries before RoPE, their
-mean and the mean lengths of their pairs of channels are stored: 3/2 D numbers in float32 for each query head. A decode step
-only stores its query; an eviction adds those that came since the last one, at most ``2 * interval - 1``, to both means.
+mean and the mean lengths of their pairs of channels are stored: 3/2 D values in float32 for each query head. A decode step
+only stores its query; an eviction adds all queries since the last one, at most ``2 * interval - 1``, to both means.
 
 RoPE turns channels i and i + D/2 together, as a complex number, by w_f per position. Let m_f be the mean of the query of
 head g in pair f, n_f the mean of its length, and k_f the key of the token at position p. From t, the next position, and
@@ -19,10 +19,10 @@ tokens; a KV head keeps the tokens that are best for any of its query heads.
 **Source**: Mao et al., "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression" (arXiv:2604.04921,
 section 4); WeianMao/triattention c3744ee6, which selects as its ``per_layer_perhead_pruning`` does.
 
-**Departures**: m and n are those of the row's own queries so far, prompt included; paper and released code measure them on
+**Departures**: m and n come from the row's own queries so far, prompt included; paper and released code measure them on
 other texts beforehand, and find that they belong to the model. The prompt is evicted too, as with the code's
 ``allow_prefill_compression``; by default the code keeps a prompt whole. It adds noise to break ties; here the older token
-stays. Where RoPE's frequencies depend on the length of the text, what `ExpectedAttention` says holds here too.
+stays. Where RoPE's frequencies depend on the length of the text, the departure of `ExpectedAttention` applies here too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TriAttention(Eviction):
 
 
 def _standard(score: Array, valid: Array) -> Array:
-    """``score`` float32 [B, H, G, S] with mean 0 and deviation 1 over the slots that are ``valid`` bool [B, H, 1, S]."""
+    """Normalise ``score`` float32 [B, H, G, S] to mean 0 and deviation 1 over slots that are ``valid`` bool [B, H, 1, S]."""
     count = jnp.maximum(jnp.sum(valid, axis=3, keepdims=True, dtype=jnp.float32), 1)
     apart = score - jnp.sum(jnp.where(valid, score, 0), axis=3, keepdims=True) / count
     deviation = jnp.sqrt(jnp.sum(jnp.where(valid, apart * apart, 0), axis=3, keepdims=True) / count)
@@ -83,7 +83,7 @@ def _standard(score: Array, valid: Array) -> Array:
 
 
 def _ahead(moments: Moments, position: Array, reach: int) -> Array:
-    """The mean over the offsets of the mean query as at ``position`` int32 [B] and so much later: float32 [B, H, G, D]."""
+    """Average the mean query, rotated at ``position`` int32 [B] plus each offset, over the offsets: float32 [B, H, G, D]."""
     offsets = jnp.asarray([1 << n for n in range(reach.bit_length())], jnp.float32)
     # A mean of rotations is a complex number for each pair.
     later = offsets[None, :, None] * moments.inv_freq[:, None]  # [B, offsets, D/2]

@@ -45,7 +45,7 @@ def check_method(
 ) -> tuple[str, ...]:
     """Check the laws that every method of kvjax obeys, on one layer and on a tiny model; takes about half a minute on a CPU.
 
-    An oracle is not among them: whether the method is the one of its paper, only a second program of it can tell
+    The laws do not include an oracle: only a second implementation can tell whether the method is the one of its paper
     (docs/adding_a_method.md). Prompts have 9 to 40 tokens, and 10 tokens follow.
 
     Args:
@@ -59,7 +59,7 @@ def check_method(
         The names of the laws that were checked.
 
     Raises:
-        AssertionError: laws are broken; the message has each of them, with what it says.
+        AssertionError: laws are broken; the message names each broken law and quotes its docstring or its error.
         ValueError: the method refuses the setting.
     """
     has_budget = "budget" in resolve(make(**knobs)).__dataclass_fields__
@@ -68,7 +68,7 @@ def check_method(
     if everything is None and has_budget:
         everything = {"budget": _EVERYTHING}
     unbounded = {knob: value for knob, value in knobs.items() if knob != "capacity"}
-    model = TinyModel(num_layers=2 if method.spans_layers else 1)  # what layers share is all that a second one can show
+    model = TinyModel(num_layers=2 if method.spans_layers else 1)  # a second layer only tests what layers share
     params = model.random_params()
     subject = Subject(
         method,
@@ -100,7 +100,7 @@ def check_method(
 
 
 def _nearby(method: Method) -> Method | None:
-    """The method with a budget that is one token smaller, if it has a traced budget that can be."""
+    """Make the method with a budget that is one token smaller, if it has a traced budget and accepts the smaller one."""
     budget = method.__dataclass_fields__.get("budget")
     if budget is None or budget.metadata.get("static"):
         return None

@@ -21,7 +21,7 @@ from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subjec
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:
-    """Two runs of one layer agree; the padding of prompts is not compared."""
+    """Assert that two runs of one layer agree; the padding of prompts is not compared."""
     for row, length in enumerate(lengths):
         _close(got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], tolerance)
     _close(got.outputs, want.outputs, tolerance)
@@ -42,12 +42,12 @@ def _must(holds: Any, message: str) -> None:
 
 
 def empty_slots_are_never_read(subject: Subject) -> None:
-    """NaN wherever nothing is stored changes nothing (0 * NaN is NaN, so weights of zero would not do)."""
+    """Check that NaN in empty slots changes nothing (0 * NaN is NaN, so weights of zero would not hide it)."""
     same(subject.drive(poison=True), subject.plain, tolerance=0, lengths=subject.lengths)
 
 
 def rows_are_independent(subject: Subject) -> None:
-    """Other tokens in the other rows change nothing in the first row."""
+    """Check that other tokens in the other rows change nothing in the first row."""
     changed = [x.copy() for x in subject.rows]
     for x in changed:
         x[1:] = x[1:][::-1] * 2 + 1
@@ -59,7 +59,7 @@ def rows_are_independent(subject: Subject) -> None:
 
 
 def permuting_heads_permutes_the_output(subject: Subject) -> None:
-    """No head has a part of its own, unless the knobs say so."""
+    """Check that permuting heads permutes the output: no head is special, unless the knobs say so."""
     if any(method.heads_differ for method in with_inner(subject.method)):
         return
     q, k, v = (x[:, ::-1] for x in subject.rows)
@@ -69,7 +69,7 @@ def permuting_heads_permutes_the_output(subject: Subject) -> None:
 
 
 def equal_query_heads_attend_as_one(subject: Subject) -> None:
-    """Query heads of a group that are equal give equal outputs, and the newest token is always attended."""
+    """Check that equal query heads of a group give equal outputs, and that the newest token is always attended."""
     q = subject.rows[0].copy()
     q[:, :, 1] = q[:, :, 0]
     got = subject.drive(q)
@@ -81,24 +81,24 @@ def equal_query_heads_attend_as_one(subject: Subject) -> None:
 
 
 def prompt_chunks_do_not_change_results(subject: Subject) -> None:
-    """A prompt that is read in pieces gives what it gives at once."""
+    """Check that a prompt prefilled in chunks gives the same results as a prompt prefilled at once."""
     own = subject.layer.max_tokens(in_prompt=True)
     same(subject.drive(chunk=7 if own is None else own), subject.plain, lengths=subject.lengths)
 
 
 def mask_mode_equals_gather_mode(subject: Subject) -> None:
-    """For methods with a field ``implementation``: the selection through dense attention gives the same."""
+    """Check that dense attention with a mask gives the same as gathering, for methods with a field ``implementation``."""
     same(subject.drive(method=subject.with_knob(implementation="mask")), subject.plain, lengths=subject.lengths)
 
 
 def cost_counts_what_is_attended(subject: Subject) -> None:
-    """`Cost` is of the state as it stands: what the last step attended, less what it then evicted."""
+    """Check that `Cost` describes the current state: tokens that the last step attended, less tokens that it then evicted."""
     cost = subject.layer.cost(subject.plain.state, None)
     np.testing.assert_allclose(cost.attended, seen_at_the_end(subject).mean(axis=1), rtol=1e-6)  # a mean in float32
 
 
 def seen_at_the_end(subject: Subject) -> np.ndarray:
-    """The number of tokens that the last step attended to and kept, [B, H]."""
+    """Count the tokens that the last step attended to and kept, [B, H]."""
     return (subject.plain.attended[-1] & subject.plain.kept[-1]).sum(axis=-1)
 
 
@@ -106,7 +106,7 @@ def seen_at_the_end(subject: Subject) -> np.ndarray:
 
 
 def everything_kept_equals_full(subject: Subject) -> None:
-    """A setting that covers everything gives Full's tokens, and the accounting says that the method did nothing."""
+    """Check that a setting that keeps everything gives Full's tokens, and that the accounting equals Full's."""
     logits, full = subject.full.base
     cache = subject.read(subject.everything)
     _close(cache.logits, logits, 1e-4)
@@ -119,7 +119,7 @@ def everything_kept_equals_full(subject: Subject) -> None:
 
 
 def setting_does_something(subject: Subject) -> None:
-    """The laws also hold for a method that never leaves anything out: the setting under test must leave something out."""
+    """Check that the setting under test leaves something out: a method that never does would obey the other laws too."""
     got, full = subject.base[1], subject.full.base[1]
     tokens = len(subject.prompts[0]) + STEPS
     told = f"the setting leaves nothing out of {tokens} tokens, so the laws show nothing: choose a smaller one"
@@ -129,11 +129,11 @@ def setting_does_something(subject: Subject) -> None:
 
 
 def ragged_rows_equal_alone(subject: Subject, rows: int | None = None) -> None:
-    """A row of a ragged batch gets the tokens that it gets alone.
+    """Check that a row of a ragged batch gets the tokens that it gets alone.
 
     Args:
         subject: the method.
-        rows: compare so many rows; None compares all.
+        rows: number of rows to compare; None compares all.
     """
     _, together = subject.base
     for row in range(len(subject.prompts[:rows])):
@@ -144,7 +144,7 @@ def ragged_rows_equal_alone(subject: Subject, rows: int | None = None) -> None:
 
 
 def generating_in_two_calls_equals_one(subject: Subject) -> None:
-    """The cache that `kvjax.generate` returns goes on exactly."""
+    """Check that generation continues exactly from the cache that `kvjax.generate` returns."""
     _, once = subject.base
     first, cache = subject.go_half(subject.read())
     second, cache = subject.go_half(cache)
@@ -153,7 +153,7 @@ def generating_in_two_calls_equals_one(subject: Subject) -> None:
 
 
 def second_call_does_not_retrace(subject: Subject) -> None:
-    """Neither other tokens nor another value of a traced knob compiles again."""
+    """Check that neither other tokens nor another value of a traced knob compiles again."""
     _, once = subject.base
     traces = len(subject.traces)
     cache = subject.read(subject.nearby, [row[::-1] for row in subject.prompts])
@@ -162,7 +162,7 @@ def second_call_does_not_retrace(subject: Subject) -> None:
 
 
 def decoding_keeps_structure_shapes_and_dtypes(subject: Subject) -> None:
-    """The cache can be the carry of a loop, and every leaf has axis B first."""
+    """Check that the cache can be the carry of a loop, and that every leaf has axis B first."""
     rows = len(subject.prompts)
     cache = jax.eval_shape(subject.read)
     tokens, active = jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1), bool)
@@ -178,7 +178,7 @@ def decoding_keeps_structure_shapes_and_dtypes(subject: Subject) -> None:
 
 
 def bfloat16_is_kept(subject: Subject) -> None:
-    """Keys and values stay in the dtype of the model; logits are float32."""
+    """Check that keys and values stay in the dtype of the model, and that logits are float32."""
     model = dataclasses.replace(subject.model, dtype="bfloat16")  # pyright: ignore[reportArgumentType]
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), subject.params)
 
@@ -195,7 +195,7 @@ def bfloat16_is_kept(subject: Subject) -> None:
 
 
 def resident_bytes_are_the_arrays(subject: Subject) -> None:
-    """The accounting names the bytes that are allocated, and what Full would read."""
+    """Check that the accounting states the allocated bytes, and the bytes that Full would read."""
     (_, got), model = subject.base, subject.model
     held = sum(x.nbytes for x in jax.tree.leaves((got.cache.layers, got.cache.shared)))
     np.testing.assert_array_equal(got.stats.resident_bytes, held)
@@ -207,7 +207,7 @@ def resident_bytes_are_the_arrays(subject: Subject) -> None:
 
 
 def ragged_questions_equal_alone(subject: Subject, widths: Sequence[int] = (4, 4)) -> None:
-    """Rows extended together by 4, 1 and 0 tokens go on as they would alone.
+    """Check that rows extended together by 4, 1 and 0 tokens continue as they would alone.
 
     Args:
         subject: the method.

@@ -46,8 +46,8 @@ def drive(
     """Run one layer on rows of given q [B, H, G, T, D], k and v [B, H, T, D]: ``lengths`` prompt tokens, then decoding.
 
     Row b decodes its tokens from ``lengths[b]`` on, ``T - prompt`` of them; ``prompt`` is the padded prompt length.
-    ``poison`` puts NaN wherever nothing is stored, before the prompt, after it, and after every step. ``kv_dtype`` is that of
-    `kvjax.prefill`.
+    ``poison`` puts NaN into empty slots, before the prompt, after it, and after every step. ``kv_dtype`` has the meaning it
+    has in `kvjax.prefill`.
     """
     method = method.for_layer(0, 2)
     if inv_freq is None:
@@ -66,12 +66,12 @@ def drive(
 
 
 def frequencies(dim: int) -> np.ndarray:
-    """RoPE frequencies of the drives, base 100 so that rotation matters at these lengths."""
+    """Compute the RoPE frequencies of the runs, with base 100 so that rotation matters at these lengths."""
     return (1.0 / 100.0 ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
 
 
 def stored(state: Any) -> LayerCache | ThinCache | QuantisedCache:
-    """The exact storage inside a layer's state."""
+    """Find the exact storage inside a layer's state."""
     found = [x for x in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(x)]
     assert len(found) == 1
     return found[0]
@@ -82,7 +82,7 @@ def _is_stored(x: Any) -> bool:
 
 
 def _soiled(x: Quantised, empty: jax.Array) -> Quantised:
-    """``x`` with scales of NaN and the largest codes where ``empty`` bool [B, H, S]."""
+    """Set scales to NaN and codes to the largest where ``empty`` bool [B, H, S]."""
     codes = jnp.where(empty[..., None], jnp.asarray(MOST[x.kind], x.codes.dtype), x.codes)
     return Quantised(codes=codes, scale=jnp.where(empty, jnp.nan, x.scale), of=x.of)
 
@@ -176,7 +176,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
 
 
 def random_tokens(seed: int, batch: int, heads: int, groups: int, total: int, dim: int) -> tuple[np.ndarray, ...]:
-    """float32 q [B, H, G, T, D], k and v [B, H, T, D]; logits spread enough for attention to be uneven."""
+    """Draw float32 q [B, H, G, T, D], k and v [B, H, T, D]; logits spread enough for attention to be uneven."""
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(batch, heads, groups, total, dim)) * 1.5
     k = rng.normal(size=(batch, heads, total, dim))

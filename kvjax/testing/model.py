@@ -1,4 +1,4 @@
-"""A tiny model, so that methods can be tested without a checkpoint and without another package than JAX."""
+"""A tiny model, so that methods can be tested without a checkpoint and without any package but JAX."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TinyModel:
     traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def random_params(self, seed: int = 0) -> dict[str, Any]:
-        """Random parameters, large enough that attention is not flat."""
+        """Draw random parameters, large enough that attention is not flat."""
         rng = np.random.default_rng(seed)
         size, dim, heads = self.hidden_size, self.head_dim, self.num_q_heads + 2 * self.num_kv_heads
 
@@ -81,7 +81,7 @@ class TinyModel:
         return (_normed(x) @ params["head"]).astype(jnp.float32), tuple(new)
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """Bytes of ``params`` that a decode step of ``rows`` rows reads."""
+        """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
         return num_bytes(params) - (self.vocab_size - rows) * num_bytes(params["embed"][:1])
 
 

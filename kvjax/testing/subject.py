@@ -1,4 +1,4 @@
-"""A method under test, with the runs of it that several laws read; each run is made once."""
+"""A method under test, with its runs that several laws use; each run is made once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvjax.method import LayerMethod, Method
 from kvjax.testing.layer import Drive, drive, random_tokens
 from kvjax.typing import Model
 
-LENGTHS = np.array([40, 23, 9, 13])  # of the rows of one layer
-LAYER_STEPS = 10  # decode steps behind them
+LENGTHS = np.array([40, 23, 9, 13])  # prompt tokens of the rows of one layer
+LAYER_STEPS = 10  # decode steps after the prompts
 STEPS = 10  # tokens that the model generates
-ROOM = 24  # tokens for which its caches have room
-WIDTH = 48  # columns of its prompts
+ROOM = 24  # tokens for which the model's caches have room
+WIDTH = 48  # columns of the model's prompts
 QUESTIONS = ((5, 9, 2, 7), (8,), ())
 
 
@@ -37,9 +37,9 @@ class Subject:
         traces: a list that gets longer whenever the model is traced.
         prompts: token ids of three rows.
         few_programs: compile as little as possible: fewer tokens are a limit.
-        copies: how often a row alone is in its batch; as many as there are prompts need no programs for other batches, which
-            is what None takes with ``few_programs``. Else None takes one.
-        rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, of which `LAYER_STEPS` are behind the prompt; None takes
+        copies: how often a row alone is in its batch. As many copies as prompts need no programs for other batch sizes: None
+            takes this number with ``few_programs``, and else 1.
+        rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, the last `LAYER_STEPS` tokens after the prompt; None takes
             `tokens_of_layer`.
         lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
     """
@@ -71,12 +71,12 @@ class Subject:
     def read(
         self, method: Method | None = None, rows: Sequence[Sequence[int]] | None = None, **options: Any
     ) -> Cache:
-        """`kvjax.prefill` of ``rows`` (None: the three prompts), padded to one width.
+        """Prefill ``rows`` (None: the three prompts), padded to one width.
 
         Args:
-            method: None takes the subject's.
+            method: None takes the subject's method.
             rows: token ids.
-            **options: of `kvjax.prefill`; also ``params``.
+            **options: options of `kvjax.prefill`; also ``params``.
         """
         tokens, lengths = padded(self.prompts if rows is None else rows)
         given = {"config": self.model, "max_new_tokens": ROOM, "pad_multiple": 1, **options}
@@ -84,28 +84,28 @@ class Subject:
         return prefill(params, tokens, lengths=lengths, method=self.method if method is None else method, **given)
 
     def alone(self, row: int) -> Cache:
-        """A prompt, read without the others."""
+        """Prefill one prompt alone."""
         return self.read(rows=[self.prompts[row]] * self._copies)
 
     def go_on(self, cache: Cache, method: Method | None = None) -> Generation:
-        """`STEPS` greedy tokens, which no EOS ends, under the cache's method or another; consumes the cache."""
+        """Generate `STEPS` greedy tokens, which no EOS ends, under the cache's method or another; consumes the cache."""
         limits = [STEPS] * cache.batch if self._few_programs else None
         return generate(self.params, cache, method=method, max_new_tokens=STEPS, eos_token_ids=(), limits=limits)
 
     def go_half(self, cache: Cache) -> tuple[np.ndarray, Cache]:
-        """Half of these tokens, int32 [B, STEPS // 2], and the cache; consumes the given cache."""
+        """Generate the first half of `go_on`'s tokens, int32 [B, STEPS // 2], and the cache; consumes the given cache."""
         half = STEPS // 2
         steps, limits = (STEPS, [half] * cache.batch) if self._few_programs else (half, None)
         out = generate(self.params, cache, max_new_tokens=steps, eos_token_ids=(), limits=limits)
         return np.asarray(out.tokens)[:, :half], out.cache
 
     def ask(self, cache: Cache, questions: Sequence[Sequence[int]] = QUESTIONS, width: int = 4) -> Cache:
-        """`kvjax.extend` by questions that are padded to ``width``; consumes the cache."""
+        """Extend the cache by questions that are padded to ``width``; consumes the cache."""
         tokens, lengths = padded(questions, width)
         return extend(self.params, cache, tokens, lengths=lengths)
 
     def ask_alone(self, row: int, width: int = 4) -> Cache:
-        """A prompt and its question of `QUESTIONS`, without the others."""
+        """Prefill one prompt alone and extend it by its question of `QUESTIONS`."""
         return self.ask(self.alone(row), [QUESTIONS[row]] * self._copies, width)
 
     @functools.cached_property
@@ -126,39 +126,39 @@ class Subject:
         return self.method.for_layer(0, 2)
 
     def drive(self, q: Any = None, k: Any = None, v: Any = None, method: Method | None = None, **options: Any) -> Drive:
-        """One layer on the subject's rows, some of which may be replaced.
+        """Run one layer on the subject's rows, or on replacements for some of them.
 
         Args:
             q: [B, H, G, T, D].
             k: [B, H, T, D].
             v: [B, H, T, D].
-            method: None takes the subject's.
-            **options: of `kvjax.testing.layer.drive`.
+            method: None takes the subject's method.
+            **options: options of `kvjax.testing.layer.drive`.
         """
         q, k, v = (x if y is None else y for x, y in zip(self.rows, (q, k, v), strict=True))
         taken = self.method if method is None else method
         return drive(taken, q, k, v, self.lengths, prompt=self.rows[1].shape[2] - LAYER_STEPS, **options)
 
     def with_knob(self, **knobs: Any) -> Method:
-        """The method with other values of some fields."""
+        """Copy the method with other values of some fields."""
         return dataclasses.replace(self.method, **knobs)
 
 
 @functools.cache
 def tokens_of_layer() -> tuple[np.ndarray, ...]:
-    """Random q [B, H, G, T, D], k and v [B, H, T, D] of one layer."""
+    """Draw q [B, H, G, T, D], k and v [B, H, T, D] of one layer."""
     return random_tokens(11, len(LENGTHS), 2, 2, int(LENGTHS.max()) + LAYER_STEPS, 16)
 
 
 @functools.cache
 def random_prompts() -> tuple[tuple[int, ...], ...]:
-    """Three prompts of different length, of token ids below 60."""
+    """Draw three prompts of different length, of token ids below 60."""
     rng = np.random.default_rng(3)
     return tuple(tuple(rng.integers(0, 60, n).tolist()) for n in (40, 23, 9))
 
 
 def padded(rows: Any, width: int = WIDTH) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists as an array of ``width`` columns, and their lengths."""
+    """Pad token lists to an array of ``width`` columns; with their lengths."""
     out = np.zeros((len(rows), width), np.int32)
     for at, row in enumerate(rows):
         out[at, : len(row)] = row

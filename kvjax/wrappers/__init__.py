@@ -1,1 +1,1 @@
-"""Methods made of methods: stages, layers of their own, periodic eviction, top-p, sparse prompts, budgets of layers."""
+"""Methods made of methods: stages, a method per layer, periodic eviction, top-p, sparse prefill, budgets of layers."""

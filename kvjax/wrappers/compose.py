@@ -1,8 +1,8 @@
 """Wrappers: methods made of other methods.
 
 A wrapper has its inner methods in fields and calls them. It does not ask for their class, only for their declarations. It
-answers every declaration as its inner methods do (`answers`), but for those that its own class states; hooks that it leaves
-as they are it `passes` on.
+answers every declaration as its inner methods do (`answers`), except declarations that its own class states. It `passes` on
+the hooks that it does not change.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
     nothing in the wrappers, except in one that answers it in another way.
 
     Args:
-        *fields: the fields with the inner methods; a field may have a dict of them. Of several methods the answer is the
-            first one that is true, and the last method's if none is: a wrapper needs what any of its methods needs.
+        *fields: the fields with the inner methods; a field may have a dict of methods. With several methods the answer is the
+            first true one, or the last method's answer if none is true: a wrapper needs what any of its methods needs.
         names: the declarations; () takes all.
     """
 
@@ -50,7 +50,7 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
 
 
 def passes[T](field: str, hook: T) -> T:
-    """Make a hook of a wrapper that is the inner method's: ``compress = passes("method", SlotMethod.compress)``.
+    """Make a hook of a wrapper that calls the inner method's hook: ``compress = passes("method", SlotMethod.compress)``.
 
     Args:
         field: the wrapper's field with the inner method, which gets the arguments as they are.
@@ -161,20 +161,21 @@ class Stages(SlotMethod):
     """Evict first, then retrieve from the slots that are left: ``Stages(evict=SnapKV(...), retrieve=Quest(...))``.
 
     The metadata of the second method is made from the compressed cache, so it has no evicted slot. The second method may
-    also be one that keeps everything and makes it smaller: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
+    also keep every slot in fewer bytes: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
 
     The first may drop channels instead of tokens: ``Stages(evict=ThinK(), retrieve=Quest(...))``. A dropped channel is 0 in
     the metadata and in attention alike, and a step reads the packed keys of the chosen slots. The tokens whose keys stay
-    whole begin in a page of their own. The second method is then `Quest`, or `kvjax.Twilight` around it, without ``offload``;
-    others are refused when it is made (ValueError): most of them read all keys, or take the slots before the newest for the
-    newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()), retrieve=Quest(...))``.
+    whole begin in a page of their own. The second method is then `Quest`, or `kvjax.Twilight` around it, without ``offload``.
+    All other methods are refused when the wrapper is made (ValueError): most of them read all keys, or take the slots before
+    the newest for the newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()),
+    retrieve=Quest(...))``.
     """
 
     evict: SlotMethod
     retrieve: SlotMethod
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
-    thin_block = None  # another method after these two has not been thought of
+    thin_block = None  # a third method after these two is not supported
 
     near = passes("retrieve", SlotMethod.near)
     reread_tokens = passes("evict", SlotMethod.reread_tokens)
@@ -199,7 +200,7 @@ class Stages(SlotMethod):
             _check_thin(evict, retrieve)
         first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
         if len(first) > 1:
-            raise ValueError(f"Stages: moments of queries are from one position on, evict and retrieve want {sorted(first)}")
+            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(first)}")
 
     @property
     def obs_window(self) -> int:
@@ -277,7 +278,7 @@ class DenseBelow(Around):
     Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
     """
 
-    length: int = static(least=1)  # tokens; the selection has room for so many
+    length: int = static(least=1)  # tokens; the selection has room for this number
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
@@ -327,12 +328,12 @@ class DenseBelow(Around):
         )
 
     def _short(self, cache: LayerStorage) -> Array:
-        """Rows that still attend to all tokens, bool [B, 1]."""
+        """Mark the rows that still attend to all tokens, bool [B, 1]."""
         return (cache.cursor <= self.length)[:, None]
 
 
 def _check_thin(evict: SlotMethod, retrieve: SlotMethod) -> None:
-    """Refuse what `Stages` cannot do after ``evict``, which leaves some channels of keys only."""
+    """Refuse a ``retrieve`` that `Stages` cannot run after ``evict``, which keeps only some channels of keys."""
     first, second = type(evict).__name__, type(retrieve).__name__
     if evict.selects:
         raise ValueError(f"Stages: {first} chooses slots of its packed keys already, so nothing can come after it")
@@ -351,25 +352,25 @@ def _check_thin(evict: SlotMethod, retrieve: SlotMethod) -> None:
 
 
 def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
-    """``value``, if it is a method that chooses slots, and does no more.
+    """Return ``value`` if it is a method that chooses slots, and does no more.
 
     Args:
-        role: what messages call it.
+        role: the name of ``value`` in messages.
         value: any object.
         weighs: True: it may also estimate tokens or correct logits, because the wrapper leaves each step to it.
 
     Raises:
-        ValueError: it is another method, or none.
+        ValueError: ``value`` is another method, or none.
     """
     given = check_method(role, value)
     if not (given.slotted if weighs else given.composable):
         plain = "" if weighs else " and attends to these alone, with plain logits"
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")
     if value.sparse_prompt is not None:
-        raise ValueError(f"{role} must not read its prompt sparsely: {type(value).__name__} goes around all others")
+        raise ValueError(f"{role} must not prefill sparsely, got {type(value).__name__}, which must be the outer wrapper")
     return value
 
 
 def inner_of_layer(method: SlotMethod, layer: int, num_layers: int) -> SlotMethod:
-    """The inner method of one layer. The layers of a method that chooses slots choose slots too."""
+    """Return the inner method of one layer. The layers of a method that chooses slots choose slots too."""
     return cast("SlotMethod", method.for_layer(layer, num_layers))

@@ -1,4 +1,4 @@
-"""Unequal budgets of layers: `LayerBudgets` gives each layer a share, and `layer_shares` makes shares of a measurement."""
+"""Unequal budgets of layers: `LayerBudgets` gives each layer a share; `layer_shares` computes shares from a measurement."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class LayerBudgets(Method):
     """Give each layer its share of the budget of ``method``: ``LayerBudgets(method=SnapKV(budget=1024), shares=shares)``.
 
     Layer l runs ``method`` with a budget of ``floor(shares[l] * budget)`` tokens, so ``budget`` is the mean over the layers
-    if that of ``shares`` is 1. Where ``method`` is made of methods (`kvjax.Periodic`, `kvjax.Stages`), every budget in it is
-    multiplied. Other knobs stay as they are: ``num_recent`` of `H2O` is half of its own budget, unless it is given. Arrays
+    if the mean of ``shares`` is 1. Where ``method`` is made of methods (`kvjax.Periodic`, `kvjax.Stages`), every budget in it
+    is multiplied. Other knobs stay as they are: ``num_recent`` of `H2O` is half of its own budget, unless it is given. Arrays
     have the size of their own layer's budget. A layer with a sliding window keeps its window.
 
     SqueezeAttention takes the shares from a prompt: a layer whose attention hardly turns the hidden states gets less.
-    `layer_shares` makes them of these measurements, and ``python -m experiments.insight.layers`` measures a model.
+    `layer_shares` computes shares from such measurements, and ``python -m experiments.insight.layers`` measures a model.
 
-    ``method`` is one with a budget that does not decide for all layers at once. Others are refused (ValueError), and so are
-    shares for another number of layers, and shares with which a layer's budget would be too small for ``method``.
+    ``method`` must have a budget and must not decide for all layers at once. Other methods are refused (ValueError), and so
+    are shares for another number of layers, and shares with which a layer's budget would be too small for ``method``.
 
     **Source**: Wang and Gan, "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget"
     (arXiv:2404.04793, algorithm 1); hetailang/SqueezeAttention a1933d1.
@@ -78,15 +78,15 @@ class LayerBudgets(Method):
 
 
 def layer_shares(similarity: Sequence[float], share: float = 0.35) -> tuple[float, ...]:
-    """The shares of `LayerBudgets` by SqueezeAttention's rule.
+    """Compute the shares of `LayerBudgets` by SqueezeAttention's rule.
 
-    The layers are divided into three groups so that the squared differences from the mean of the own group are least in sum.
-    The layers of the most similar group get ``share`` of the budget; what they save goes to all others in equal parts. So
-    the mean of the shares is 1.
+    The layers are divided into three groups with the least sum of squared differences from the mean of the own group. The
+    layers of the most similar group get ``share`` of the budget; the tokens they save go to all other layers in equal parts.
+    So the mean of the shares is 1.
 
     Args:
         similarity: for each layer the mean cosine of a prompt's hidden states before and after attention.
-        share: of the budget, for the layers that attention changes least; above 0 and at most 1.
+        share: share of the budget for the layers that attention changes least; above 0 and at most 1.
 
     Returns:
         A share for each layer.
@@ -115,7 +115,7 @@ def _has_budget(method: Method) -> bool:
 
 
 def _multiplied(method: Any, share: float) -> Any:
-    """The method with every budget in it multiplied by ``share``."""
+    """Multiply every budget in a method by ``share``."""
     if isinstance(method, dict):
         return {key: _multiplied(inner, share) for key, inner in method.items()}
     changed: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Eviction that goes on while decoding: `Periodic` applies an eviction again to what is kept, every so many tokens."""
+"""Eviction that goes on while decoding: `Periodic` evicts again from the kept tokens, every ``interval`` tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.wrappers.compose import answers, inner_of_layer, slot_method
 
 @pytree
 class Recent:
-    """What `Periodic` keeps beside the cache: the record that a prompt has, of the newest tokens."""
+    """The state that `Periodic` keeps in addition to the cache: the record of a prompt, for the newest tokens."""
 
     since: Array  # int32 [B], tokens that came after the row's last eviction, or after its prompt
     # [B, H, G, N, D], the newest rotated queries; the one at position p is entry p mod N; None if the eviction reads none.
@@ -35,34 +35,34 @@ class Recent:
 class Periodic(SlotMethod):
     """Evict again every ``interval`` tokens after the prompt: ``Periodic(evict=SnapKV(budget=2048), interval=128)``.
 
-    Stored: what ``evict`` leaves of the prompt, and later tokens as they come, at most ``2 * interval - 1`` beyond the
-    budget. Memory is bounded however many tokens follow: after every ``interval`` tokens of a row, ``evict`` scores all that
-    this row holds, prompt and later tokens alike, and keeps the ``budget`` best in the same arrays. Its window is then that
-    of the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
-    wants the mean or the covariance of queries, those of later tokens count too. They are kept until the next eviction adds
-    all of them at once: [B, H, G, N, D] for N = ``2 * interval - 1``, or W if that is more.
+    Stored: the prompt tokens that ``evict`` keeps, and later tokens as they come, at most ``2 * interval - 1`` beyond the
+    budget. Memory is bounded however many tokens follow. After every ``interval`` tokens of a row, ``evict`` scores all
+    tokens of this row, from the prompt and later alike, and keeps the ``budget`` best in the same arrays. Its window is then
+    the newest tokens, whose queries are kept for it, [B, H, G, W, D] for W = ``obs_window`` of ``evict``. Where ``evict``
+    needs the mean or the covariance of queries, the queries of later tokens count too. They are kept until the next eviction
+    adds all of them at once: [B, H, G, N, D] for N = ``2 * interval - 1``, or W if that is more.
 
-    Each row counts its own tokens. After all layers of a step, one question for the whole model asks whether any row is due;
-    then the eviction computes all rows of all layers and changes those that are due, in place. `kvjax.extend` reads at most
+    Each row counts its own tokens. After all layers of a step, one condition for the whole model asks whether any row is due;
+    if so, the eviction computes all rows of all layers and changes the due rows in place. `kvjax.extend` processes at most
     ``interval`` tokens at once, and each such block counts as its tokens.
 
-    ``evict`` is a method that keeps the best tokens of a prompt by a score of what is stored and of the newest queries:
+    ``evict`` is a method that keeps the best tokens of a prompt by a score of the stored tokens and of the newest queries:
     `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
-    an `Eviction` of your own. Others are refused when it is made (ValueError): those that keep every token, those that evict
-    while decoding themselves (`H2O`), and those whose score needs what is no longer there (`ObservedAttention`). Where a
-    score is pooled, a token's neighbours are those in the slots beside it.
+    an `Eviction` of your own. Three kinds of methods are refused when the wrapper is made (ValueError): methods that keep
+    every token, methods that evict while decoding themselves (`H2O`), and methods whose score needs data that is no longer
+    there (`ObservedAttention`). Where a score is pooled, a token's neighbours are the tokens in the slots beside it.
 
     **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
     SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
     ``budget``.
 
     **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
-    end. kvpress scores by the queries of the last 256 tokens that came after the last eviction, and here by as many as
-    ``evict`` reads of a prompt, also of tokens before that eviction. It rotates all of them at the newest token's position,
-    and here each is rotated at its own; so the two agree under scores of keys alone (`Knorm`), where a budget of ``evict``
-    that covers the prompt leaves it whole as there. There all rows of a batch count together, and a question of
-    ``target_size`` tokens or more is followed by an eviction at once; here a question is read in blocks of ``interval``
-    tokens.
+    end. kvpress scores by the queries of the last 256 tokens that came after the last eviction; here ``evict`` scores by as
+    many queries as it reads of a prompt, also of tokens before that eviction. kvpress rotates all queries at the newest
+    token's position, and here each is rotated at its own. So the two agree under scores of keys alone (`Knorm`), if the
+    budget of ``evict`` covers the prompt and leaves it whole, as in kvpress. In kvpress all rows of a batch count together,
+    and a question of ``target_size`` tokens or more is followed by an eviction at once; here a question is processed in
+    blocks of ``interval`` tokens.
     """
 
     evict: SlotMethod
@@ -88,7 +88,7 @@ class Periodic(SlotMethod):
                 "newest queries alone"
             )
         if self.capacity is not None and self.budget is None:
-            raise ValueError(f"Periodic: capacity is that of budget, which must be given too, got capacity={self.capacity}")
+            raise ValueError(f"Periodic: budget must be given with capacity, got budget=None, capacity={self.capacity}")
         _slots(self._later)  # which refuses a budget that `evict` cannot have
 
     @property
@@ -139,7 +139,7 @@ class Periodic(SlotMethod):
         return SlotState(cache=self._evicted(cache, recent, newest, due), aux=dataclasses.replace(recent, since=since))
 
     def count(self, cache: LayerStorage, aux: Recent, shared: Any) -> tuple[Array, Array]:
-        """All stored slots. Of metadata the queries and the moments, which one step in ``interval`` reads.
+        """Count all stored slots, and as metadata the queries and the moments, which one step in ``interval`` reads.
 
         The keys that an eviction reads again, in one step of ``interval``, are not counted.
         """
@@ -161,11 +161,11 @@ class Periodic(SlotMethod):
         return 2 * self.interval - 1
 
     def _evicted(self, cache: LayerCache, recent: Recent, newest: Array, due: Array) -> LayerCache:
-        """The cache after an eviction in the rows where ``due`` bool [B]; it has as many slots.
+        """Evict in the rows where ``due`` bool [B]; the new cache has as many slots.
 
         Args:
-            cache: with all tokens.
-            recent: whose moments have all queries.
+            cache: the cache with all tokens.
+            recent: the record, whose moments include all queries.
             newest: int32 [B], position of the newest token.
             due: bool [B].
         """
@@ -194,7 +194,7 @@ def _slots(method: SlotMethod) -> int:
 
 
 def _remember(recent: Recent, query: Array, position: Array) -> Recent:
-    """``recent`` with the rotated queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding."""
+    """Add the rotated queries [B, H, G, T, D] at ``position`` int32 [B, T], EMPTY for padding, to ``recent``."""
     if recent.query is None:  # an array without numbers could not be saved
         return recent
     entries = recent.query.shape[3]
@@ -207,10 +207,10 @@ def _remember(recent: Recent, query: Array, position: Array) -> Recent:
 
 
 def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
-    """``recent``, whose moments have the queries since the last eviction too, in the rows where ``due`` bool [B].
+    """Add the queries since the last eviction to the moments of ``recent``, in the rows where ``due`` bool [B].
 
     Args:
-        recent: with the query of the newest token.
+        recent: the record, with the query of the newest token.
         newest: int32 [B], position of the newest token.
         due: bool [B]; other rows keep their moments to the bit, as rows of padding do.
     """
@@ -219,14 +219,14 @@ def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
     ring, inv_freq = not_none("query", recent.query), recent.moments.inv_freq[0]
     age = jnp.arange(ring.shape[3], dtype=jnp.int32)[None]
     position = jnp.where(age < jnp.where(due, recent.since, 0)[:, None], newest[:, None] - age, EMPTY)
-    # Taken out of the ring, though their order is nothing to the sums. Of the ring itself XLA would sum the entries along
-    # another axis of memory than a step writes them, and so turn all of the ring round in every step.
+    # The entries are taken out of the ring, although their order does not matter for the sums. Otherwise XLA would sum the
+    # ring along another axis of memory than a step writes, and transpose all of the ring in every step.
     query = _entries(ring, position)
     query = rotate(query.astype(jnp.float32), -position[:, None, None], inv_freq)  # as before RoPE
     return dataclasses.replace(recent, moments=add_queries(recent.moments, query, position, inv_freq))
 
 
 def _entries(query: Array, position: Array) -> Array:
-    """The queries [B, H, G, T, D] at ``position`` int32 [B, T], of the ring ``query``; any query where that is EMPTY."""
+    """Take the queries [B, H, G, T, D] at ``position`` int32 [B, T] from the ring ``query``; any query where EMPTY."""
     entry = lax.rem(jnp.maximum(position, 0), query.shape[3])
     return jax.vmap(lambda query, entry: query.at[:, :, entry].get(wrap_negative_indices=False))(query, entry)

@@ -1,4 +1,4 @@
-"""Prompts that are read sparsely: `Prefill` gives any method that keeps slots sparse attention over the prompt."""
+"""Sparse prefill: `Prefill` gives any method that keeps slots sparse attention over the prompt."""
 
 from __future__ import annotations
 
@@ -15,71 +15,73 @@ from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot
 @answers("method")
 @pytree
 class Prefill(Around):
-    """Read the prompt sparsely, by a pattern of each query head, and decode as ``method`` does.
+    """Prefill sparsely, by a pattern of each query head, and decode as ``method`` does.
 
     Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.patterns("best_pattern.json", config))``.
 
-    The prompt is read in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens up to
-    each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself, and to
+    The prompt is prefilled in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens
+    up to each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself,
+    and to
 
     * "vertical_slash": the ``columns`` keys, and the ``diagonals`` distances between query and key, with the largest sums of
       attention from the chunk's last ``window`` queries, whose softmax is over all keys. The first ``num_sink`` keys and the
-      ``num_recent`` shortest distances are among them for certain. A block that a chosen diagonal passes through is read
-      whole.
+      ``num_recent`` shortest distances are always among them. A block that a selected diagonal passes through is read whole.
     * "a_shape": the first ``columns`` keys, and the blocks of the ``diagonals`` newest tokens.
     * "block_sparse": for each block of queries the best blocks of keys by the product of the means, ``blocks`` with its own.
     * "xattention": for each block of queries the first block, its own, and then the fewest best blocks of keys with which it
       has ``share`` of the attention. Blocks are scored by sums along pieces of antidiagonals: ``stride`` queries in a row
       are one vector, ``stride`` keys, the last one first, are another, and the softmax is over these vectors.
-    * "flexprefill": the columns of "vertical_slash", and apart from them its diagonals, as many as have ``share`` of the
-      attention from the window, at least ``min_budget`` of each. Or blocks, where they describe the head better: if the
-      attention that the window's mean query pays to the mean keys of blocks is nearer than ``tau`` to the window's attention
-      (the root of the Jensen-Shannon divergence), then each block of queries reads the first block, its own, and the best by
-      the softmax of the product of means. Of these there are as many as have ``share`` of the sum over all blocks of queries
-      of the chunk, and for each at least ``min_budget`` tokens.
+    * "flexprefill": the columns of "vertical_slash", and separately its diagonals, as many as have ``share`` of the attention
+      from the window, at least ``min_budget`` of each. Or blocks, where they describe the head better: where the attention
+      of the window's mean query to the mean keys of blocks is near to the window's attention. The distance is the root of
+      the Jensen-Shannon divergence, and must be below ``tau``. Then each block of queries reads the first block, its own, and
+      the best by the softmax of the product of means. The best are as many as have ``share`` of the sum over all blocks of
+      queries of the chunk, and at least ``min_budget`` tokens for each block of queries.
 
-    The last two follow the text: the kernel's time does so, and its lists have room for everything. They take 4 * N * P
-    bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128 tokens these are 8 MiB
-    for 32 query heads that read 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The scores are as large.
-    "xattention" holds up to 64 MiB of sums and as much of logits beside them, "flexprefill" lists of 128K columns, 16 MiB.
+    The work of the last two patterns depends on the text: the kernel's time does, but its lists have room for everything.
+    The lists take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128
+    tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The
+    scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists of 128K
+    columns, 16 MiB.
 
     One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
     ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
-    every pattern is read densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode steps
-    attend as under ``method``; nothing is stored for the pattern.
+    every pattern is prefilled densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode
+    steps attend as under ``method``; nothing is stored for the pattern.
 
     ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
-    Others are refused when it is made (ValueError): those with storage, positions or a prompt of their own (`ShadowKV`,
-    `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and those that need the attention of the whole prompt (`H2O`,
-    `ObservedAttention`). It is the outermost wrapper but for `kvjax.PerLayer` and `kvjax.LayerBudgets`.
+    Two kinds of methods are refused when the wrapper is made (ValueError): methods with storage, positions or a prefill of
+    their own (`ShadowKV`, `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and methods that need the attention of the whole
+    prompt (`H2O`, `ObservedAttention`). Only `kvjax.PerLayer` and `kvjax.LayerBudgets` can be around this wrapper.
 
     **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
-    (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, what is certain, and the default pattern. Xu et al.,
-    "XAttention: Block Sparse Attention with Antidiagonal Scoring" (arXiv:2503.16428); mit-han-lab/x-attention e379887 for the
-    scale of the scores and for what is certain. Lai et al., "FlexPrefill: A Context-Aware Sparse Attention Mechanism for
-    Efficient Long-Sequence Inference" (arXiv:2502.20766); ByteDance-Seed/FlexPrefill a24b27b for the numbers. Both read in
-    blocks of 128 tokens, so ``block=128``, and FlexPrefill's window is a block, ``window=128``.
+    (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, the entries that are always read, and the default pattern.
+    Xu et al., "XAttention: Block Sparse Attention with Antidiagonal Scoring" (arXiv:2503.16428); mit-han-lab/x-attention
+    e379887 for the scale of the scores and the entries that are always read. Lai et al., "FlexPrefill: A Context-Aware Sparse
+    Attention Mechanism for Efficient Long-Sequence Inference" (arXiv:2502.20766); ByteDance-Seed/FlexPrefill a24b27b for the
+    sizes. XAttention and FlexPrefill use blocks of 128 tokens, so ``block=128``, and FlexPrefill's window is a block,
+    ``window=128``.
 
     **Departures**: diagonals are widened to blocks that begin at multiples of ``block``; the released kernel begins them at
-    the diagonal, and reads one block where this reads two for a diagonal that has no neighbours. With "block_sparse" the own
-    block is always among the best. The released code reads a prompt at once, so that the last queries of the prompt choose
-    for all; here those of each chunk choose for their chunk. Where a chunk is shorter than the window all of its queries
-    vote.
+    the diagonal. For a diagonal without neighbours it reads one block, and this kernel two. With "block_sparse" the own
+    block is always among the best. The released code prefills a prompt at once, so that the last queries of the prompt
+    choose for the whole prompt; here the last queries of each chunk choose for their chunk. Where a chunk is shorter than the
+    window all of its queries vote.
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
-    Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them. Of
-    FlexPrefill, columns and diagonals are single ones here; the code counts single ones, but chooses blocks of them. What is
-    certain is ``num_sink`` and ``num_recent`` with "flexprefill" too, and counts towards the share; the code keeps the first
-    block of columns and the own block. Blocks that the code reads in addition to those of the share, by the window's columns
-    and diagonals, are here the best ones of each block of queries. All blocks of queries share one sum within a chunk, not
-    within the prompt.
+    Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them.
+    FlexPrefill's code counts single columns and diagonals, but selects blocks of them; here single ones are selected. With
+    "flexprefill" too, ``num_sink`` and ``num_recent`` are always read, and count towards the share; the code keeps the first
+    block of columns and the own block. The code reads blocks by the window's columns and diagonals in addition to the blocks
+    of the share; here these are the best ones of each block of queries. All blocks of queries share one sum within a chunk,
+    not within the prompt.
     """
 
     # A `Pattern`, or one for each query head of each layer.
     pattern: Any = static(default=Pattern())
     window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
-    num_sink: int = static(default=30, least=0)  # first tokens that are columns for certain
-    num_recent: int = static(default=100, least=1)  # shortest distances that are diagonals for certain
+    num_sink: int = static(default=30, least=0)  # first tokens that are always columns
+    num_recent: int = static(default=100, least=1)  # shortest distances that are always diagonals
     block: int = static(default=64, least=1)  # tokens of a block; kernels take powers of two from 16 to 128
     stride: int = static(default=8, least=1)  # tokens of an antidiagonal's piece under "xattention", which divides block
     chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block

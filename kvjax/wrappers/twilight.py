@@ -1,4 +1,4 @@
-"""Top-p over what another method selects: `Twilight` keeps the fewest tokens that have most of the attention."""
+"""Top-p over the selection of another method: `Twilight` keeps the fewest tokens that have most of the attention."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LARGEST = 15  # the largest code of 4 bits
 class FourBitKeys:
     """Keys in 4 bits: channel c of key i is ``low[i] + step[i] * code[i, c]``. All are 0 for empty slots."""
 
-    # uint8 [B, H, S, D/2]: byte c has the code of channel c in its lower bits, that of channel c + D/2 in its upper.
+    # uint8 [B, H, S, D/2]: byte c has the code of channel c in its lower bits, the code of channel c + D/2 in its upper.
     codes: Array
     low: Array  # [B, H, S], the smallest channel, in the dtype of the keys
-    step: Array  # [B, H, S], a 15th of the range of the channels, in the dtype of the keys
+    step: Array  # [B, H, S], the range of the channels divided by 15, in the dtype of the keys
 
 
 @pytree
 class Pruned:
-    """What `Twilight` keeps beside the cache."""
+    """The state that `Twilight` keeps in addition to the cache."""
 
     keys: FourBitKeys
     query: Array  # [B, H, G, D], the row's newest rotated query, by which accounting counts
@@ -47,41 +47,41 @@ class Twilight(Around):
 
     Example: ``Twilight(method=Quest(budget=8192), mass=0.85)``.
 
-    ``method`` says which slots may matter, with a generous budget. Of these each KV head attends to the fewest that
-    have the share ``mass`` of the attention, so their number follows the head and the step. The shares are estimated by
-    a copy of all keys in 4 bits, uint8 [B, H, S, D/2], with two numbers [B, H, S] in the dtype of the keys. For token
-    i, whose key is k_i, and query head (h, g)::
+    ``method`` selects candidates with a generous budget. Each KV head attends to the fewest of them that have the share
+    ``mass`` of the attention, so their number depends on the head and the step. The shares are estimated by a copy of
+    all keys in 4 bits, uint8 [B, H, S, D/2], with two values [B, H, S] in the dtype of the keys. For token i, whose key
+    is k_i, and query head (h, g)::
 
         step_i = (max k_i - min k_i) / 15        code_i = round((k_i - min k_i) / step_i)
         e[h, g, i] = q[h, g] . (min k_i + step_i * code_i) / sqrt(D)
         share[h, g, i] = softmax_i(e[h, g]), i among the selected tokens
 
     A query head needs the smallest set of tokens whose shares add up to ``mass``, and tokens whose shares equal the
-    smallest in the set. A KV head attends to what any of its query heads needs, and to the step's own token if that is
-    selected. Where the query heads of ``method`` choose for themselves (`RetrievalAttention`), the selected tokens are what
-    any head of the group chose. The estimates only choose: attention uses the exact keys. ``mass=1`` keeps all that is
-    selected. Where the budget of ``method`` has room for all tokens that are stored, all of them are candidates. Layers
-    that ``method`` leaves dense, as `Quest` does the first two, stay dense.
+    smallest in the set. A KV head attends to the tokens that any of its query heads needs, and to the step's own token if
+    it is selected. Where the query heads of ``method`` choose for themselves (`RetrievalAttention`), the candidates are the
+    tokens that any head of the group chose. The estimates only select: attention uses the exact keys. ``mass=1`` keeps
+    all candidates. Where the budget of ``method`` has room for all stored tokens, all of them are candidates. Layers that
+    ``method`` leaves dense, as `Quest` does the first two, stay dense.
 
     ``method`` is one that selects slots in each step: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`, `SOCKET`,
-    `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Others are refused when it is made
-    (ValueError): those that attend to all they keep (`Full`, `SnapKV`, `H2O`), and those that do not choose slots of a
-    `LayerCache`, or that weigh what they choose (`TokenSelect`, `Chess`, `MagicPIG`).
+    `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Other methods are refused when the
+    wrapper is made (ValueError): methods that attend to all they keep (`Full`, `SnapKV`, `H2O`), and methods that do not
+    choose slots of a `LayerCache`, or that weigh the chosen tokens (`TokenSelect`, `Chess`, `MagicPIG`).
 
-    The accounting is that of a step with the query of the newest token, which is an estimate where the next token can
-    change what ``method`` selects (`SentenceKV`). It counts the kept tokens as attended. Metadata are those of
-    ``method``, and the 4-bit keys of the tokens that ``method`` selects.
+    The accounting describes a step with the query of the newest token, which is an estimate where the next token can
+    change the selection of ``method`` (`SentenceKV`). It counts the kept tokens as attended. As metadata it counts the
+    metadata of ``method``, and the 4-bit keys of the tokens that ``method`` selects.
 
     **Source**: Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (arXiv:2502.02770);
     tsinghua-ideal/Twilight 843ebcc for the quantisation, the estimate, the threshold and the default of ``mass``.
 
     **Departures**: each KV head has one list (the union over the group, as a kernel needs it); the accuracy code
-    repeats the keys, and prunes for every query head. The code leaves the first two layers dense under every selector,
-    and here those layers are dense that ``method`` leaves dense: two under `Quest`, none under most others
-    (`kvjax.PerLayer` can add them). The step's own token is attended even where its share is
-    small. The threshold is exact, from sorted shares; the code searches for it. The code quantises in each
-    step; here a key is quantised when it arrives, and its step has the dtype of the keys. The Quest of the code rounds
-    the number of pages up and does not force the newest page; here `Quest` is what its own page says.
+    repeats the keys, and prunes for every query head. The code leaves the first two layers dense under every selector;
+    here the layers are dense that ``method`` leaves dense: two under `Quest`, none under most other methods
+    (`kvjax.PerLayer` can add them). The step's own token is attended even where its share is small. The threshold is
+    exact, from sorted shares; the code searches for it. The code quantises in each step; here a key is quantised when it
+    arrives, and its step has the dtype of the keys. The code's Quest rounds the number of pages up and does not force the
+    newest page; here `Quest` follows its own page.
     """
 
     mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
@@ -107,7 +107,7 @@ class Twilight(Around):
 
     @property
     def obs_window(self) -> int:
-        return max(1, self.method.obs_window)  # the last query tells the accounting what the first step needs
+        return max(1, self.method.obs_window)  # the accounting predicts the first step from the last query
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         inner = inner_of_layer(self.method, layer, num_layers)
@@ -140,7 +140,7 @@ class Twilight(Around):
         return cache, Pruned(keys=keys, query=query, inner=inner)
 
     def count(self, cache: LayerStorage, aux: Pruned, shared: Any) -> tuple[Array, Array]:
-        """What a step with the newest query would keep, and bytes for all that it would choose from."""
+        """Count what a step with the newest query would keep, and bytes for all candidates of that step."""
         # The next token is not known: 0 stands for it where the inner method asks.
         newest = cache.position.max(axis=(1, 2))[:, None]
         step = Step(query=aux.query[..., None, :], position=newest, tokens=jnp.zeros_like(newest), shared=shared)
@@ -154,7 +154,7 @@ class Twilight(Around):
         return self.method.counters(aux.inner, shared)
 
     def _chosen(self, cache: LayerStorage, aux: Pruned, step: Step) -> tuple[Array, Array, Array]:
-        """Slots int32 [B, H, K]; and bool [B, H, K]: which the inner method selects, and which of these are kept."""
+        """Select slots int32 [B, H, K]; with bool [B, H, K]: the inner method selects the slot; `Twilight` keeps it."""
         chosen = self.method.select(cache, aux.inner, step)
         if chosen is None:
             slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
@@ -173,7 +173,7 @@ class Twilight(Around):
 
 
 def four_bit_keys(key: Array) -> FourBitKeys:
-    """Keys [B, H, N, D] in 4 bits, each with its own range; D is even."""
+    """Quantise keys [B, H, N, D] to 4 bits, each with its own range; D is even."""
     low, high = (x.astype(jnp.float32) for x in (key.min(axis=3), key.max(axis=3)))
     step = ((high - low) / _LARGEST).astype(key.dtype)
     size = step.astype(jnp.float32)[..., None]  # 0 if all channels are equal
@@ -183,11 +183,11 @@ def four_bit_keys(key: Array) -> FourBitKeys:
 
 
 def estimates(query: Array, keys: FourBitKeys) -> Array:
-    """The logits q.k / sqrt(D) by keys in 4 bits.
+    """Estimate the logits q.k / sqrt(D) by keys in 4 bits.
 
     Args:
         query: [B, H, G, D], rotated.
-        keys: K of them.
+        keys: K keys per KV head.
 
     Returns:
         float32 [B, H, G, K].
@@ -201,10 +201,10 @@ def estimates(query: Array, keys: FourBitKeys) -> Array:
 
 
 def top_mass(logits: Array, mass: float | Array) -> Array:
-    """Whether each entry belongs to the smallest set whose softmax adds up to ``mass``, or equals an entry of the set.
+    """Mark the entries of the smallest set whose softmax adds up to ``mass``, and entries that equal one of the set.
 
     Args:
-        logits: float32 [..., K]; -inf for what is no candidate.
+        logits: float32 [..., K]; -inf for entries that are no candidates.
         mass: above 0 and at most 1; 1 takes all entries.
 
     Returns:
@@ -220,7 +220,7 @@ def top_mass(logits: Array, mass: float | Array) -> Array:
 
 
 def _keys_at(keys: FourBitKeys, slots: Array) -> FourBitKeys:
-    """The 4-bit keys at ``slots`` int32 [B, H, K]."""
+    """Take the 4-bit keys at ``slots`` int32 [B, H, K]."""
     return FourBitKeys(
         codes=jnp.take_along_axis(keys.codes, slots[..., None], axis=2, mode="clip"),
         low=jnp.take_along_axis(keys.low, slots, axis=2, mode="clip"),

@@ -1,6 +1,6 @@
 """GGUF files, the format of llama.cpp: one file with sizes, weights (often quantised), tokenizer and chat template.
 
-The package ``gguf`` parses the file and turns quantised blocks into numbers. Here is what the numbers mean for this decoder.
+The package ``gguf`` knows the types and dequantises blocks. This package parses the file and translates it for this decoder.
 
 Sources: the GGUF specification (``docs/gguf.md`` in the ggml repository); for what a file of each architecture holds,
 llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.

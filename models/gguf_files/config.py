@@ -1,4 +1,4 @@
-"""The description of a decoder from the metadata of a GGUF file.
+"""The configuration of a decoder from the metadata of a GGUF file.
 
 A setting that this decoder does not compute is an error here, so that a file never runs as a slightly different model.
 """
@@ -25,7 +25,7 @@ _SIZES = {  # key after the architecture's name -> our field
     "context_length": "max_position_embeddings",
 }
 _EPS = "attention.layer_norm_rms_epsilon"
-_NEUTRAL: dict[str, tuple] = {  # keys that change the arithmetic, and the values with which they do not
+_NEUTRAL: dict[str, tuple] = {  # keys that can change the arithmetic -> values that leave it unchanged
     "expert_count": (0,),
     "attention.causal": (True,),
     "attention.scale": (),
@@ -54,18 +54,18 @@ _END_OF_TURN = (
 
 
 def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
-    """The description of the model in ``file``.
+    """Read the configuration of the model in ``file``.
 
-    Embeddings are tied if the file has no ``output.weight``. These tokens end a text: those that the metadata names as end
-    of text, of a turn or of a message, and ``<|eot_id|>`` and ``<|im_end|>``.
+    Embeddings are tied if the file has no ``output.weight``. A text ends with any token that the metadata names as end of
+    text, of a turn or of a message, and with ``<|eot_id|>`` and ``<|im_end|>``.
 
     Args:
         file: an open GGUF file.
-        dtype: dtype of computation. None takes bfloat16 if that holds the file's embedding exactly, and float32 otherwise,
-            also for quantised files.
+        dtype: dtype of computation. None takes bfloat16 if the file's embedding is stored in bfloat16, and float32
+            otherwise, also for quantised files.
 
     Raises:
-        ValueError: the architecture is unknown, keys are missing, all of which the message names, or this decoder would not
+        ValueError: the architecture is unknown, keys are missing (the message names all of them), or this decoder would not
             compute exactly what the file declares.
     """
     arch = architecture(file)
@@ -76,10 +76,10 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
 
 
 def architecture(file: GGUFFile) -> str:
-    """The architecture that the file names.
+    """Return the architecture that the file names.
 
     Raises:
-        ValueError: it is not supported, or the file holds something else than a model.
+        ValueError: the architecture is not supported, or the file holds something other than a model.
     """
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
@@ -101,7 +101,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         raise ValueError(f"the file lacks {', '.join(absent)}")
     _refuse_unsupported(file, arch)
     sizes = {field: _same(file, f"{arch}.{key}") for key, field in _SIZES.items()}
-    if sizes["num_layers"] > len(file.tensors):  # of a damaged file; a list of so many layers might not fit into memory
+    if sizes["num_layers"] > len(file.tensors):  # a damaged file; a list of so many layers might not fit into memory
         layers = sizes["num_layers"]
         raise ValueError(f"{arch}.block_count is {layers}, but the file has only {len(file.tensors)} tensors")
     heads = sizes["num_q_heads"]
@@ -132,7 +132,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
 
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
-    """A size, which a file can also give as one number for each layer."""
+    """Return a size, which a file can also give as a list with one value for each layer."""
     value = file.metadata.get(key, default)
     values = value if isinstance(value, list) else [value]
     if {type(item) for item in values} != {int}:
@@ -143,7 +143,7 @@ def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
 
 
 def _decimal(file: GGUFFile, key: str, default: float | None = None) -> float:
-    """A float32 of the file as the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    """Return a float32 of the file as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
     value = file.metadata.get(key, default)
     if not isinstance(value, float):
         raise ValueError(f"{key} must be a number, got {value!r}")
@@ -160,7 +160,7 @@ def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
 
 
 def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
-    """Refuse values of another size than keys, and rotations of only a part of a head."""
+    """Refuse value heads of another size than key heads, and rotations of only a part of a head."""
     for key in ("attention.value_length", "rope.dimension_count"):
         size = _same(file, f"{arch}.{key}", head_dim)
         if size != head_dim:
@@ -168,7 +168,7 @@ def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
 
 
 def _windows(file: GGUFFile, arch: str, layers: int, context: int) -> tuple[int, ...]:
-    """The sliding window of every layer; () if there is none, or none narrower than the context."""
+    """Return the sliding window of every layer in tokens; () if no layer has a window narrower than the context."""
     window = _same(file, f"{arch}.attention.sliding_window", 0)
     if not 0 < window < context:
         return ()
@@ -181,14 +181,14 @@ def _windows(file: GGUFFile, arch: str, layers: int, context: int) -> tuple[int,
 
 
 def _vocab_size(file: GGUFFile, arch: str) -> int:
-    """Rows of the embedding: what the metadata says; without that, one for each token; without these, what is there."""
+    """Return the rows of the embedding: the metadata's size, else the number of tokens, else the rows of the tensor."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     rows = file.tensors[EMBEDDING].shape[0] if tokens is None else len(tokens)
     return _same(file, f"{arch}.vocab_size", rows)
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
-    """The ids of the tokens that end a text, each once, the metadata's first."""
+    """List the ids of the tokens that end a text, without repeats, the metadata's ids first."""
     named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     by_text = (tokens.index(text) for text in _END_OF_TURN if text in tokens)

@@ -1,4 +1,4 @@
-"""A GGUF file as a directory in Hugging Face layout, once and for all."""
+"""Conversion of a GGUF file to a directory in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def convert(
     """Write the model of a GGUF file as a Hugging Face directory, which transformers can read too.
 
     The directory gets ``config.json``, ``model.safetensors``, ``tokenizer.json`` and ``tokenizer_config.json`` with the chat
-    template. One tensor at a time is in memory. All is written to a temporary directory beside ``directory``, which is
-    renamed at the end: so ``directory`` is whole, or it is not there.
+    template. One tensor at a time is in memory. The files are written to a temporary directory beside ``directory``, which
+    is renamed at the end: ``directory`` is whole or absent.
 
     Args:
         gguf_path: the file, or a directory that holds exactly one.
         directory: must not exist; its parent is created.
         dtype: dtype of the weights, "float32" or "bfloat16".
-        progress: is called with the bytes of weights that are written and the bytes of all weights, once at the start and
-            after each tensor.
+        progress: called with the bytes of weights written so far and the bytes of all weights, at the start and after each
+            tensor.
 
     Returns:
         ``directory``.
 
     Raises:
         FileExistsError: ``directory`` exists.
-        FileNotFoundError: there is no such GGUF file.
-        ValueError: the dtype is unknown; or the file is damaged, or not supported, or its tokenizer is not.
+        FileNotFoundError: the GGUF file does not exist.
+        ValueError: the dtype is unknown, the file is damaged, or the model or its tokenizer is not supported.
         OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
@@ -93,7 +93,7 @@ def save_tokenizer(file: GGUFFile, directory: Path) -> None:
 
 
 def _tokenizer_config(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` of a file: special tokens and chat templates."""
+    """Build the ``tokenizer_config.json`` of a file: special tokens and chat templates."""
     templates = chat_templates(file)
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and where each tensor is.
 
 The reader of the package ``gguf`` makes two arrays for every token and every merge, which takes seconds and 160 MB for 49,152
-tokens, and a truncated file ends in an IndexError there. So the header is parsed here. The tensors' types and their decoding
-are the package's.
+tokens. It also raises an IndexError for a truncated file. So the header is parsed here, and the package supplies the tensors'
+types and their decoding.
 
 Source: the GGUF specification (``docs/gguf.md`` in the ggml repository). All numbers are little-endian.
 """
@@ -22,7 +22,7 @@ _VERSIONS = (2, 3)
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _DEEPEST = 8  # lists in lists
-_ALIGNMENT = 32  # of the tensors' data, where the metadata says nothing else
+_ALIGNMENT = 32  # bytes, alignment of the tensors' data where the metadata gives no other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class TensorInfo:
 
     Attributes:
         shape: slowest axis first: [out, in] for a matrix. (The file lists the axes in reverse.)
-        kind: its type, of numbers or of quantised blocks.
-        begin: its first byte, counted from the beginning of the file.
-        size: its bytes.
+        kind: type of the tensor's values or quantised blocks.
+        begin: position of the tensor's first byte in the file.
+        size: bytes of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -43,14 +43,14 @@ class TensorInfo:
 
 
 def parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """The metadata by key and the tensors by name.
+    """Parse the metadata by key and the tensors by name.
 
     Args:
         data: the bytes of the file, uint8 [N].
 
     Raises:
-        ValueError: this is no GGUF file, a big-endian one, one of another version, a truncated or a damaged one. The message
-            goes on after the name of the file: "is truncated: ...".
+        ValueError: the file is no GGUF file, big-endian, of an unsupported version, truncated or damaged. The message
+            continues a sentence that begins with the file's name: "is truncated: ...".
     """
     _check_start(data[:8].tobytes())
     cursor = _Cursor(data, 8)
@@ -59,13 +59,13 @@ def parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     for _ in range(keys):
         key = cursor.text()
         if key in metadata:
-            raise ValueError(f"is damaged: the key {key} stands there twice")
+            raise ValueError(f"is damaged: it has the key {key} twice")
         metadata[key] = cursor.value(cursor.number("I"))
     listed = {}
     for _ in range(count):
         name = cursor.text()
         if name in listed:
-            raise ValueError(f"is damaged: the tensor {name} stands there twice")
+            raise ValueError(f"is damaged: it has the tensor {name} twice")
         axes = [cursor.number("Q") for _ in range(cursor.number("I"))]
         listed[name] = (tuple(reversed(axes)), cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -80,7 +80,7 @@ def parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 def _check_start(start: bytes) -> None:
-    """Refuse what does not begin as a little-endian GGUF file of a known version."""
+    """Refuse a file that does not begin as a little-endian GGUF file of a known version."""
     if start[:4] != _MAGIC:
         raise ValueError(f"is not a GGUF file: it begins with {start[:4]!r}, expected {_MAGIC!r}")
     version = int.from_bytes(start[4:], "little")
@@ -104,31 +104,31 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, begin: int) -> TensorI
 
 
 class _Cursor:
-    """A place in the bytes of a file, which moves behind what it reads."""
+    """A position in the bytes of a file, which moves past what it reads."""
 
     def __init__(self, data: np.ndarray, at: int):
         self.data, self.at = memoryview(data), at
 
     def take(self, size: int) -> memoryview:
-        """The next ``size`` bytes."""
+        """Read the next ``size`` bytes."""
         begin, self.at = self.at, self.at + size
         if self.at > len(self.data):
             raise ValueError(f"is truncated: got {len(self.data)} bytes, expected more than {self.at}")
         return self.data[begin : self.at]
 
     def number(self, code: str) -> Any:
-        """The next number, of the type that `struct` knows as ``code``."""
+        """Read the next number, of the type that `struct` calls ``code``."""
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self) -> str:
-        """The next text."""
+        """Read the next text."""
         try:
             return str(self.take(self.number("Q")), "utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"is damaged: a text is not UTF-8 ({error})") from error
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """The next value of metadata, whose type has the number ``kind``; it lies in ``depth`` lists."""
+        """Read the next value of metadata, of the type number ``kind``, inside ``depth`` lists."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:

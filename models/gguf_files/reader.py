@@ -1,4 +1,4 @@
-"""Find and open a GGUF file: its metadata and its tensors, which stay in the file until somebody reads them."""
+"""Find and open a GGUF file: its metadata, and its tensors, which stay in the file until they are read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..named_models import NAMED_MODELS
 from .header import TensorInfo, parse
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
-_CHUNK = 1 << 20  # numbers that are decoded at once
-_TYPES = {  # of metadata that any file can have; what only an architecture has is checked in config.py
+_CHUNK = 1 << 20  # values that are decoded at once
+_TYPES = {  # types of metadata that any file can have; config.py checks the metadata of an architecture
     "general.architecture": str,
     "general.type": str,
     "split.count": int,
@@ -33,7 +33,7 @@ _TYPES = {  # of metadata that any file can have; what only an architecture has 
     "tokenizer.ggml.add_bos_token": bool,
     "tokenizer.ggml.add_eos_token": bool,
 }
-_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # whose items are texts
+_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # lists of texts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class GGUFFile:
 
     Attributes:
         path: the file.
-        metadata: numbers, bools, texts, and lists of these, by key.
+        metadata: numbers, bools, texts, and lists of numbers, bools or texts, by key.
         tensors: where the tensors are, by their names in the file.
         data: the mapped file, uint8 [N].
     """
@@ -53,7 +53,7 @@ class GGUFFile:
     data: np.ndarray
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The numbers of a tensor in ``dtype``, decoded a few rows at a time. So no float32 copy of it exists.
+        """Read the values of a tensor in ``dtype``, decoded a few rows at a time, without a float32 copy of the tensor.
 
         Raises:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
@@ -72,7 +72,7 @@ class GGUFFile:
 
 
 def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
-    """The GGUF file that a checkpoint is or holds, or None if the checkpoint is a directory in Hugging Face layout.
+    """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
 
     Args:
         checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
@@ -80,7 +80,7 @@ def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | No
         offline: whether to raise an error instead of downloading.
 
     Raises:
-        FileNotFoundError: there is no such file or directory.
+        FileNotFoundError: the file or directory does not exist.
         ValueError: the directory holds several GGUF files.
     """
     path = local_path(checkpoint)
@@ -103,8 +103,8 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
     """Open a GGUF file of version 2 or 3.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no GGUF file, big-endian, of another version, one part of a split file, truncated or damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no GGUF file, big-endian, of another version, one part of a split file, truncated or damaged.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The ``llama3`` rule of a GGUF file, which stores its effect on each frequency instead of its numbers."""
+"""The ``llama3`` rule of a GGUF file, which stores the rule's effect on each frequency instead of its parameters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _TOLERANCE = 1e-5  # relative; the file holds float32
 
 
 def scaling_from_factors(factors: np.ndarray, head_dim: int, theta: float) -> RopeScaling | None:
-    """The rule whose frequencies are those of RoPE divided by ``factors``; None if all are one.
+    """Infer the llama3 rule that divides RoPE's frequencies by ``factors``; return None if all factors are one.
 
     With turns t of a frequency in the old context, low and high factors l and h, and the stretch f, the rule gives
-    ``1 / factor = s + (1 - s) / f`` with ``s = (t - l) / (h - l)`` cut to [0, 1]. The numbers l, h and the old context can be
-    scaled together without any effect. So they are found with l = 1, which is what Llama's own settings have.
+    ``1 / factor = s + (1 - s) / f`` with ``s = (t - l) / (h - l)`` clipped to [0, 1]. Scaling l, h and the old context
+    together has no effect. So the rule is inferred with l = 1, the value of Llama's own settings.
 
     Args:
         factors: [D/2], from the tensor ``rope_freqs.weight``.
@@ -25,7 +25,7 @@ def scaling_from_factors(factors: np.ndarray, head_dim: int, theta: float) -> Ro
         theta: base of the frequencies.
 
     Raises:
-        ValueError: the factors are of another size, or of another rule than llama3.
+        ValueError: ``factors`` has another shape, or belongs to another rule than llama3.
     """
     if factors.shape != (head_dim // 2,):
         raise ValueError(f"rope_freqs.weight must have shape [{head_dim // 2}], got {list(factors.shape)}")
@@ -43,12 +43,12 @@ def scaling_from_factors(factors: np.ndarray, head_dim: int, theta: float) -> Ro
                 original_max_position_embeddings=old,
             )
     raise ValueError(
-        "unsupported rope_freqs.weight: its factors are not those of the llama3 rule, the only one known here"
+        "unsupported rope_freqs.weight: expected factors of the llama3 rule, got factors that no llama3 rule gives"
     )
 
 
 def _fits(factors: np.ndarray, turns: np.ndarray, stretch: float) -> list[tuple[float, float, int]]:
-    """The rule that goes through the interpolated frequencies; none if fewer than two are interpolated."""
+    """Fit the rule to the interpolated frequencies; return no rule if fewer than two frequencies are interpolated."""
     between = (factors > 1 + _TOLERANCE) & (factors < stretch * (1 - _TOLERANCE))
     if stretch <= 1 or between.sum() < 2:
         return []

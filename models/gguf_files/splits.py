@@ -1,8 +1,8 @@
 r"""How each kind of byte-level tokenizer cuts a text into words, before it merges the bytes of each word.
 
-A GGUF file only names the kind, in ``tokenizer.ggml.pre``. The patterns are those of the ``tokenizer.json`` of the models
-that the name stands for; which models these are is stated in llama.cpp (``llama-vocab.cpp``, function ``load``). Several
-patterns run one after the other: each cuts the pieces that the one before left, into its matches and what lies between.
+A GGUF file only names the kind, in ``tokenizer.ggml.pre``. llama.cpp (``llama-vocab.cpp``, function ``load``) states which
+models a name stands for; the patterns come from the ``tokenizer.json`` of these models. Several patterns run one after the
+other: each cuts the pieces of the previous pattern into its matches and the text between them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DIGIT, _THREE_DIGITS = r"\p{N}", r"[0-9][0-9][0-9]"
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The rule of a kind of tokenizer.
+    """How a kind of tokenizer cuts texts.
 
     Attributes:
         patterns: the patterns, in the order in which they run.
         whole_words: whether a word that is a token stays whole, even if no merges lead to it.
-        adds_bos: whether an encoded text begins with the begin-of-text token, where the file does not say so.
+        adds_bos: whether an encoded text begins with the begin-of-text token if the file does not state it.
         nfc: whether characters are composed first (Unicode NFC). Qwen's own tokenizer does so; llama.cpp does not.
     """
 

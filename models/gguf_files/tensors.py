@@ -18,12 +18,12 @@ _ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensors:
-    """Reads the tensors of a file by their Hugging Face names, one at a time.
+    """The tensors of a file by their Hugging Face names, read one at a time.
 
     Attributes:
         file: the open file.
         names: names in the file by names in Hugging Face checkpoints.
-        rotated: the heads of each tensor, by Hugging Face names, whose rows llama.cpp re-orders.
+        rotated: number of heads of each tensor whose rows llama.cpp re-orders, by Hugging Face name.
     """
 
     file: GGUFFile
@@ -32,7 +32,7 @@ class GGUFTensors:
 
     @classmethod
     def of(cls, file: GGUFFile, config: ModelConfig, table: Sequence[Leaf]) -> GGUFTensors:
-        """The tensors that ``table`` asks for.
+        """Map the tensors that ``table`` asks for to tensors of the file.
 
         Raises:
             ValueError: tensors are missing, unused or of a wrong shape; the message names all of them.
@@ -56,7 +56,7 @@ class GGUFTensors:
         return cls(file, names, rotated)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
+        """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
 
         Raises:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
@@ -66,7 +66,7 @@ class GGUFTensors:
         return tensor if heads is None else halves(tensor, heads)
 
     def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
-        """What gives parts of a parameter in ``dtype``. The whole parameter is decoded first, on every host.
+        """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first.
 
         Raises:
             ValueError: the package ``gguf`` cannot decode a tensor's type.
@@ -80,10 +80,10 @@ class GGUFTensors:
 
 
 def halves(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of each head of a query or key projection in the order of halves, as in Hugging Face checkpoints.
+    """Permute the rows of each head of a query or key projection into the order of Hugging Face checkpoints.
 
-    RoPE turns pairs of channels. In files of the architecture llama the two channels of a pair are neighbours; here, they
-    are half a head apart.
+    RoPE rotates pairs of channels. In files of the architecture llama the two channels of a pair are neighbours; in Hugging
+    Face checkpoints they are half a head apart.
 
     Args:
         tensor: [heads * D, ...].

@@ -26,11 +26,11 @@ _NAMED = {  # name in chat templates -> name in the metadata
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The tokenizer of a file that has one of byte-level BPE.
+    """Build the byte-level BPE tokenizer of a file.
 
     Raises:
-        ValueError: the file has no tokenizer; one of another model, such as SentencePiece; one that cuts texts by a rule that
-            is not known here; or one that is damaged.
+        ValueError: the file has no tokenizer; or its tokenizer is of another model, such as SentencePiece, cuts texts by an
+            unknown rule, or is damaged.
     """
     split = _split(file)
     absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
@@ -45,7 +45,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(
-            f"{file.path}: the tokenizer has {len(tokens)} tokens, of which {len(vocabulary)} are different"
+            f"{file.path}: the tokenizer repeats tokens: got {len(vocabulary)} different ones, expected {len(tokens)}"
         )
     try:
         tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=split.whole_words))
@@ -69,7 +69,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
-    """The special tokens that the metadata names, for example {"bos_token": "<s>", "eos_token": "</s>"}.
+    """Return the special tokens that the metadata names, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 
     Raises:
         ValueError: an id lies outside of the vocabulary.
@@ -82,21 +82,21 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
             continue
         if not 0 <= index < len(tokens):
             raise ValueError(
-                f"{file.path}: tokenizer.ggml.{key}_token_id is {index}, but there are {len(tokens)} tokens"
+                f"{file.path}: tokenizer.ggml.{key}_token_id must be an id of {len(tokens)} tokens, got {index}"
             )
         named[name] = tokens[index]
     return named
 
 
 def chat_templates(file: GGUFFile) -> dict[str, str]:
-    """The chat templates by name; the usual one is named "default"."""
+    """Return the chat templates by name; the usual template is named "default"."""
     names = file.metadata.get("tokenizer.chat_templates", [])
     keys = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
     return {name: file.metadata[key] for name, key in keys.items() if file.metadata.get(key)}
 
 
 def _split(file: GGUFFile) -> Split:
-    """The rule by which the file's tokenizer cuts texts."""
+    """Return the rule by which the file's tokenizer cuts texts."""
     model = file.metadata.get(_MODEL)
     if model is None:
         raise ValueError(f"{file.path} has no tokenizer: it lacks {_MODEL}")

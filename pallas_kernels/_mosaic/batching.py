@@ -11,9 +11,9 @@ from jax.custom_batching import custom_vmap
 
 
 def rows_together(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, a function of arrays whose first axis is B and whose results have it first too, for use under ``vmap``.
+    """Make ``run`` usable under ``vmap``; its arguments and its results are arrays whose first axis is B.
 
-    Pallas itself would run a kernel with numbers in scalar memory once for each index of the mapped axis.
+    Pallas itself would run a kernel that has operands in scalar memory once for each index of the mapped axis.
     """
     call = custom_vmap(run)
 

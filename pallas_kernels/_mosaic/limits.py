@@ -1,4 +1,4 @@
-"""What kernels for TPUs take: dtypes, head dims, pieces of arrays that are whole tiles, and arrays where they are."""
+"""The limits of kernels for TPUs: dtypes, head dims, pieces of arrays that are whole tiles, and where arrays lie."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUBLANES = 8  # rows of a tile; two numbers of 16 bits share a place
 
 
 def tile_rows(x: jax.Array) -> int:
-    """Rows of a tile of fast memory: 8 of 32 bits, 16 of 16 bits."""
+    """Return the rows of a tile of fast memory: 8 rows of 32-bit elements, 16 rows of 16-bit elements."""
     return SUBLANES * 4 // x.dtype.itemsize
 
 
@@ -50,7 +50,7 @@ def check_heads(x: Any) -> None:
 
 
 def where_it_is(x: jax.Array) -> jax.Array:
-    """``x`` as an operand that stays in the device's memory.
+    """Keep ``x`` in the device's memory as an operand.
 
     XLA may otherwise move an array as a whole into fast memory before a kernel reads a small part of it, and back afterwards.
     """

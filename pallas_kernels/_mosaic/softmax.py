@@ -14,7 +14,7 @@ _PLAIN = (((1,), (0,)), ((), ()))
 
 
 def nothing(group: int, dim: int) -> Sums:
-    """The sums before the first block."""
+    """Return the sums before the first block."""
     return (
         jnp.zeros((group, 1), jnp.float32),
         jnp.full((group, 1), -jnp.inf, jnp.float32),
@@ -23,7 +23,7 @@ def nothing(group: int, dim: int) -> Sums:
 
 
 def products(query: jax.Array, rows: jax.Array) -> jax.Array:
-    """Products of query [G, D] with each of rows [N, D], of one dtype: float32 [G, N]."""
+    """Multiply query [G, D] with each of the rows [N, D], of one dtype: float32 [G, N]."""
     precision = product_precision(query.dtype)
     return jax.lax.dot_general(query, rows, _ROW_BY_ROW, precision=precision, preferred_element_type=jnp.float32)
 
@@ -52,6 +52,6 @@ def add_block(
 
 
 def result(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Output [G, D] and log of the softmax denominator [G, 1]; 0 and -inf where no slot has entered."""
+    """Finish the softmax: output [G, D] and log of the softmax denominator [G, 1]; 0 and -inf where no slot has entered."""
     total, maximum, out = sums
     return out / jnp.where(total > 0, total, 1), finite_or_zero(maximum) + jnp.log(total)

@@ -1,7 +1,8 @@
 """Inline assembly in kernels, which can use shared memory; Pallas' Triton back end cannot index it otherwise.
 
-Operands are values, never pointers: a pointer lacks the offset of its block, and so that of a row under ``vmap``. Compilers
-take assembly to have no side effects. They keep two pieces in order only where one has a result of the other as an operand.
+Operands are values, never pointers: a pointer lacks the offset of its block, and so the offset of a row under ``vmap``.
+Compilers assume that assembly has no side effects. They keep two pieces in order only where one has a result of the other
+as an operand.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.i
     Args:
         program: its results are the first registers, $0 and so on, as many as they fill; the operands follow in the same way.
         args: arrays of one shape, of bytes, 16 bits, int32 or float32; a register has 32 bits of neighbouring elements.
-        pack: elements at a time: what fills a register of every array, or a multiple of it.
+        pack: elements at a time: enough to fill a register of every array, or a multiple of that number.
         result: dtype of the result, of 16 or 32 bits.
 
     Returns:
@@ -42,9 +43,9 @@ def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.i
 
 
 def kept(values: Array, where: Array, interpret: bool) -> Array:
-    """``values`` [N, D], 0 where not ``where`` bool [N], NaN included.
+    """Zero the rows of ``values`` [N, D] where ``where`` bool [N] is false, even rows of NaN.
 
-    Two numbers of 16 bits share a register, and one instruction clears both; to select them one by one takes three each.
+    Two values of 16 bits share a register, and one instruction clears both; to select them one by one takes three each.
     """
     if interpret or values.dtype.itemsize != 2:
         return jnp.where(where[:, None], values, 0)

@@ -10,20 +10,20 @@ from jax.experimental import pallas as pl
 
 
 def whole(x: jax.Array) -> pl.BlockSpec:
-    """Every program sees all of ``x``."""
+    """Show all of ``x`` to every program."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
 def of_row(x: jax.Array) -> pl.BlockSpec:
-    """Program (b, ...) sees row b of ``x`` [B, ...]."""
+    """Show row b of ``x`` [B, ...] to program (b, ...)."""
     return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (len(x.shape) - 1))
 
 
 def of_head(x: jax.Array) -> pl.BlockSpec:
-    """Program (b, h, ...) sees ``x[b, h]`` of ``x`` [B, H, ...]."""
+    """Show ``x[b, h]`` of ``x`` [B, H, ...] to program (b, h, ...)."""
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h) + (0,) * (len(x.shape) - 2))
 
 
 def of_list(x: jax.Array, per: int) -> pl.BlockSpec:
-    """Program (i, ...) sees entry ``i // per`` of ``x``: ``per`` is 1 for an axis B * H, and H for an axis B."""
+    """Show entry ``i // per`` of ``x`` to program (i, ...); ``per`` is 1 for an axis B * H, and H for an axis B."""
     return pl.BlockSpec((None, *x.shape[1:]), lambda i, *_: (i // per,) + (0,) * (len(x.shape) - 1))

@@ -25,7 +25,7 @@ def triton_call(
     interpret: bool = False,
     **specs: Any,
 ) -> Callable[..., Any]:
-    """A ``pallas_call`` that lowers to Triton; ``interpret=True`` runs anywhere, slowly.
+    """Make a ``pallas_call`` that lowers to Triton; ``interpret=True`` runs anywhere, slowly.
 
     Args:
         kernel: body over refs. It may only use operations that lower on JAX 0.11.2 and 0.12 and that also run interpreted:
@@ -33,7 +33,7 @@ def triton_call(
             power of two.
         grid: programs per axis.
         out_shape: as in ``pallas_call``.
-        name: of the kernel, as profilers show it.
+        name: the kernel's name, as profilers show it.
         num_warps: warps per program.
         num_stages: depth of Triton's software pipeline.
         interpret: run as plain JAX operations.

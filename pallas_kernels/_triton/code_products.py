@@ -2,12 +2,12 @@
 
 Half the bytes leave half the time for every code, and a conversion of each code to bfloat16 takes more than that. So:
 
-* Keys in int8 are multiplied as int8. A query becomes two digits in base 254 of its size over the largest one, and both are
-  rows of one product. The sum of whole numbers is exact; a query is rounded by 1 / 64,516 of its largest number at most.
+* Keys in int8 are multiplied as int8. A query is divided by its largest size and written as two digits in base 254; both
+  digits are rows of one product. The integer sum is exact; a query is rounded by 1 / 64,516 of its largest value at most.
 * Other codes are read in pairs of neighbouring channels, 16 bits each. A tensor core wants registers with two slots of one
   channel, and moves 16 bits at a time: a register with two pairs becomes one of the even and one of the odd channel, by
   arithmetic on both halves at once. Even channels and odd channels are products of their own.
-* A tensor core multiplies 16 rows, of which a thread has two, 8 rows apart. If both were the same number the compiler would
+* A tensor core multiplies 16 rows; a thread has two of them, 8 rows apart. If both were the same value the compiler would
   copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
 
 A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16
@@ -49,12 +49,12 @@ _KEYS = "{{.reg .b32 x; .reg .b16 h; prmt.b32 x, $1, 0, {}; cvt.u16.u32 h, x; cv
 
 
 def pairs(codes: Array) -> Array:
-    """Codes [..., D] as int16 [..., D / 2], outside of a kernel; the same bytes."""
+    """View codes [..., D] as int16 [..., D / 2], outside of a kernel; the bytes stay."""
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2), jnp.int16)
 
 
 def key_operand(codes: Array) -> Array:
-    """What a kernel reads keys from: the codes, or their `pairs`."""
+    """Return the operand from which a kernel reads keys: the codes if they are int8, else their `pairs`."""
     return codes if codes.dtype == jnp.int8 else pairs(codes)
 
 
@@ -64,7 +64,7 @@ def _codes(both: Array, kind: str, odd: int) -> Array:
 
 
 def values(both: Array, kind: str, interpret: bool) -> tuple[Array, Array]:
-    """Even and odd channels bfloat16 [N, D / 2], times `UNIT`, of `pairs` [N, D / 2]. They are finite, whatever the bytes."""
+    """Convert `pairs` [N, D / 2] to even and odd channels, bfloat16 [N, D / 2], times `UNIT`; finite, whatever the bytes."""
     if interpret:
         numbers = (_codes(both, kind, odd).astype(jnp.float32) for odd in (0, 1))
         even, odd = (jnp.where(x == x, x * UNIT[kind], 0).astype(jnp.bfloat16) for x in numbers)
@@ -83,20 +83,20 @@ def _float16_keys(both: Array, kind: str, interpret: bool) -> tuple[Array, Array
 
 
 def folded(x: Array, fold: int) -> Array:
-    """``x`` [R, ...] ``fold`` times, one behind the other."""
+    """Repeat ``x`` [R, ...] ``fold`` times, one copy behind the other: [fold * R, ...]."""
     if fold == 1:
         return x
     return jnp.broadcast_to(x[None], (fold, *x.shape)).reshape(fold * x.shape[0], *x.shape[1:])
 
 
 def query_operand(ref: Any, at: tuple, head: Array, kind: str) -> tuple[tuple[Array, ...], Array]:
-    """What `logits` multiplies keys of a ``kind`` by, and the factor float32 [R] of its result.
+    """Prepare what `logits` multiplies keys of a ``kind`` by, and the factor float32 [R] of its result.
 
     Args:
         ref: queries [..., G, E].
         at: the index before G.
         head: int32 [R], which query head each row is; R is `ROWS` or more.
-        kind: of the codes of the keys.
+        kind: dtype of the keys' codes.
     """
     rows, width = head.shape[0], ref.shape[-1]
     # Rows of a product, 16 at least: two digits, or, if there are few, the queries and nothing.
@@ -129,7 +129,7 @@ def _power(x: Array) -> Array:
 
 
 def logits(query: tuple[Array, ...], keys: Array, rows: int, kind: str, interpret: bool) -> Array:
-    """Products float32 [R, N] of a `query_operand` with a block of keys [N, ...], read from a `key_operand`."""
+    """Multiply a `query_operand` with a block of keys [N, ...], read from a `key_operand`: float32 [R, N]."""
     if kind == "int8":
         (digits,) = query
         weight = jnp.where(jnp.arange(2 * rows, dtype=jnp.int32) < rows, _BASE, 1)
@@ -142,5 +142,5 @@ def logits(query: tuple[Array, ...], keys: Array, rows: int, kind: str, interpre
 
 
 def exp2(x: Array, interpret: bool) -> Array:
-    """2^x of float32 at most 0, with numbers below 2^-126 as 0: one instruction, where ``jnp.exp`` takes seven."""
+    """Compute 2^x of float32 at most 0, with results below 2^-126 as 0: one instruction, where ``jnp.exp`` takes seven."""
     return jnp.exp2(x) if interpret else assembly("ex2.approx.ftz.f32 $0, $1;", [x], result=jnp.float32)

@@ -12,7 +12,7 @@ import jax
 
 
 def package() -> Any:
-    """The module ``jax_triton``; ``NotImplementedError`` where it or Triton is missing."""
+    """Import the module ``jax_triton``; raise ``NotImplementedError`` where it or Triton is missing."""
     try:
         import jax_triton
         import triton  # noqa: F401

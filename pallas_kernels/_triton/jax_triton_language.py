@@ -12,13 +12,13 @@ except ImportError:  # Triton is optional: without it these modules can be impor
     tl = None
 
     def jit(function):
-        """Stands for ``triton.jit``."""
+        """Replace ``triton.jit``: leave ``function`` as it is."""
         return function
 
 
 @jit
 def begin(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The first state of a running softmax: denominator [ROWS], maximum [ROWS], sums of values [ROWS, DIM]."""
+    """Start a running softmax: denominator [ROWS], maximum [ROWS], sums of values [ROWS, DIM]."""
     return (
         tl.zeros((ROWS,), tl.float32),
         tl.full((ROWS,), float("-inf"), tl.float32),
@@ -28,7 +28,7 @@ def begin(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @jit
 def attend(q, k, v, among, total, maximum, sums, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after one more block of keys and values [N, DIM]; only slots with ``among`` [N] true enter."""
+    """Add a block of keys and values [N, DIM] to the running softmax; only slots with ``among`` [N] true enter."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
     logits = tl.where(among[None, :], logits, float("-inf"))
     risen = tl.maximum(maximum, tl.max(logits, 1))

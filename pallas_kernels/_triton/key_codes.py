@@ -1,6 +1,6 @@
 """4-bit codes of a block of keys inside a kernel, see `pallas_kernels.formats.key_codes`.
 
-The additions and their order are those of the plain version, whatever the block. A sum of two numbers is the only sum whose
+The additions have the same order as in the plain version, whatever the block. A sum of two numbers is the only sum whose
 order a compiler cannot choose, so everything is added up in pairs. Only divisions may round differently.
 """
 
@@ -14,7 +14,7 @@ from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE, THRESHOLDS, r
 
 
 def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
-    """`formats.key_codes.rotation` of a block float32 [T, D]."""
+    """Rotate a block float32 [T, D] as `formats.key_codes.rotation` does."""
     rows, dim = x.shape
     out = x * signs[None, :]
     # Each round joins neighbours at a distance of `half`: their sum and their difference, both as sums of two numbers.
@@ -29,7 +29,7 @@ def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
 
 
 def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Codes of a block of rotated vectors float32 [T, D]: ids uint8 [T, N] and rows uint8 [T, D], see `formats.key_codes`."""
+    """Encode a block of rotated vectors float32 [T, D]: ids uint8 [T, N] and rows uint8 [T, D], see `formats.key_codes`."""
     vectors, dim = x.shape
     slices = dim // SLICE
     y = x.reshape(vectors, slices, SLICE)
@@ -54,7 +54,7 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(x):
-    """Three float32 numbers of 8 significant bits each that add up to ``x``.
+    """Split ``x`` into three float32 numbers of 8 significant bits each that add up to it.
 
     They are made by bits, because a compiler may leave out a conversion to bfloat16 and back.
     """
@@ -65,13 +65,13 @@ def _parts(x):
 
 
 def _rounded(x):
-    """x float32 rounded to the nearest bfloat16, ties to even, as float32."""
+    """Round ``x`` float32 to the nearest bfloat16, ties to even, kept as float32."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000, jnp.float32)
 
 
 def _exact_dot(a, b):
-    """Inner product over the last axis of two sums of `_parts`, float32 [T, N]: the small products first, then in pairs."""
+    """Multiply two sums of `_parts` over the last axis: float32 [T, N], the small products first, then added in pairs."""
     rows, slices, length = b[0].shape
     total = jnp.zeros(b[0].shape, jnp.float32)
     for x in reversed(a):

@@ -1,7 +1,7 @@
-"""The best of many keys by one program, which holds only a part of them: keys come in chunks whose greatest are known.
+"""The best of many keys by one program that holds only a part of them: keys come in chunks whose greatest keys are known.
 
-The first search is over the greatest key of each chunk, the second over the keys of the chunks that the first one chose. All
-of the best b keys are among them: a key in another chunk has b keys before it, one in each of b chunks.
+The first search is over the greatest key of each chunk, the second over the keys of the chunks that the first search chose.
+The b best keys are all in the b chosen chunks: a key in another chunk has b keys before it, one in each chosen chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNKS = 64, 32, 16, 8, 4, 2
 
 
 def held(keys: int, best: int, chunk: int) -> tuple[int, int]:
-    """Entries of the two searches for the ``best`` of ``keys``: chunks (0 where a first search saves nothing), and keys."""
+    """Count the entries of the searches for the ``best`` of ``keys``: chunks (0 if a first search saves nothing), keys."""
     chosen = pl.next_power_of_2(best) * chunk
     if chosen >= keys:
         return 0, max(pl.next_power_of_2(keys), 16)
@@ -28,17 +28,17 @@ def held(keys: int, best: int, chunk: int) -> tuple[int, int]:
 
 
 def chunk_for(keys: int, best: int, most: int) -> int | None:
-    """The keys per chunk that leave the fewest entries; None if every chunk leaves more than ``most``."""
+    """Choose the keys per chunk that leave the fewest entries; None if every size leaves more than ``most``."""
     chunks = [chunk for chunk in CHUNKS if max(held(keys, best, chunk)) <= most]
     return min(chunks, key=lambda chunk: sum(held(keys, best, chunk))) if chunks else None
 
 
 def best_of(key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bool) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """The ``wanted`` best of the keys int32 [E], or up to ``slack`` more, which is faster; all keys if there are not more.
+    """Select the ``wanted`` best of the keys int32 [E], or all if there are fewer; up to ``slack`` more make it faster.
 
     Returns:
-        bool [E], true for the best keys; int32 [E], the rank of each by its index; int32, how many they are; int32, a number
-        that they all reach.
+        bool [E], true for the best keys; int32 [E], the place of each best key in a list of them by index; int32, their
+        number; int32, a threshold that they all reach.
     """
     threshold, number, ties = threshold_of(key, wanted, slack, threads, interpret)
     keep, place, _, _ = rank(key, threshold, ties, jnp.int32(0), jnp.int32(0))
@@ -48,9 +48,9 @@ def best_of(key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bo
 def threshold_of(
     key: jax.Array, wanted: Any, slack: Any, threads: int, interpret: bool, repeated: bool = False
 ) -> tuple[Any, Any, Any]:
-    """A number that the best keys reach, see `best_of`; how many they are; how many keys equal to the number are among them.
+    """Find the threshold of `best_of`; return it, the number of best keys, and how many of them equal the threshold.
 
-    Keys above the number are all among the best, unless none is wanted. ``repeated``: see `kth_search.find`.
+    Keys above the threshold are all among the best, unless none is wanted. ``repeated``: see `kth_search.find`.
     """
     low, high, number, infinite = bounds_of(key)
 
@@ -75,21 +75,21 @@ def threshold_of(
 def contenders(
     key_ref, most_ref, found_ref, wanted: Any, chunk: int, entries: tuple[int, int], threads: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """What the second search is over, after the first one.
+    """Run the first search, and gather the keys that the second search is over.
 
     Args:
         key_ref: int32 [N].
         most_ref: int32 [N / chunk], the greatest key of each chunk; None where there is no first search.
-        found_ref: int32 [E / chunk], where the chosen chunks are written; likewise.
-        wanted: int32, as many keys as the second search looks for.
+        found_ref: int32 [E / chunk], where the chosen chunks are written; None where there is no first search.
+        wanted: int32, the number of keys that the second search looks for.
         chunk: keys per chunk.
-        entries: of `held`; E is the second number.
+        entries: the result of `held`; E is its second number.
         threads: number of threads of the program.
         interpret: compute without assembly.
 
     Returns:
-        int32 [E], indices of keys, ascending; and the keys, int32 [E], ``NEVER`` where there is none or it is not among the
-        best.
+        int32 [E], indices of keys, ascending; and the keys, int32 [E], ``NEVER`` where there is no key or it is not among
+        the best.
     """
     entry, least = jnp.arange(entries[1], dtype=jnp.int32), NEVER
     known = entry < key_ref.shape[0]

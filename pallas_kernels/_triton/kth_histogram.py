@@ -18,7 +18,7 @@ MOST_BINS = 1 << 13  # 32 KiB of shared memory; a kernel may declare 48
 
 
 def narrowed(key: jax.Array, low: Any, high: Any, held: Any, wanted: Any, threads: int, interpret: bool) -> tuple:
-    """The bin that holds the wanted key, among as many bins as there are keys: `kth_search.find` begins with this interval.
+    """Find the bin that holds the wanted key, among as many bins as keys; `kth_search.find` then starts from this interval.
 
     Args:
         key: int32 [N]; N is a power of two and at least ``threads``. Keys below ``low`` are not counted.
@@ -56,7 +56,7 @@ def narrowed(key: jax.Array, low: Any, high: Any, held: Any, wanted: Any, thread
 
 
 def histogram(index: jax.Array, threads: int, interpret: bool) -> jax.Array:
-    """How often each number from 0 to N - 1 stands in ``index`` int32 [N]; negative numbers are not counted."""
+    """Count how often each number from 0 to N - 1 occurs in ``index`` int32 [N]; negative numbers are not counted."""
     size = index.shape[0]
     if interpret:
         return jnp.zeros((size,), jnp.int32).at[jnp.where(index < 0, size, index)].add(1, mode="drop")

@@ -22,7 +22,7 @@ SPREAD = 0.6  # distance of two pivots from the interpolated one: times the inte
 
 
 def order_key(score: jax.Array) -> jax.Array:
-    """int32 keys in the order of float32 scores; -0 and 0 have one key, -inf and NaN have ``NEVER``."""
+    """Map float32 scores to int32 keys of the same order; -0 and 0 share a key, -inf and NaN get ``NEVER``."""
     bits = lax.bitcast_convert_type(score, jnp.int32)
     bits = jnp.where(bits == NEVER, 0, bits)  # -0 has these bits and must equal 0
     # Positive floats have the order of their bits. Negative ones have the reverse: flip all bits but the sign.
@@ -31,11 +31,11 @@ def order_key(score: jax.Array) -> jax.Array:
 
 
 def bounds_of(key: jax.Array) -> tuple[Any, Any, Any, Any]:
-    """What a search over keys int32 [N] begins with; N is at most 2**14.
+    """Compute what a search over keys int32 [N] begins with; N is at most 2**14.
 
     Returns:
-        int32 scalars: the least finite key; a number above the greatest finite key; how many keys may be chosen; how many
-        of these are infinite.
+        int32 scalars: the least finite key; a number above the greatest finite key; the number of keys that may be chosen;
+        the number of infinite keys among them.
     """
     may = key > NEVER
     finite = may & (key < INFINITE)
@@ -47,13 +47,13 @@ def bounds_of(key: jax.Array) -> tuple[Any, Any, Any, Any]:
 
 
 def pair_of(hits: jax.Array) -> tuple[Any, Any]:
-    """Two counts by one reduction: sums of the low and of the high halves of words ``hits`` [N]; both are below 2**15."""
+    """Sum the low and the high halves of words ``hits`` [N] by one reduction; both sums are below 2**15."""
     both = jnp.sum(hits)
     return both & 0xFFFF, both >> 16
 
 
 def hits_of(key: jax.Array, left: Any, right: Any) -> jax.Array:
-    """Words for `pair_of`, int32 [N]: the low half says whether ``key`` >= ``left``, the high half whether >= ``right``."""
+    """Make words int32 [N] for `pair_of`: the low half is ``key >= left``, the high half is ``key >= right``."""
     return (key >= left).astype(jnp.int32) + ((key >= right).astype(jnp.int32) << 16)
 
 
@@ -69,7 +69,7 @@ def find(
     pair: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     repeated: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """A threshold that ``wanted`` to ``wanted + slack`` keys reach; a key reaches the threshold if it is at least as large.
+    """Find a threshold that ``wanted`` to ``wanted + slack`` keys reach; a key reaches it by being at least as large.
 
     Where equal keys allow no such threshold, the result is the highest threshold that at least ``wanted`` keys reach. The
     interval [low, high) always holds the wanted key. Pivots are interpolated between the counts at its ends: random scores
@@ -77,12 +77,12 @@ def find(
     In a long search every fourth step goes to the next key that exists, which ends long runs of equal keys.
 
     Args:
-        count: how many keys are at least a number.
-        below: the largest key less than a number.
+        count: a function from a number to how many keys are at least as large.
+        below: a function from a number to the largest key less than it.
         low: int32, the least key.
         high: int32, above the greatest key.
         held: int32, ``count(low)``.
-        wanted: int32, at least 1. If no more than ``wanted + slack`` are held, the threshold is ``low``.
+        wanted: int32, at least 1. If ``held`` is at most ``wanted + slack``, the threshold is ``low``.
         slack: int32, at least 0.
         infinite: int32, how many keys lie at ``high`` or above. These are the infinite keys, by which callers force entries.
             They would spoil the interpolation, so ``low`` and ``high`` bound only the finite keys.
@@ -92,8 +92,8 @@ def find(
             them, goes to the next key that exists.
 
     Returns:
-        int32 scalars: the threshold, how many keys reach it, and how many exceed it. The last number is exact where more
-        than ``wanted + slack`` keys reach the threshold, and must not be used elsewhere.
+        int32 scalars: the threshold, how many keys reach it, and how many exceed it. The count of exceeding keys is exact
+        where more than ``wanted + slack`` keys reach the threshold, and must not be used elsewhere.
     """
 
     def unsettled(state):
@@ -146,7 +146,7 @@ def find(
 
 
 def rank(key: jax.Array, threshold: Any, ties: Any, over: Any, equal: Any) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """Which keys of a block are kept, where each goes in the list, and the counts that the next block starts from.
+    """Rank a block's keys: which are kept, where each goes in the list, and the counts that the next block starts from.
 
     Args:
         key: int32 [N] in slot order; N at most 2**14.

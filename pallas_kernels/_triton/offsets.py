@@ -1,4 +1,4 @@
-"""What kernels of Pallas' Triton back end cannot address."""
+"""The check for arrays that kernels of Pallas' Triton back end cannot address."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def check_bytes(*arrays: Any) -> None:
-    """Raise ``NotImplementedError`` for numbers of a byte that take 2 to 4 GiB.
+    """Raise ``NotImplementedError`` for arrays of one-byte elements that take 2 to 4 GiB.
 
-    Pallas counts offsets in numbers, and takes signed ones of 32 bits for arrays of up to 4 GiB: of numbers of a byte, those
-    above 2 GiB would wrap. Wider numbers are fewer.
+    Pallas counts offsets in elements, with signed 32 bits for arrays of up to 4 GiB. An offset of 2**31 or more would wrap.
+    Arrays of wider elements that fit in 4 GiB have fewer elements than that.
     """
     for x in arrays:
         if x.dtype.itemsize == 1 and 1 << 31 <= x.size <= 1 << 32:

@@ -15,7 +15,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]  # softmax denominator [G], maximu
 
 
 def nothing(group: int, dim: int) -> Sums:
-    """The sums before the first block."""
+    """Return the sums before the first block."""
     return (
         jnp.zeros((group,), jnp.float32),
         jnp.full((group,), -jnp.inf, jnp.float32),
@@ -24,7 +24,7 @@ def nothing(group: int, dim: int) -> Sums:
 
 
 def one_part(out: jax.Array, lse: jax.Array) -> Sums:
-    """The sums of slots with the output [G, D] and lse float32 [G]; where it is -inf, the output may be anything."""
+    """Return the sums of slots with output [G, D] and lse float32 [G]; where lse is -inf, the output is ignored."""
     some = lse > -jnp.inf
     return some.astype(jnp.float32), lse, jnp.where(some[:, None], out.astype(jnp.float32), 0)
 
@@ -50,12 +50,12 @@ def add_block(
 def store_logits(
     refs: Sequence[Any], at: tuple[Any, Any], heads: jax.Array, slots: jax.Array, logits: jax.Array, mask: jax.Array
 ) -> None:
-    """Store a block's logits float32 [G, N] in arrays [B, H, G, S], of which there are one or none.
+    """Store a block's logits float32 [G, N] in arrays [B, H, G, S]: one array or none.
 
     Args:
         refs: the arrays.
         at: row and KV head.
-        heads: int32 [G]; of equal heads all store the same.
+        heads: int32 [G]; entries with an equal head store equal logits.
         slots: int32 [N].
         logits: float32 [G, N].
         mask: bool [N], which slots are stored.
@@ -66,6 +66,6 @@ def store_logits(
 
 
 def result(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Output [G, D] and log of the softmax denominator [G]; 0 and -inf where no slot has entered."""
+    """Finish the softmax: output [G, D] and log of the softmax denominator [G]; 0 and -inf where no slot has entered."""
     total, maximum, out = sums
     return out / jnp.where(total > 0, total, 1)[:, None], finite_or_zero(maximum) + jnp.log(total)

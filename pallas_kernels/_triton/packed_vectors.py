@@ -2,8 +2,8 @@
 
 Products (`product_tile`): each thread has one vector. It walks through the r bits that are set. For each bit it reads the
 entries of all query heads at that channel from a table that stays in the first-level cache: 16 bytes for four heads. That
-takes some 25 instructions per kept value, where unpacking takes 10 per channel, kept or not. Threads exchange nothing, and
-bitmap and values are read at once, in loads of 16 bytes.
+takes some 25 instructions per kept value, where unpacking takes 10 per channel, kept or not. Threads exchange nothing.
+Bitmap and values are read at once, in loads of 16 bytes.
 
 Unpacking (`unpack_tile`) is faster for attention. A program reads the bitmaps of a tile of vectors once, a vector per thread,
 and counts the bits before every byte with a few operations on whole words. Then 16 threads (D = 128) share a vector, and each
@@ -26,9 +26,9 @@ from pallas_kernels.formats.packed_vectors import TERMS
 
 
 def query_table(parts: jax.Array) -> jax.Array:
-    """Projected queries [B, H, M, G, N, D] as `product_tile` reads them: float32 [B * H, M * D * Gp], heads padded to Gp.
+    """Arrange projected queries [B, H, M, G, N, D] for `product_tile`: float32 [B * H, M * D * Gp], heads padded to Gp.
 
-    It is computed by XLA, outside of the kernel; it has a few KiB.
+    XLA computes this table outside of the kernel; it takes a few KiB.
     """
     rows, heads, _, group, terms, _ = parts.shape
     # Slices and a stack become one kernel of XLA; a sum and a transposition would become two.
@@ -40,14 +40,14 @@ def query_table(parts: jax.Array) -> jax.Array:
 def product_tile(
     table_ref: Any, values_ref: Any, words_ref: Any, row: jax.Array, first: jax.Array, group: int
 ) -> jax.Array:
-    """Products of vectors ``row`` int32 [N] with ``group`` queries (a power of two): float32 [N, group].
+    """Multiply the vectors ``row`` int32 [N] with ``group`` queries (a power of two): float32 [N, group].
 
     Args:
         table_ref: float32 [channels of all segments * group], see `query_table`.
         values_ref: [S * r]; a vector with fewer than r bits has zeros behind its values.
         words_ref: int32 [S, D/32]. Channel c is bit ``c % 32`` of word ``c // 32``.
         row: int32 [N], in range; best with as many entries as the program has threads.
-        first: int32 [N], channel of the table where the vector's segment begins.
+        first: int32 [N], the table's channel at which the vector's segment begins.
         group: query heads in the table.
     """
     words = words_ref[row, :]
@@ -88,7 +88,7 @@ def product_tile(
 
 
 def _column(x: jax.Array, at: int) -> jax.Array:
-    """Column ``at`` of integers [N, C]. Where a thread has whole rows, the compiler takes the register that holds it."""
+    """Select column ``at`` of integers [N, C]. If a thread has whole rows, the compiler takes the register that holds it."""
     number = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape)
     return jnp.sum(jnp.where(number == at, x, jnp.zeros_like(x)), axis=1, dtype=x.dtype)
 
@@ -121,7 +121,7 @@ def unpack_tile(values_ref: Any, words: jax.Array, row: jax.Array, rank: int) ->
 
 
 def _bits_before(words: jax.Array) -> jax.Array:
-    """How many bits of a row of words int32 [N, W] are set before each byte: int32 [N, W], a byte of each word per byte."""
+    """Count the set bits before each byte in a row of words int32 [N, W]: int32 [N, W], a byte of each word per byte."""
     shift = lax.shift_right_logical
     # Set bits of every pair of bits, of every four, of every byte.
     count = words - (shift(words, 1) & 0x55555555)
@@ -133,7 +133,7 @@ def _bits_before(words: jax.Array) -> jax.Array:
 
 
 def owner_of(blocks, owner_ref, last_ref, span):
-    """Segments of ``blocks``, int32 [N] or a scalar; see ``pallas_kernels.score.packed_score.packed_score``."""
+    """Look up the segments of ``blocks``, int32 [N] or a scalar; see ``pallas_kernels.score.packed_score.packed_score``."""
     if owner_ref is None:
         return jnp.minimum(blocks // span, last_ref[0])
     return owner_ref[jnp.clip(blocks, 0, owner_ref.shape[0] - 1)]
@@ -142,7 +142,7 @@ def owner_of(blocks, owner_ref, last_ref, span):
 def check_format(dim: int, *dtypes: DTypeLike) -> None:
     """Raise ``NotImplementedError`` where kernels do not take packed vectors of ``dim`` channels and arrays of ``dtypes``.
 
-    Head dims are whole words. All dtypes are one whose products with the terms of a query are exact.
+    A vector's bitmap must fill whole words. All arrays must have one dtype, whose products with a query's terms are exact.
     """
     if dim not in (32, 64, 128, 256):
         raise NotImplementedError(f"got head_dim {dim}, expected 32, 64, 128 or 256")

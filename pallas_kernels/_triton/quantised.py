@@ -1,4 +1,4 @@
-"""Which GPUs kernels can read codes on, and the blocks of codes that they multiply."""
+"""Checks of the codes that a GPU's kernels can read, and the blocks of codes that kernels multiply."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FLOAT8_FROM = (8, 9)  # the oldest compute capability that converts float8_e4m3
 
 
 def check_codes(*stores: Any, rows: Rows | None = None) -> None:
-    """Raise ``NotImplementedError`` for codes that the GPU does not convert, and for those that kernels cannot address.
+    """Raise ``NotImplementedError`` for codes that the GPU does not convert or that kernels cannot address.
 
-    ``rows`` are those of the same cache in host memory.
+    ``rows`` holds the same cache's rows in host memory.
     """
     capability = current_machine().capability or KERNELS_FROM
     for store in stores:
@@ -37,7 +37,7 @@ def refuse_codes(*stores: Any) -> None:
 
 
 def rows_and_scale(ref: Any, at: tuple, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The numbers or codes at ``at`` of a ref [B, H, S, D] in ``dtype``, and the scales of codes; ``at[:3]`` are slots."""
+    """Load ``at`` of a ref [B, H, S, D], codes as ``dtype``, and the codes' scales or None; ``at[:3]`` selects the slots."""
     if isinstance(ref, Quantised):
         return ref.codes[at].astype(dtype), ref.scale[at[:3]]
     return ref[at], None

@@ -1,4 +1,4 @@
-"""Lists of sinks, best slots and near slots: what the programs write that list a block of slots each (PQCache, MagicPIG)."""
+"""Lists of sinks, best slots and near slots, written by programs that each read a block of slots (PQCache, MagicPIG)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from jax.experimental.pallas import triton as plt
 
 
 def put(ref, at, x, keep, interpret):
-    """Store ``x`` at ``at`` where ``keep``. The interpreter would write other entries back, maybe after new values."""
+    """Store ``x`` at ``at`` where ``keep``. The interpreter would write masked entries back, maybe over new values."""
     plt.store(ref.at[jnp.where(keep, at, ref.shape[-1]) if interpret else at], x, mask=keep)
 
 
 def fill(slots_ref, mask_ref, programs, first, capacity, chosen, stop, length, interpret):
-    """Write this program's share of the list but the best slots: the other slots, zeros where there are none, the mask.
+    """Write this program's share of the list without the best slots: sinks, near slots, 0 for unused entries, the mask.
 
     Args:
         slots_ref: int32 [E], E = ``first`` + ``capacity`` + room.
         mask_ref: bool [E].
-        programs: how many programs there are; the third axis of the grid numbers them.
-        first: sinks.
-        capacity: most of the best slots.
-        chosen: how many of them there are.
+        programs: the number of programs; the third axis of the grid numbers them.
+        first: the number of sinks.
+        capacity: the most best slots that the list has room for.
+        chosen: the number of best slots.
         stop: the first near slot.
         length: the slot behind the last token.
         interpret: run as plain JAX operations.
 
     Returns:
-        The entries int32 [N] of this share; whether each is used; whether it is written here, so that it is not a best slot.
+        The entries int32 [N] of this share; bool [N], whether each is used; bool [N], whether it was written here. Entries of
+        best slots were not.
     """
     entries = slots_ref.shape[0]
     share = max(pl.next_power_of_2(pl.cdiv(entries, programs)), 16)

@@ -19,14 +19,14 @@ _COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 
 
 def rotated(first: jax.Array, second: jax.Array, angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rotate pairs (first, second) [N, D/2] by ``angle`` float32 [N, D/2] in radians; in float32, rounded back."""
+    """Rotate pairs (first, second) [N, D/2] by ``angle`` float32 [N, D/2] in radians; computed in float32, then cast back."""
     cos, sin = cosine_sine(angle)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(second.dtype)
 
 
 def cosine_sine(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of float32 radians, to 4e-7 up to a million and a half radians."""
+    """Compute cosine and sine of float32 radians, with an error of 4e-7 for angles up to a million and a half radians."""
     # Subtract the nearest whole number of quarter turns, piece by piece, so that no product is rounded.
     turns = jnp.floor(angle * (2 / math.pi) + 0.5)
     rest = angle
@@ -50,7 +50,7 @@ def _polynomial(coefficients, x):
 
 
 def angles(place: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [N, D/2], of places int32 [N] times ``inv_freq`` float32 [D/2]."""
+    """Compute cosine and sine, float32 [N, D/2], of places int32 [N] times ``inv_freq`` float32 [D/2]."""
     angle = place.astype(jnp.float32)[:, None] * inv_freq[None, :]
     return jnp.cos(angle), jnp.sin(angle)
 

@@ -1,8 +1,8 @@
-"""What kernels that read keys in blocks need of a GPU's shared memory, and the largest block that fits.
+"""The largest block of keys whose kernel fits a GPU's shared memory.
 
-Triton keeps in shared memory the blocks that its pipeline has on their way, and operands of products. What it takes is known
-only when it compiles; the sums here were fitted to what it asked for at many shapes, with `SLACK` above that, and
-tests/compile_only/test_methods.py compares them again.
+Triton keeps in shared memory the blocks that its pipeline is loading, and operands of products. The exact amount is known
+only after compilation. The kernels' estimates were fitted to the amounts that Triton requested at many shapes, and `SLACK`
+is added to them; tests/compile_only/test_methods.py compares them again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SLACK = 2048  # bytes of reductions and index lists
 
 
 def fitting_block(block: int, needed: Callable[[int], int]) -> int:
-    """The largest power of two up to ``block`` slots whose kernel fits the GPU that the call is traced for.
+    """Return the largest power of two up to ``block`` slots whose kernel fits the GPU that the call is traced for.
 
     Args:
         block: slots, a power of two of at least `LEAST_BLOCK`.
-        needed: from slots to bytes of shared memory.
+        needed: a function from slots to bytes of shared memory.
 
     Raises:
         NotImplementedError: no block fits.
@@ -32,7 +32,7 @@ def fitting_block(block: int, needed: Callable[[int], int]) -> int:
 
 
 def check_fits(needed: int) -> None:
-    """Raise ``NotImplementedError`` if the GPU has fewer than ``needed`` bytes of shared memory, and a few more."""
+    """Raise ``NotImplementedError`` if the GPU has fewer than ``needed`` + `SLACK` bytes of shared memory."""
     limit = current_machine().shared_memory
     if needed + SLACK > limit:
         raise NotImplementedError(

@@ -35,12 +35,12 @@ class Config:
 
 
 def partial_shapes(lists: int, splits: int, group: int, dim: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What programs of B*H ``lists`` write for `merge_splits`: out [L, N, G, D] of ``dtype``, lse float32 [L, N, G]."""
+    """Return the shapes that `merge_splits` reads, for L = B*H ``lists``: out [L, N, G, D] and lse float32 [L, N, G]."""
     return jax.ShapeDtypeStruct((lists, splits, group, dim), dtype), jax.ShapeDtypeStruct((lists, splits, group), jnp.float32)
 
 
 def blocks_to_read(limit_ref: Any, gap_ref: Any, at: tuple[Any, Any], slots: int, block: int) -> tuple[Any, Any, Any]:
-    """In a kernel, of row and KV head ``at``: the limit, the number of blocks to read, and what maps 0, 1, ... to them.
+    """List, in a kernel, the blocks that row and KV head ``at`` has to read.
 
     Args:
         limit_ref: int32 [B]; slots from there on are not read.
@@ -48,6 +48,9 @@ def blocks_to_read(limit_ref: Any, gap_ref: Any, at: tuple[Any, Any], slots: int
         at: row and KV head.
         slots: S, to which a limit is clipped.
         block: slots per block.
+
+    Returns:
+        The clipped limit; the number of blocks to read; a function from 0, 1, ... to the indices of these blocks.
     """
     row, head = at
     limit = jnp.clip(limit_ref[row], 0, slots)
@@ -61,6 +64,6 @@ def blocks_to_read(limit_ref: Any, gap_ref: Any, at: tuple[Any, Any], slots: int
 
 
 def powers(width: int) -> list[tuple[int, int]]:
-    """Where the parts of a width begin, and their sizes: powers of two, the largest first."""
+    """Split a width into powers of two, the largest first: the start and the size of each part."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width & (1 << bit)]
     return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

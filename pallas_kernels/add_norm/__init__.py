@@ -30,7 +30,9 @@ def add_norm(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Root-mean-square norm of ``x + update``; differentiable, with the derivative of the reference.
+    """Add ``update`` to ``x`` and normalise the sum by its root mean square.
+
+    Differentiable: through ``pallas_triton`` and ``xla``, with the derivative of the reference.
 
     Args:
         x: [..., D], floating point.

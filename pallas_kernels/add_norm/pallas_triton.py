@@ -22,7 +22,7 @@ def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps
     column = jnp.arange(block, dtype=jnp.int32)
     inside = column < width
     x, update, scale = (plt.load(r.at[column], mask=inside, other=0) for r in (x_ref, update_ref, scale_ref))
-    # The sum is rounded to the stored dtype before the norm, as it is where the two are separate operations.
+    # The sum is rounded to the stored dtype before the norm, as it is where sum and norm are separate operations.
     x = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(sum_ref.dtype)
     plt.store(sum_ref.at[column], x, mask=inside)
     x = x.astype(jnp.float32)
@@ -31,7 +31,7 @@ def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps
 
 
 def add_norm(x, update, scale, *, eps, num_warps: int = 16, interpret=False):
-    """See ``pallas_kernels.add_norm.add_norm``; ``interpret=True`` runs anywhere, slowly."""
+    """Add an update, and normalise the sum; ``interpret=True`` runs anywhere, slowly."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     row = pl.BlockSpec((None, width), lambda i: (i, 0))
     out = jax.ShapeDtypeStruct((rows, width), x.dtype)

@@ -1,7 +1,7 @@
 """Codes of any number of bits, one for each slot, without a gap between them.
 
-As many codes as fill whole bytes lie together: two codes of 12 bits in 3 bytes, for example. The first code has the lowest
-bits of the first byte.
+The least number of codes that fills whole bytes is one group: two codes of 12 bits in 3 bytes, for example. The first
+code has the lowest bits of the first byte.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jax import Array, lax
 
 
 def together(bits: int) -> tuple[int, int]:
-    """The number of codes that fill whole bytes, and of these bytes."""
+    """Return the number of codes in a group, which fills whole bytes, and the number of its bytes."""
     codes = 8 // math.gcd(bits, 8)
     return codes, codes * bits // 8
 
 
 def _bytes_of(code: Array, slot: Array, bits: int) -> Array:
-    """The bits of codes int32 [..., N] in the bytes that they share with their neighbours: uint8 [..., N, bytes]."""
+    """Place the bits of each code int32 [..., N] in the bytes of its group: uint8 [..., N, bytes]."""
     codes, size = together(bits)
     shift = lax.rem(slot, codes)[..., None] * bits - 8 * jnp.arange(size, dtype=jnp.int32).reshape((1,) * slot.ndim + (-1,))
     code = code[..., None]
@@ -30,11 +30,11 @@ def _bytes_of(code: Array, slot: Array, bits: int) -> Array:
 
 
 def pack(code: Array, bits: int) -> Array:
-    """Codes int32 [B, H, S] below 2**bits as uint8 [B, H, N, bytes], where N of these groups have room for S codes.
+    """Pack S codes of each head into N groups, see `together`: uint8 [B, H, N, bytes].
 
     Args:
-        code: the codes.
-        bits: of each code, at most 16.
+        code: int32 [B, H, S], below 2**bits.
+        bits: bits of each code, at most 16.
     """
     codes, size = together(bits)
     code = jnp.pad(code, ((0, 0), (0, 0), (0, -code.shape[2] % codes)))
@@ -44,13 +44,13 @@ def pack(code: Array, bits: int) -> Array:
 
 
 def add(packed: Array, code: Array, slot: Array, bits: int) -> Array:
-    """``packed`` with the codes of slots that had code 0.
+    """Add the codes of slots that had code 0 to ``packed``.
 
     Args:
         packed: see `pack`.
         code: int32 [B, H, T].
         slot: int32 [B, T], each once; a slot behind the last code is dropped, and its code must be 0.
-        bits: of each code, at most 16.
+        bits: bits of each code, at most 16.
     """
     made = _bytes_of(code, jnp.broadcast_to(slot[:, None], code.shape), bits)
     row, group = jnp.arange(len(slot))[:, None], lax.div(slot, together(bits)[0])
@@ -59,7 +59,7 @@ def add(packed: Array, code: Array, slot: Array, bits: int) -> Array:
 
 
 def unpack(packed: Array, slots: int, bits: int) -> Array:
-    """The first ``slots`` codes: int32 [B, H, S]."""
+    """Unpack the first S = ``slots`` codes: int32 [B, H, S]."""
     codes, _ = together(bits)
     made = []
     for at in range(codes):
@@ -70,5 +70,5 @@ def unpack(packed: Array, slots: int, bits: int) -> Array:
 
 
 def bits_of(count: int) -> int:
-    """Bits of a number below ``count``."""
+    """Count the bits of the largest number below ``count``."""
     return (count - 1).bit_length()

@@ -21,10 +21,10 @@ ROW = 8  # bytes per slice of a row: four of levels, two of the weight, two of p
 
 
 def rotation(x: Array, signs: Array) -> Array:
-    """Randomized Hadamard transform without its factor 1/sqrt(D): [..., D] in any float dtype to float32 [..., D].
+    """Apply a randomised Hadamard transform without its factor 1/sqrt(D): [..., D] of any float dtype to float32 [..., D].
 
-    It takes log2(D) rounds of butterfly additions. Unlike those of a matrix product, their order does not depend on the
-    shape.
+    It takes log2(D) rounds of butterfly additions. Their order does not depend on the shape, as it would in a matrix
+    product.
     """
     dim = x.shape[-1]
     out = x.astype(jnp.float32) * signs.reshape((1,) * (x.ndim - 1) + (dim,))
@@ -38,7 +38,7 @@ def rotation(x: Array, signs: Array) -> Array:
 
 
 def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
-    """Codes of rotated vectors float32 [..., D], see ``pallas_kernels.store.encode.encode``.
+    """Encode rotated vectors float32 [..., D], see ``pallas_kernels.store.encode.encode``.
 
     Returns:
         ids uint8 [..., N], magnitudes uint8 [..., D/2] and weight bfloat16 [..., N], with N = D / 8.
@@ -66,10 +66,10 @@ def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
 
 
 def rows(magnitudes: Array, weight: Array) -> Array:
-    """Codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
+    """Arrange codes as they are stored: magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] to uint8 [..., D].
 
     The codes of a slice are 8 bytes, and slices stand one behind the other. So the codes of a key are one line of memory at
-    D = 128, which one access reads. Two random reads, of 64 and of 32 bytes, take longer, though they are a quarter less.
+    D = 128, which one access reads. Two random reads, of 64 and of 32 bytes, take longer, though they read a quarter less.
     """
     lead, slices = weight.shape[:-1], weight.shape[-1]
     byte = jnp.arange(ROW, dtype=jnp.int32).reshape((1,) * len(weight.shape) + (ROW,))
@@ -82,7 +82,7 @@ def rows(magnitudes: Array, weight: Array) -> Array:
 
 
 def parts_of_rows(stored: Array) -> tuple[Array, Array]:
-    """Magnitudes uint8 [..., D/2] and weight bfloat16 [..., N] of rows uint8 [..., D], the inverse of `rows`."""
+    """Split rows uint8 [..., D] into magnitudes uint8 [..., D/2] and weight bfloat16 [..., N], the inverse of `rows`."""
     lead, dim = stored.shape[:-1], stored.shape[-1]
     slices = stored.reshape(*lead, dim // ROW, ROW)
     low, high = (slices[..., i].astype(jnp.uint16) for i in (4, 5))
@@ -92,7 +92,7 @@ def parts_of_rows(stored: Array) -> tuple[Array, Array]:
 
 
 def cluster_counts(ids: Array, live: Array) -> Array:
-    """How many keys each cluster has, int32 [B, H, N, 256]: ids uint8 [B, H, S, N] of keys with ``live`` bool [B, H, S]."""
+    """Count each cluster's keys, int32 [B, H, N, 256]: ids uint8 [B, H, S, N] of keys with ``live`` bool [B, H, S]."""
     batch, heads, keys, slices = ids.shape
     b, h, n = (
         jnp.arange(size).reshape([-1 if axis == at else 1 for axis in range(4)])
@@ -103,11 +103,11 @@ def cluster_counts(ids: Array, live: Array) -> Array:
 
 
 def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Array:
-    """Estimate of q.k from the codes of k.
+    """Estimate q.k from the codes of k.
 
     Args:
         query: float32 [B, H, D], rotated.
-        magnitudes: uint8 [B, H, K, D/2], of K keys.
+        magnitudes: uint8 [B, H, K, D/2], the levels and signs of K keys.
         weight: bfloat16 [B, H, K, N].
         scale: as in `pallas_kernels.store.encode.encode`.
 
@@ -125,7 +125,7 @@ def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Ar
 
 
 def _parts(x: Array) -> tuple[Array, Array, Array]:
-    """Three float32 numbers of 8 significant bits each that add up to ``x``, so that products of parts are exact."""
+    """Split ``x`` into three float32 numbers of 8 significant bits each that add up to it: products of parts are exact."""
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     rest = x - high
     middle = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -133,7 +133,7 @@ def _parts(x: Array) -> tuple[Array, Array, Array]:
 
 
 def _exact_dot(a: tuple[Array, ...], b: tuple[Array, ...]) -> Array:
-    """Inner product over the last axis of two sums of `_parts`, the small products first; the axis is a power of two long."""
+    """Multiply two sums of `_parts` over the last axis, a power of two long; the small products are added first."""
     total = jnp.zeros_like(b[0])
     for x in reversed(a):
         for y in reversed(b):

@@ -1,4 +1,4 @@
-"""Packed vectors: the largest coordinates of a vector, and a bitmap of which channels those are.
+"""Packed vectors: the largest coordinates of a vector, and a bitmap of their channels.
 
 A packed vector of D channels is r values in channel order and D bits: int32 words [D/32], channel c being bit ``c % 32`` of
 word ``c // 32`` (uint8 [D/8] where D is no multiple of 32). It is expressed in the basis of its segment, so a query is
@@ -16,21 +16,21 @@ TERMS = {"bfloat16": 4, "float16": 4, "float32": 1}  # terms of a query: 3 are e
 
 
 def words_of(bitmap: Array) -> Array:
-    """The bitmap uint8 [..., D/8] as a store holds it: int32 [..., D/32], or unchanged where D is no multiple of 32."""
+    """Convert a bitmap uint8 [..., D/8] to the words of a store: int32 [..., D/32]; unchanged if 32 does not divide D."""
     if bitmap.shape[-1] % 4:
         return bitmap
     return lax.bitcast_convert_type(bitmap.reshape(*bitmap.shape[:-1], -1, 4), jnp.int32)
 
 
 def bytes_of(bitmap: Array) -> Array:
-    """The bitmap uint8 [..., D/8] of words int32 [..., D/32], the inverse of `words_of`."""
+    """Convert words int32 [..., D/32] to the bitmap uint8 [..., D/8], the inverse of `words_of`."""
     if bitmap.dtype == jnp.uint8:
         return bitmap
     return lax.bitcast_convert_type(bitmap, jnp.uint8).reshape(*bitmap.shape[:-1], -1)
 
 
 def channel_score(y: Array, element_group: int) -> Array:
-    """How much a channel is worth keeping: its size, or the sum of the squares of its group of adjacent channels.
+    """Score how much a channel is worth keeping: its size, or the sum of the squares of its group of adjacent channels.
 
     Args:
         y: float32 [..., D].
@@ -54,7 +54,7 @@ def pack_channels(
         y: [..., D].
         score: float32 [..., D].
         rank: number of values r that the result has room for.
-        dtype: of the values.
+        dtype: dtype of the packed values.
         kept: int32 that broadcasts against [..., 1]: how many channels are kept, at most ``rank``. Values past that number
             are zero and have no bit. None keeps ``rank`` channels.
 
@@ -75,12 +75,12 @@ def pack_channels(
 
 
 def unpack(values: Array, bitmap: Array, head_dim: int) -> Array:
-    """The vectors, with zeros for channels that were dropped.
+    """Unpack vectors, with zeros for channels that were dropped.
 
     Args:
         values: [..., r] in channel order.
         bitmap: uint8 [..., D/8], bit j of byte i stands for channel 8 i + j; or the words that `words_of` makes of it.
-        head_dim: D, channels.
+        head_dim: D, the number of channels.
 
     Returns:
         [..., D] in the dtype of ``values``.
@@ -99,7 +99,7 @@ def unpack(values: Array, bitmap: Array, head_dim: int) -> Array:
 
 
 def split_terms(x: Array, dtype: jnp.dtype) -> Array:
-    """Terms [..., N, D] of ``dtype`` whose float32 sum is ``x`` float32 [..., D]."""
+    """Split ``x`` float32 [..., D] into N terms of ``dtype`` [..., N, D] whose float32 sum is ``x``."""
     terms, info = [], jnp.finfo(dtype)
     for _ in range(min(TERMS[str(dtype)], 3)):
         # XLA may take a cast to ``dtype`` and back for no cast at all, and then nothing would be left for the next term.
@@ -111,7 +111,7 @@ def split_terms(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def join_terms(terms: Array) -> Array:
-    """The sum of the terms of `split_terms`, float32 [..., D]; ``terms`` is [..., N, D]. The sum in this order is exact."""
+    """Add up the ``terms`` [..., N, D] of `split_terms`: float32 [..., D]. The sum in this order is exact."""
     total = terms[..., 0, :].astype(jnp.float32)
     for term in range(1, terms.shape[-2]):
         total = total + terms[..., term, :].astype(jnp.float32)
@@ -119,9 +119,9 @@ def join_terms(terms: Array) -> Array:
 
 
 def segments_of(blocks: Array, owner: Array | None, last: Array, span: int) -> Array:
-    """The segment of each of ``blocks`` int32 [B, ...].
+    """Look up the segment of each of ``blocks`` int32 [B, ...].
 
-    It stands in the table ``owner`` int32 [B, P]; without one it is ``blocks // span``, at most ``last`` int32 [B].
+    It stands in the table ``owner`` int32 [B, P]; without a table it is ``blocks // span``, at most ``last`` int32 [B].
     """
     lead = (-1,) + (1,) * (blocks.ndim - 1)
     if owner is None:

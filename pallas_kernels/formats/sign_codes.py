@@ -11,17 +11,17 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def random_planes(seed: Array | int, tables: int, bits: int, dim: int) -> Array:
-    """Normal vectors of planes through 0, normally distributed: float32 [L, P, D] for L ``tables`` of P ``bits``."""
+    """Draw normal vectors of planes through 0 from a Gaussian: float32 [L, P, D] for L ``tables`` of P ``bits``."""
     return jax.random.normal(jax.random.key(seed), (tables, bits, dim), jnp.float32)
 
 
 def projections(x: Array, planes: Array) -> Array:
-    """Products of vectors [..., D] with the normal vectors float32 [L, P, D]: float32 [..., L, P]."""
+    """Multiply vectors [..., D] with the normal vectors float32 [L, P, D]: float32 [..., L, P]."""
     return jnp.einsum("...d,lpd->...lp", x.astype(jnp.float32), planes, precision=_EXACT)
 
 
 def buckets(x: Array, planes: Array) -> Array:
-    """The bucket of each vector in each table: its bits as a number, the first plane's bit being the highest.
+    """Hash each vector into a bucket of each table: its bits as a number, the first plane's bit being the highest.
 
     A bit is 1 where the product is not negative.
 
@@ -39,13 +39,13 @@ def buckets(x: Array, planes: Array) -> Array:
 
 
 def in_blocks(ids: Array) -> Array:
-    """The layout in which buckets are kept: block by block, of each table the buckets of the block's `BLOCK` tokens.
+    """Arrange buckets as they are stored: block by block, and in a block table by table, `BLOCK` tokens each.
 
     Args:
         ids: [..., S, L], the bucket of each token in each table.
 
     Returns:
-        [..., N, L * BLOCK], N = S / BLOCK, rounded up; 0 behind the last token.
+        [..., N, L * BLOCK], where N is S / BLOCK rounded up; 0 behind the last token.
     """
     *lead, slots, tables = ids.shape
     ids = jnp.pad(ids, [(0, 0)] * len(lead) + [(0, -slots % BLOCK), (0, 0)])
@@ -53,17 +53,17 @@ def in_blocks(ids: Array) -> Array:
 
 
 def by_tables(blocks: Array, tables: int) -> Array:
-    """Buckets [..., N, L * BLOCK] of blocks, table by table: [..., L, N * BLOCK]."""
+    """Arrange the buckets of blocks [..., N, L * BLOCK] table by table: [..., L, N * BLOCK]."""
     *lead, count, _ = blocks.shape
     return jnp.moveaxis(blocks.reshape(*lead, count, tables, BLOCK), -2, -3).reshape(*lead, tables, count * BLOCK)
 
 
 def corners(bits: int) -> Array:
-    """The sign of each bit in each bucket: float32 [2**bits, bits], each -1 or 1."""
+    """List the sign of each bit in each bucket: float32 [2**bits, bits], each -1 or 1."""
     place = jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)[None]
     return ((jnp.arange(1 << bits, dtype=jnp.int32)[:, None] >> place & 1) * 2 - 1).astype(jnp.float32)
 
 
 def norms(x: Array) -> Array:
-    """The norm of vectors [..., D]: float32 [...]."""
+    """Compute the Euclidean norm of vectors [..., D]: float32 [...]."""
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))

@@ -1,8 +1,8 @@
-"""Compile for an accelerator that is not there, and see what the compiler made: used by test_compile_only.py.
+"""Compile for an accelerator that is not there, and inspect the compiled program: used by the tests of this folder.
 
 The compilers come with JAX's wheels for the accelerators (``jax[cuda13]`` or ``jax[cuda12]``; ``jax[tpu]``). A GPU is
-described by a file of ``targets``, the facts XLA asks a device for: those of the H100 are as XLA prints them on one, those of
-the other cards are from NVIDIA's data sheets.
+described by a file of ``targets``, with the facts that XLA asks a device for. The H100's facts are as XLA prints them on an
+H100; the facts of all other cards are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernels on cards with less shared memory than an H100's, and plain JAX on a card before Ampere: compiled, never run.
 
-As test_compile_only.py, which has the H100 and the TPU. One program per card runs by default, the others with ``--thorough``.
+As test_methods.py, which has the H100 and the TPU. By default one program per card runs; with ``--thorough``, all run.
 """
 
 from __future__ import annotations

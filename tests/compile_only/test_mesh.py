@@ -1,6 +1,6 @@
 """What `kvjax.prefill` and `kvjax.generate` run on two H100s, and on the eight chips of a TPU v5e-8, compiles without them.
 
-As test_compile_only.py. `kvjax.api.programs.lower_programs` lowers the programs for stand-ins on a mesh. By default this is a
+As test_methods.py. `kvjax.api.programs.lower_programs` lowers the programs for stand-ins on a mesh. By default this is a
 small model under two methods; with ``--thorough`` it is Llama-3.1-8B at 128K tokens under every method, with two of its 32
 layers, and with all of them.
 """
@@ -76,7 +76,7 @@ def _bytes(tree):
 
 
 def more_layers(machine, name, config):
-    """Bytes on a device of the layers that a model has beyond those of ``config``: weights, and the cache at its largest."""
+    """Bytes on a device of the layers that a model has beyond ``config``'s layers: weights, and the cache at its largest."""
     mesh = AbstractMesh((1, MACHINES[machine]), ("data", "model"))
     sizes = {"batch": 1, "prompt_slots": PROMPT, "max_new_tokens": ROOM, "mesh": mesh}
     whole, part = (memory_needed(method_of(name, model), model, **sizes).device for model in (LLAMA, config))
@@ -125,7 +125,7 @@ def test_parameters_on_accelerators_without_a_plan_are_refused(machine, spec):
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", ["full", "tokenselect"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_small_programs(machine, name):
+def test_small_programs_send_only_small_arrays(machine, name):
     check(machine, name, CONFIG, 32 * 1024)
 
 

@@ -1,6 +1,6 @@
 """Kernels for TPUs compile for a v5e, which need not be here, and leave no copy of a cache in a decode step.
 
-As test_compile_only.py. Heads are those of Llama-3.1-8B.
+As test_methods.py. Heads are as in Llama-3.1-8B.
 """
 
 from __future__ import annotations

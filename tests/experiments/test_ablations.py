@@ -84,7 +84,7 @@ def run(capsys, directory, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in ABLATIONS if name != "chess"])
 @pytest.mark.thorough
-def test_ablations_run(name, run):
+def test_every_ablation_runs_and_tabulates_its_arms(name, run):
     said, found = run(name)
     tables = found["notes"]["tables"]
     arms = [arm for table in tables for arm in table["arms"]]
@@ -160,7 +160,7 @@ def cell(setting, scores, unit="percent", **more):
     return {"table": "t", "setting": setting, "scores": scores, "unit": unit, "name": "vt", "length": 8, **more}
 
 
-def test_verdicts():
+def test_a_claim_holds_only_beyond_its_interval():
     """A lead beyond its interval holds, one behind it does not, and noise is not resolved; less distance is better."""
 
     def told(better, worse, unit="percent", **margins):
@@ -223,7 +223,7 @@ def test_claims_name_rows_that_the_plans_have(model, tmp_path):
         (["votes", "--solved", "101"], "solved must lie in [0, 100] percent, got 101"),
     ],
 )
-def test_ablations_refuse(arguments, message, capsys):
+def test_wrong_arguments_are_refused(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 

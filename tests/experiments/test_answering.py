@@ -56,7 +56,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make)
         make(model)
 
 
-def test_scores_along_a_text_under_full_are_those_of_one_pass():
+def test_scores_along_a_text_under_full_equal_one_pass():
     """Of rows that end early, too, behind whose text nothing is fed."""
     params = models.random_params(CONFIG, jax.random.key(2))
     texts = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (3, 49)).astype(np.int32)
@@ -81,12 +81,12 @@ def test_batches_are_equal_and_bounded():
 
 
 @pytest.mark.parametrize("share", ["inf", "1e400", "nan", "-1", "0", "3/2", "x"])
-def test_what_is_no_budget(share):
+def test_a_budget_that_is_no_share_is_refused(share):
     with pytest.raises(ValueError, match="a budget is a share such as 1/8"):
         budget_tokens(share, 512)
 
 
-def test_interval():
+def test_an_interval_covers_the_mean():
     assert interval([1.0] * 5) == [100, 100]
     low, high = interval([0.0, 1.0] * 50)
     assert 35 < low < 45 and 55 < high < 65

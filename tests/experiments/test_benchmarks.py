@@ -82,7 +82,7 @@ LLAMA = (
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("new", [False, True], ids=["prefix in input", "prefix apart"])
 @pytest.mark.parametrize("task", RULER_BODIES)
-def test_ruler(task, new, wrapped, tmp_path):
+def test_ruler_lines_are_split_into_context_and_question(task, new, wrapped, tmp_path):
     context, question, prefix, tokens = RULER_BODIES[task]
     beginning = "<|begin_of_text|>" if wrapped else ""
     if wrapped:
@@ -154,7 +154,7 @@ def longbench(dataset, **changes):
 
 
 @pytest.mark.parametrize("dataset", longbench_file.SCORER_OF)
-def test_longbench(dataset, tmp_path):
+def test_longbench_prompts_follow_the_specification(dataset, tmp_path):
     text = (importlib.resources.files("experiments.benchmarks") / "longbench_v1.json").read_text(encoding="utf-8")
     specification = json.loads(text)
     record = longbench(dataset)
@@ -184,7 +184,7 @@ def test_longbench_specification_is_complete():
 
 
 @pytest.mark.parametrize("length, bucket", [(3999, "0-4k"), (4000, "4-8k"), (7999, "4-8k"), (8000, "8k+")])
-def test_longbench_e(length, bucket, tmp_path):
+def test_longbench_e_lines_are_labelled_by_length(length, bucket, tmp_path):
     (example,) = read(f"longbench:{write_lines(tmp_path / 'qasper_e.jsonl', longbench('qasper', length=length))}")
     assert example.task == "qasper_e" and example.labels == {"length": bucket}
     record = longbench("qasper", length=length)
@@ -192,7 +192,7 @@ def test_longbench_e(length, bucket, tmp_path):
     assert read(f"longbench:{write_lines(tmp_path / 'qasper_e.jsonl', record)}") == [example]
 
 
-def test_longbench_unknown_dataset(tmp_path):
+def test_unknown_longbench_datasets_are_refused(tmp_path):
     with pytest.raises(ValueError, match="line 1: unknown LongBench dataset 'qaspar', did you mean 'qasper'"):
         read(f"longbench:{write_lines(tmp_path / 'a.jsonl', longbench('qaspar'))}")
     with pytest.raises(ValueError, match="line 1: expected a text or a list of texts in the field 'all_classes'"):
@@ -216,7 +216,7 @@ LONGBENCH2 = {
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_longbench2(suffix, tmp_path):
+def test_longbench2_questions_become_multiple_choice_prompts(suffix, tmp_path):
     path = tmp_path / f"data{suffix}"
     path.write_text(json.dumps([LONGBENCH2] if suffix == ".json" else LONGBENCH2))
     (example,) = read(f"longbench2:{path}")
@@ -301,7 +301,7 @@ INFINITEBENCH = {
 
 
 @pytest.mark.parametrize("task", INFINITEBENCH)
-def test_infinitebench(task, tmp_path):
+def test_infinitebench_lines_become_prompts_with_answers(task, tmp_path):
     fields, context, question, prefix, (right, wrong) = INFINITEBENCH[task]
     record = {"id": 0, "context": "long {text}", "options": [], **fields}
     (example,) = read(f"infinitebench:{write_lines(tmp_path / f'{task}.jsonl', record)}")
@@ -324,7 +324,7 @@ def test_infinitebench_generation_lengths_and_scorers():
     assert {form.scorer for form in infinitebench_file.TASKS.values()} <= set(SCORERS)
 
 
-def test_infinitebench_lines_that_are_not(tmp_path):
+def test_malformed_infinitebench_lines_are_refused(tmp_path):
     book = {"id": 0, "context": "x", "input": "Who?"}
     for task, record, message in (
         ("longbook_choice_eng", book | BOOK_CHOICES | {"answer": "Eve"}, "line 1: expected one of the options"),
@@ -372,7 +372,7 @@ def scbench(tmp_path, task, *turns, **fields):
     return read(f"scbench:{write_lines(tmp_path / f'{task}.jsonl', record)}")
 
 
-def test_scbench_tasks(tmp_path):
+def test_scbench_turns_become_prompts_with_answers(tmp_path):
     turn = {"input": "Who?", "answer": "Cat", "options": ["Ann", "Bob", "Cat", "Dan"]}
     (choice,) = scbench(tmp_path, "scbench_choice_eng", turn)
     assert choice.question == "\n\nQuestion: Who?\nA. Ann\nB. Bob\nC. Cat\nD. Dan\n\nThe the correct answer is"
@@ -391,7 +391,7 @@ def test_scbench_tasks(tmp_path):
     assert score(first, "9") == score(second, "4.5") == 1.0 and score(second, "4") == 0.0
 
 
-def test_scbench_mixed_files(tmp_path):
+def test_scbench_turns_of_mixed_files_keep_their_tasks(tmp_path):
     code = [f"def f{i}(a, b):\n    value = a + {i}\n    return value * b" for i in range(2)]
     turns = [
         {"task": "scbench_repoqa", "input": "Find f0", "answer": code[0], "name": "f0"},
@@ -409,7 +409,7 @@ def test_scbench_mixed_files(tmp_path):
         scbench(tmp_path, "scbench_repoqa_and_kv", turns[0] | {"task": "scbench_vt"}, repo="r")
 
 
-def test_scbench_lines_that_are_not(tmp_path):
+def test_malformed_scbench_lines_are_refused(tmp_path):
     with pytest.raises(ValueError, match="line 1: expected at least one question in 'multi_turns', got none"):
         scbench(tmp_path, "scbench_kv")
     with pytest.raises(ValueError, match="line 1, turn 2: expected a field 'answer'"):
@@ -460,7 +460,7 @@ def write_kvpress(path):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.json", "columns.json", "rows.jsonl", "rows.parquet"])
-def test_kvpress(name, tmp_path):
+def test_kvpress_rows_become_prompts_with_answers(name, tmp_path):
     limit_before = csv.field_size_limit()
     path = write_kvpress(tmp_path / name)
     examples = read(f"kvpress:{path}")
@@ -504,11 +504,11 @@ def test_kvpress_columns_of_longbench_and_of_the_users_own(tmp_path):
         ("[]", []),
     ],
 )
-def test_kvpress_lists_in_csv(text, expected):
+def test_lists_in_kvpress_csv_are_parsed(text, expected):
     assert listed(text) == expected
 
 
-def test_kvpress_files_that_are_not(tmp_path, monkeypatch):
+def test_malformed_kvpress_files_are_refused(tmp_path, monkeypatch):
     for name, content, message in (
         ("a.csv", "task,context\nvt,c\n", "a.csv, line 2: expected a field 'question'"),
         ("a.csv", "task,context\n", "expected at least one row, got none"),
@@ -531,7 +531,7 @@ def test_kvpress_files_that_are_not(tmp_path, monkeypatch):
 # All formats
 
 
-def test_specs_that_are_not(tmp_path):
+def test_malformed_specs_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown format 'longbech', did you mean 'longbench'"):
         read("longbech:a.jsonl")
     with pytest.raises(ValueError, match="expected FORMAT:PATH with a format of ruler, kvpress, .* got 'a.jsonl'"):
@@ -593,13 +593,13 @@ def test_every_family_names_a_scorer():
         (99, "tail", list(range(10))),
     ],
 )
-def test_truncate(limit, mode, expected):
+def test_every_truncation_stays_within_the_limit(limit, mode, expected):
     ids = list(range(10))
     made = truncate(ids, limit, mode)
     assert made == expected and made is not ids
 
 
-def test_truncate_refuses():
+def test_impossible_truncations_are_refused():
     with pytest.raises(ValueError, match="the prompt has 3 tokens, expected at most 2"):
         truncate([1, 2, 3], 2, "error")
     with pytest.raises(ValueError, match="unknown truncation mode 'mid', expected one of"):

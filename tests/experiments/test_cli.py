@@ -107,7 +107,7 @@ def test_suites_shows_what_a_file_holds(tmp_path, capsys):
     assert "did you mean 'kvpress'?" in capsys.readouterr().err
 
 
-def test_the_version_is_that_of_pyproject(capsys, monkeypatch):
+def test_the_version_equals_pyproject(capsys, monkeypatch):
     """It is known in a checkout that is not installed, too."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert main(["--version"]) == 0
@@ -207,12 +207,12 @@ def test_tokenizer_tells_methods_what_ends_a_sentence():
         ("snapvk", "budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
     ],
 )
-def test_bad_method_settings(method, pair, expected, directory, prompt, fails):
+def test_wrong_method_settings_are_named(method, pair, expected, directory, prompt, fails):
     said = fails("generate", "--model", directory, "--prompt-file", prompt, "--method", method, "--set", pair)
     assert expected in said
 
 
-def test_bad_commands_and_arguments(fails):
+def test_unknown_commands_and_arguments_are_named(fails):
     assert "unknown command 'generat' (did you mean 'generate'?)" in fails("generat")
     assert "a command is missing" in fails()
     assert "unknown method 'qest' (did you mean 'quest'?)" in fails("ls", "qest")
@@ -224,7 +224,7 @@ def test_bad_commands_and_arguments(fails):
     assert "--lenght" in fails("demo", "--lenght", "5")
 
 
-def test_bad_prompts(directory, tmp_path, prompt, fails):
+def test_empty_and_binary_prompts_are_refused(directory, tmp_path, prompt, fails):
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     binary = tmp_path / "binary.bin"
@@ -238,7 +238,7 @@ def test_bad_prompts(directory, tmp_path, prompt, fails):
     assert "'json:loads' names no method: a method must be a subclass" in fails(*args, prompt, "--method", "json:loads")
 
 
-def test_prompts_the_model_refuses(directory, prompt, tmp_path, capsys):
+def test_prompts_that_the_model_refuses_end_with_its_message(directory, prompt, tmp_path, capsys):
     argv = ["generate", "--model", str(directory), "--prompt-file", str(prompt)]
     assert main([*argv, "--max-new-tokens", "4000"]) == 2
     assert "max_position_embeddings=2048" in capsys.readouterr().err
@@ -246,7 +246,7 @@ def test_prompts_the_model_refuses(directory, prompt, tmp_path, capsys):
     assert "need a temperature" in capsys.readouterr().err
 
 
-def test_bad_models(directory, prompt, tmp_path, fails):
+def test_damaged_models_are_named(directory, prompt, tmp_path, fails):
     def broken(name):
         return shutil.copytree(directory, tmp_path / name)
 
@@ -272,7 +272,7 @@ def test_bad_models(directory, prompt, tmp_path, fails):
     assert "vocab_size 100" in said(foreign)
 
 
-def test_broken_parameters(directory, prompt, tmp_path, capsys):
+def test_parameters_that_are_not_finite_are_an_error(directory, prompt, tmp_path, capsys):
     params = models.random_params(CONFIG, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
     models.save_pretrained(tmp_path, params, CONFIG)
@@ -281,7 +281,7 @@ def test_broken_parameters(directory, prompt, tmp_path, capsys):
     assert code == 2 and "not finite" in capsys.readouterr().err
 
 
-def test_interrupt(directory, prompt, capsys, monkeypatch):
+def test_an_interrupt_exits_with_130(directory, prompt, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 

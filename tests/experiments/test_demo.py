@@ -140,7 +140,7 @@ def test_larger_models_on_a_cpu_have_a_single_budget():
     assert with_budgets(DemoSettings(budgets=("64",)), 135_000_000, "cpu").budgets == ("64",)
 
 
-def test_budgets():
+def test_budgets_are_shares_or_tokens():
     def tokens(*budgets):
         settings = DemoSettings(length=1024, methods=("keydiff",), budgets=budgets)
         return [run.budget for run in runs(settings)]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.slow
-def test_drift_runs(directory, capsys, tmp_path, monkeypatch):
+def test_drift_records_its_course(directory, capsys, tmp_path, monkeypatch):
     course = Course(prompt_tokens=320, new_tokens=64, every=32, k=10, num_sink=4, num_local=16, seed=3)
     asked = []
     monkeypatch.setattr(jobs.Course, "within", lambda *given: asked.append(given) or course)

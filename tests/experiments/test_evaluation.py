@@ -94,7 +94,7 @@ def test_long_contexts_are_cut_and_questions_are_not(mode):
     assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
     assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
     assert whole.cut == (0,) and made.keys == whole.keys
-    with pytest.raises(ValueError, match="question and answer alone take"):
+    with pytest.raises(ValueError, match="question and answer must fit"):
         encode([example()], limit=10)
     with pytest.raises(ValueError, match="token"):
         encode([example()], limit=size, truncation="error")
@@ -130,7 +130,7 @@ def test_questions_about_one_context_share_it():
 
 
 @pytest.mark.slow
-def test_where_the_question_stands():
+def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
     """Under Full, asking afterwards changes nothing; turns see the questions and answers before them."""
     params = models.random_params(TINY, jax.random.key(1))
     rng = np.random.default_rng(0)
@@ -224,7 +224,7 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
     assert found[8] == found[1]
 
 
-def test_who_reads_together():
+def test_jobs_are_prefilled_together_as_far_as_they_fit():
     def needed(jobs):
         sizes = [job.identity["needs"] for job in jobs]
         return None if None in sizes else sum(sizes)
@@ -384,7 +384,7 @@ def test_what_is_left_out_is_said():
     assert tables.left_out(comparison.beside_full(cells[:2])) == []
 
 
-def test_differences_are_paired():
+def test_differences_pair_the_same_samples():
     rng = np.random.default_rng(0)
     base = rng.random(60).round(3).tolist()
     worse = [score - 0.1 for score in base]
@@ -530,7 +530,7 @@ def test_only_whole_sets_of_tasks_are_averaged():
     assert tables._not_averaged(comparison.beside_full(rows)) == ["half (prefill, 512)"]
 
 
-def test_frontier():
+def test_the_frontier_drops_dominated_points():
     assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
 
 
@@ -689,7 +689,7 @@ def test_a_users_file_is_scored(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands(tiny, tmp_path, capsys):
+def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys):
     """Of a method that is not part of kvjax."""
     out = tmp_path / "run"
     flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
@@ -800,7 +800,7 @@ def test_a_broken_method_scores_worse(tmp_path):
 
 @pytest.mark.slow
 def test_records_of_speed_and_insight_are_drawn():
-    """By name: test_records.py draws those of speed and insight."""
+    """By name: test_records.py draws the figures of speed and insight."""
     paths = ("speed.json", "insight.json", "demo-16k.json")
     known = {name: draw for path in paths for name, draw in figures(RECORDS / path, [])}
     assert {"speed-tpot", "speed-memory", "insight", "demo-16k"} <= known.keys()

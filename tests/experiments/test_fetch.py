@@ -113,7 +113,7 @@ def test_licences_of_model_cards(tmp_path, capsys):
         assert capsys.readouterr().out.endswith(f"licence: {licence}\n")
 
 
-def test_ls_models(empty_cache, capsys):
+def test_ls_models_names_licences_and_places(empty_cache, capsys):
     assert main(["ls", "models"]) == 0
     text = capsys.readouterr().out
     for name, model in NAMED_MODELS.items():

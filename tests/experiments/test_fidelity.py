@@ -83,7 +83,7 @@ def test_a_method_equal_to_full_is_at_no_distance():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", repeated(METHODS, but=("quest",)))
-def test_forced_decoding_is_that_of_decode_steps(name):
+def test_forced_decoding_equals_decode_steps(name):
     """Step by step, with rows that end early; and the row of the table is what float64 makes of the steps."""
     method = any_example(name)
     config = tiny_model(name)
@@ -144,7 +144,7 @@ def test_budgets_share_a_program_and_nothing_else(name):
         )
 
 
-def test_shared_room():
+def test_methods_share_the_room_of_the_largest_setting():
     assert shared_room([Quest(budget=16), Quest(budget=64), Quest(budget=512)], 512) == 64, "512 attends to everything"
     assert shared_room([Full()], 512) is None
     assert shared_room([example("mosaickv", fraction=f) for f in (0.1, 0.5)], 512) == 0.5
@@ -189,7 +189,7 @@ def test_answers_stand_behind_the_template_and_the_question(model):
     assert short.steps < 100 and short.steps == short.counts.max(), "no steps behind the longest answer"
 
 
-def test_greedy_answers_are_those_of_full(model):
+def test_greedy_answers_equal_full(model):
     settings = FidelitySettings(samples=2, tokens=8, lengths=(512,))
     asked = texts.answers(model, settings, 512, None)
     made = texts.greedy(model, asked, 2)
@@ -225,7 +225,7 @@ def run(directory, out, *more):
 
 
 @pytest.mark.slow
-def test_the_command(directory, tmp_path, capsys):
+def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(directory, out, "--methods", "snapkv", "--no-plot", "--quiet", "--streams", "prose") == 0
     record = json.loads((out / "metrics.json").read_text())
@@ -267,7 +267,7 @@ def test_the_command(directory, tmp_path, capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_command_refuses(directory, tmp_path, capsys, flags, expected):
+def test_wrong_flags_are_refused_in_a_line(directory, tmp_path, capsys, flags, expected):
     assert run(directory, tmp_path / "out", "--no-plot", "--quiet", *flags) == 2
     said = capsys.readouterr().err
     assert expected in said and said.count("\n") == 1
@@ -280,7 +280,7 @@ def test_a_short_file_is_refused(directory, tmp_path, capsys):
     assert "use shorter lengths or a longer text" in capsys.readouterr().err
 
 
-def test_differences_are_paired():
+def test_differences_pair_the_same_texts():
     ones = Distance(**dict.fromkeys(("kl", "agrees", "loss", "full_loss"), np.ones((2, 3))))
 
     def row(method, kl, bytes_read):
@@ -307,7 +307,7 @@ def test_full_alone_has_no_usual_figure():
     assert plots.figures({"metrics": [*rows, {"method": "quest", "value": 0.1}]})[1] == ["fidelity", "along"]
 
 
-def test_pieces():
+def test_pieces_average_positions_and_values():
     assert pieces([1.0, 3.0]) == ([1.0, 2.0], [1.0, 3.0])
     at, means = pieces(list(range(32)))
     assert at[0] == 1.5 and means[0] == 0.5 and len(at) == 16

@@ -158,7 +158,7 @@ def call(*argv):
     return code, seen, said.getvalue()
 
 
-def test_every_type_of_value():
+def test_every_type_of_value_is_parsed():
     code, (made,), _ = call(
         "--name", "n", "--size", "7", "--shares", "0.25, 1", "--words", "a,b", "--colour", "blue", "--limit", "9",
         "--set-variable", "quiet=true", "--set-variable", "tone=low", "--path", "x/y", "--no-draw", "--loud", "--item", "a,b",
@@ -190,7 +190,7 @@ def test_flags_replace_the_values_of_a_file(tmp_path):
         (("--name", "n", "--shares", "1,x"), "expected numbers with commas between them, got '1,x'"),
         (("--name", "n", "--words", "a,,b"), "expected names with commas between them, got 'a,,b'"),
         (("--name", "n", "--colour", "green"), "invalid choice: 'green'"),
-        (("--name", "n", "--set-variable", "quiet"), "takes NAME=VALUE, got 'quiet'"),
+        (("--name", "n", "--set-variable", "quiet"), "expected NAME=VALUE, got 'quiet'"),
         (("--name", "n", "--slow", "--fast"), "not allowed with argument --slow"),
         (("--name", "n", "--siz", "3"), "unrecognized arguments: --siz 3"),
         (("--name", "n", "--size", "0"), "kvjax: error: size must be at least 1, got 0"),
@@ -322,8 +322,8 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     """PyYAML would take the last."""
     file = tmp_path / "settings.yaml"
     for text, told in (
-        ("samples: 2\ntasks: [vt]\nsamples: 3\n", "the key 'samples' stands in lines 1 and 3"),
-        ("methods:\n- quest:\n    budget: 3\n    budget: 4\n", "the key 'budget' stands in lines 3 and 4"),
+        ("samples: 2\ntasks: [vt]\nsamples: 3\n", "expected keys once, got 'samples' in lines 1 and 3"),
+        ("methods:\n- quest:\n    budget: 3\n    budget: 4\n", "expected keys once, got 'budget' in lines 3 and 4"),
         ("a: [1", "line 1"),
         ("[" * 500, "recursion"),
         ("when: 2024-13-45", "month"),

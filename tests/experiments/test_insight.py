@@ -139,12 +139,12 @@ def test_rows_that_stand_still_and_steps_beyond_the_room_are_not_measured():
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
     ],
 )
-def test_watched_refuses(change, message):
+def test_wrong_fields_of_watched_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Watched(**{"method": kvjax.make("full"), **change})
 
 
-def test_settings_refuse():
+def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match=re.escape("text must be one of ('full', 'own'), got 'theirs'")):
         InsightSettings(methods=("quest",), text="theirs")
     with pytest.raises(ValueError, match="did you mean 'quest'"):
@@ -153,7 +153,7 @@ def test_settings_refuse():
         InsightSettings(methods=("quest",), samples=0)
 
 
-def test_answer_length():
+def test_an_answer_ends_with_its_end_token():
     assert answer_length(np.array([5, 6, 0, 7, 0]), (0, 9)) == 3
     assert answer_length(np.array([5, 6]), (0,)) == 2
 

@@ -62,7 +62,7 @@ def test_the_sentence_of_an_answer(text, sentence):
 
 
 @pytest.mark.thorough
-def test_similarity_of_layers():
+def test_similarity_of_layers_equals_float64():
     """A prompt of one token attends to its own value, so the first layer can be worked out; no update turns nothing."""
     params = jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, random_params(CONFIG, jax.random.key(0)))
     got = layers.attention_similarity(params, [[5], [7]], CONFIG)
@@ -82,7 +82,7 @@ def test_similarity_of_layers():
 
 
 @pytest.mark.thorough
-def test_what_heads_pay_is_that_of_the_sentence_alone():
+def test_shares_count_the_attention_to_the_sentence_alone():
     """A sentence of the whole prompt gets all attention to the prompt, in every head of every layer."""
     params = random_params(CONFIG, jax.random.key(0))
     model = LoadedModel("tiny", params, CONFIG, None, None)
@@ -95,12 +95,12 @@ def test_what_heads_pay_is_that_of_the_sentence_alone():
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_heads_are_measured_on_right_answers(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
     given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2"]
     out = tmp_path / "heads.json"
     assert heads.main([*given, "--out", str(out)]) == 2
-    assert "heads are measured on right answers, and model has none of 2 right" in capsys.readouterr().err
+    assert "heads are measured on right answers, got none from model in 2 samples" in capsys.readouterr().err
     monkeypatch.setattr(heads, "score", lambda example, prediction: 1.0)
     assert heads.main([*given, "--out", str(out)]) == 0
     assert "16 heads, 2 of 2 samples" in capsys.readouterr().out

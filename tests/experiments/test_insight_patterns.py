@@ -47,11 +47,11 @@ def test_a_head_gets_the_candidate_that_keeps_most():
     assert table == ((known[0], known[4]), (known[5], known[2])) and scores == [[0, 0.7], [0.5, 0.3]]
     with pytest.raises(ValueError, match="scale must be a finite number above 0, got 0"):
         patterns.PatternSettings(scale=0)
-    with pytest.raises(ValueError, match="at most one of with_model and out, got out=x"):
+    with pytest.raises(ValueError, match="at most one of with_model and out, got with_model=True and out=x"):
         patterns.PatternSettings(with_model=True, out=pathlib.Path("x"))
 
 
-def test_where_the_file_goes(tmp_path, capsys):
+def test_the_file_goes_to_runs_or_beside_the_model(tmp_path, capsys):
     assert patterns._file(patterns.PatternSettings()) == pathlib.Path("runs/patterns.json")
     write_model(tmp_path / "model", CONFIG)
     beside = patterns.PatternSettings(model=str(tmp_path / "model"), with_model=True)
@@ -61,7 +61,7 @@ def test_where_the_file_goes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
+def test_the_command_writes_patterns_that_load(tmp_path, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
     out = tmp_path / "patterns.json"
     given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "1", "--scale", "0.05"]

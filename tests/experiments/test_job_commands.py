@@ -23,7 +23,7 @@ def main_of(job):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_help(job, capsys):
+def test_every_job_has_help(job, capsys):
     if job == "lm_eval" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("the harness (lm_eval) is not installed")
     with pytest.raises(SystemExit) as ended:

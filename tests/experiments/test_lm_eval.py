@@ -93,7 +93,7 @@ def greedy_text(model, context, count):
 
 
 @pytest.mark.slow
-def test_scores_under_full_are_those_of_one_dense_pass(tiny):
+def test_scores_under_full_equal_one_dense_pass(tiny):
     pairs = [*PAIRS, (PAIRS[1][0], greedy_text(tiny, PAIRS[1][0], 3))]
     lm = make(tiny, "full")
     got = lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)
@@ -128,7 +128,7 @@ def test_scores_go_through_the_decode_steps_of_a_method(tiny, method, knobs):
     assert lm.last_stats["attended_tokens"] < lm.last_stats["length_tokens"]
 
 
-def test_loglikelihood_of_texts(tiny):
+def test_loglikelihoods_equal_a_dense_pass(tiny):
     lm = make(tiny)
     context, text = "The sky is blue.", " The sun is yellow."
     got = lm.loglikelihood(requests("loglikelihood", (context, text), ("", text)), disable_tqdm=True)
@@ -240,7 +240,7 @@ def test_sampling_repeats_with_its_seed(tiny):
 
 
 @pytest.mark.slow
-def test_question_after_compression(tiny):
+def test_a_question_may_follow_compression(tiny):
     method = kvjax.make("snapkv", budget=16, capacity=16, obs_window=4)
     prompt = ids(TEXT)[:40]
     lm = make(tiny, method, question="extend", question_tokens=6)
@@ -253,7 +253,7 @@ def test_question_after_compression(tiny):
     assert lm.get_model_info()["question"] == "extend"
 
 
-def test_chat_template(tiny, tmp_path):
+def test_chat_templates_are_rendered(tiny, tmp_path):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -283,7 +283,7 @@ def test_chat_template(tiny, tmp_path):
         ({"question": "decode", "question_tokens": 3}, "got 'decode' with question_tokens=3"),
     ],
 )
-def test_bad_settings(tiny, settings, problem):
+def test_wrong_settings_are_refused(tiny, settings, problem):
     with pytest.raises(ValueError, match=problem):
         make(tiny, **settings)
 
@@ -296,12 +296,12 @@ def test_bad_settings(tiny, settings, problem):
         ({"max_gen_toks": 128}, "below max_length=128, got 128"),
     ],
 )
-def test_bad_requests(tiny, wanted, problem):
+def test_wrong_requests_are_refused(tiny, wanted, problem):
     with pytest.raises(ValueError, match=problem):
         make(tiny).generate_until(requests("generate_until", ("Hi", wanted)), disable_tqdm=True)
 
 
-def test_bad_texts_to_score(tiny):
+def test_texts_beyond_their_limits_are_refused(tiny):
     with pytest.raises(ValueError, match="1 to max_length=16 tokens, got 17"):
         make(tiny, max_length=16)._loglikelihood_tokens([(None, [1], [2] * 17)])
     model = {"params": tiny.params, "config": tiny.config, "method": "full", "length": 8, "room": 8}
@@ -385,7 +385,7 @@ def builtin():
         pytest.param("streamingllm", {"budget": 64}, 0, marks=pytest.mark.thorough),
     ],
 )
-def test_ruler_in_the_harness(ruler, builtin, method, knobs, found):
+def test_the_harness_finds_needles_under_full_and_quest(ruler, builtin, method, knobs, found):
     """Full and Quest find every needle; none of the three stands in StreamingLLM's window of 64 tokens."""
     import lm_eval
 

@@ -53,7 +53,7 @@ def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys):
         ("streamingllm", 4), ("streamingllm", 4),  # it reads alone
     ]  # fmt: skip
     said = capsys.readouterr().err
-    assert "out of memory: passkey 512: 3 methods no longer read together, but 2 and 1" in said
+    assert "out of memory: passkey 512: 3 methods no longer prefill together, but 2 and 1" in said
     assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
 
 
@@ -102,7 +102,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
     memory.check_memory(given[:2], run.model.config, None, None, sizes)
-    with pytest.raises(MemoryError, match="3 methods that read a prompt together need .*; read it for fewer methods"):
+    with pytest.raises(MemoryError, match="3 methods that share one prefill need .*; prefill fewer methods"):
         memory.check_memory(given, run.model.config, None, None, sizes)
 
 

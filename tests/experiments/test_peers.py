@@ -42,7 +42,7 @@ def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
         ({"lengths": (0,)}, "lengths must be at least 1, got 0"),
     ],
 )
-def test_settings_are_checked(given, message):
+def test_wrong_settings_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         PeersSettings(**given)
 

@@ -51,7 +51,7 @@ def remake(printed, tasks=None, rows=None):
     return Remade("title", "about", (printed,), "main", (8192,), (8192,), tasks, {"ours": rows}, {})
 
 
-def test_signs_and_order_are_those_of_the_tasks_that_both_have():
+def test_signs_and_order_come_from_shared_tasks():
     (verdict,) = verdicts(remake(table(ROWS)), OURS)
     assert verdict.cells == 2 and verdict.full == 90.0
     by_label = {system.label: system for system in verdict.systems}
@@ -149,7 +149,7 @@ def test_every_printed_table_is_made_again_or_said_to_be_left():
     assert len({again.title for again in remade_tables()}) == len(remade_tables())
 
 
-def test_rows_of_an_ablation_are_those_of_its_record():
+def test_rows_of_an_ablation_equal_its_record():
     record = json.loads((DOCS / "records" / "ablations" / "extrapolate.json").read_text())
     beyond = next(x for x in remade_tables() if x.title == "TokenSelect, RULER beyond the window")
     found = verdicts(beyond, paper_tables._entries(DOCS, "extrapolate"))

@@ -21,7 +21,8 @@ from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
 from experiments.speed.settings import SpeedSettings
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import registry
-from kvjax.accounting import memory, stats
+from kvjax.accounting import memory
+from kvjax.api.measure import measure
 from kvjax.decoding.decode import run_decode
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import run_prefill
@@ -91,7 +92,7 @@ def check_filled(name, config):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), got, want)
     assert jax.tree.all(same), jax.tree.leaves_with_path(same)
-    costs = [jax.jit(stats.measure)(cache) for cache in (got, want)]
+    costs = [jax.jit(measure)(cache) for cache in (got, want)]
     # What is attended is fixed by sizes, but for sentences, whose number is random.
     np.testing.assert_allclose(costs[0].attended, costs[1].attended, rtol=0.05)
     np.testing.assert_array_equal(got.length, want.length)
@@ -119,7 +120,7 @@ def test_a_filled_cache_has_the_windows_of_its_model(window):
 
 
 @pytest.mark.thorough
-def test_rows_of_every_method(command, tmp_path):
+def test_every_method_has_a_row_with_its_bytes(command, tmp_path):
     said, found = command("--methods", "all", "--no-split")
     assert [m["method"] for m in found["metrics"]] == list(VARIANTS)
     shapes = jax.tree.leaves(param_shapes(CONFIG))
@@ -250,7 +251,7 @@ def test_a_split_joins_a_row_and_may_lack_memory(command, monkeypatch):
         (["--out", "record.md"], "expected a file that ends in .json, got 'record.md'"),
         (["--lengths", "1k"], "argument --lengths: expected comma-separated whole numbers of at least 1, got '1k'"),
         (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
-        (["--methods", "snapkv", "--set", "quest.budget=16"], "a knob of 'quest', which is none of the methods full, snapkv"),
+        (["--methods", "snapkv", "--set", "quest.budget=16"], "one of full, snapkv, got a knob of 'quest'"),
         (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "expected a finite number"),
         (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget must be"),
         (["--prefill", "--largest-batch"], "not allowed with"),
@@ -301,7 +302,7 @@ def test_the_figure_of_prompts_alone_has_no_panels():
     assert not [axes for axes in overview([]).axes if axes.axison]
 
 
-def test_prefill_rows(command):
+def test_prefill_has_rows_with_chunks(command):
     _, found = command("--methods", "snapkv", "--prefill", "--chunk-size", 128, "--no-plot")
     assert [(m["name"], m["method"], m["error"]) for m in found["metrics"]] == [
         ("prefill", "full", None), ("prefill", "snapkv", None)
@@ -337,7 +338,7 @@ def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
         ),
     ],
 )
-def test_attention_rows(command, queries, names, monkeypatch):
+def test_attention_alone_has_rows_of_queries(command, queries, names, monkeypatch):
     quick = functools.partial(speed_bench.layer_seconds, chain=2, iterations=2)
     monkeypatch.setattr(speed_bench, "layer_seconds", quick)
     _, found = command(
@@ -362,8 +363,8 @@ def test_more_queries_than_a_method_reads_at_once_are_refused(command, monkeypat
         command("--methods", "keydiff", "--attention-only", "--queries", 200, "--no-plot")
 
 
-def test_nothing_keeps_the_projections():
-    """The step without attention has all the products of one with it but those of the attention."""
+def test_a_step_without_attention_keeps_the_projections():
+    """The step without attention has every matrix product of a whole step, except the products of the attention."""
     params = random_params(CONFIG, jax.random.key(0))
     cache = filled_cache(Nothing(), CONFIG, length=1, batch=1, max_new_tokens=8)
     done = jnp.zeros((1,), bool)

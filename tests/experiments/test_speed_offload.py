@@ -47,7 +47,7 @@ def command(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_experiment(command, capsys):
+def test_every_method_decodes_offloaded_and_resident(command, capsys):
     """Both ways of every method, the bytes over the bus, a table and a figure; a second run measures nothing."""
     arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
     out = command(*arguments)
@@ -133,7 +133,7 @@ def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_experiment_reads_prompts(command, capsys):
+def test_prompts_have_a_row_for_each_method_that_offloads(command, capsys):
     """With --prompts: a row per method that offloads, with what it put into host memory, in a table of its own."""
     out = command("--prompts", "--chunk-size", 1024)
     assert re.search(r"full +4096 +1 has nothing to offload", capsys.readouterr().out)

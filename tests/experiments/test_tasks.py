@@ -43,7 +43,7 @@ def test_fits_with_a_coarse_tokenizer(name):
 
 
 @pytest.mark.parametrize("name", tasks.GROUPS["generated"])
-def test_seed_decides(name):
+def test_the_seed_decides_a_sample(name):
     assert sample(name, seed=3) == sample(name, seed=3)
     assert sample(name, seed=3).prompt != sample(name, seed=4).prompt
 
@@ -131,7 +131,7 @@ def test_singular_form_rewrites_every_are():
     assert ruler.singular_form(plural) == "A x is y. You is a helpful assistant"
 
 
-def test_vt_prompt():
+def test_vt_prompts_have_the_words_of_ruler():
     made = sample("vt", 1024)
     value = re.search(r"assigned the value (\d{5}) in the text above\.$", made.question).group(1)
     assert made.question == f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -207,7 +207,7 @@ def test_scorers_count_what_the_suites_count():
     assert scorers.score_value_among_words("ab-12", ("ab-1",)) == 0.0
 
 
-def test_sentences():
+def test_prose_is_split_into_sentences():
     text = 'He said "Stop." Then Mr. Smith left, e.g. at once! Why?\nNo one (not he) knew.'
     assert haystack.split_sentences(text) == [
         'He said "Stop."',
@@ -226,7 +226,7 @@ def test_span_holds_what_was_asked():
     assert stack.span(rng, 3) == []
 
 
-def test_errors(tmp_path):
+def test_wrong_tasks_lengths_and_depths_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown task 'niah_singel_1', did you mean 'niah_single_1'"):
         tasks.get_task("niah_singel_1")
     with pytest.raises(ValueError, match="too short"):

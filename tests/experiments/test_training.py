@@ -115,7 +115,7 @@ def test_curriculum_grows_and_forgets_nothing():
             Curriculum(*arguments)
 
 
-def test_losses_against_numpy(key):
+def test_losses_equal_numpy(key):
     tokens = jnp.array([[5, 6, 7, 0, 1, 1], [4, 3, 2, 9, 8, 0]], jnp.int32)
     roles = jnp.array([[0, 0, 2, 2, 0, 0], [0, 1, 1, 2, 3, 3]], jnp.int32)
     logits = jax.random.normal(key, (2, 6, 10))
@@ -250,7 +250,7 @@ def test_a_run_goes_on_with_its_own_base_and_rank(tmp_path, key):
     again.close()
 
 
-def test_evaluation_prompts_fit():
+def test_evaluation_prompts_fit_into_the_context():
     prompts = encode_cell(Reading(TOKENIZER / "tokenizer.json"), Cell("vt", 1024, 2, 0)).wholes
     assert all(len(tokens) + 40 <= 1024 for tokens in prompts)
 
@@ -275,7 +275,7 @@ def test_schedule_warms_up_and_ends_at_five_percent():
     assert isinstance(optimizer(course), optax.GradientTransformation)
 
 
-def test_sizes():
+def test_sizes_have_their_parameters_and_steps():
     config, course = trainer.builtin_course("full")
     assert config.group_size == 4 and course.steps == 6000
     leaves = jax.tree.leaves(models.param_shapes(config))

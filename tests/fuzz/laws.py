@@ -1,7 +1,7 @@
-"""Random configurations against the laws: those of `kvjax.testing`, and some that need draws.
+"""Random configurations against the laws: the laws of `kvjax.testing`, and some laws that need draws.
 
 A case's number names a structure, whose programs are compiled once, and one of its draws: weights, prompts, and the traced
-numbers of the method. A draw is checked by every law that applies, and each check counts as a case.
+values of the method. A draw is checked by every law that applies, and each check counts as a case.
 """
 
 from __future__ import annotations

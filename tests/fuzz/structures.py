@@ -199,7 +199,7 @@ def _numbers(cls: type[Method], hints: Any, knobs: Any, rng: np.random.Generator
 
 
 def _redrawn(method: Any, rng: np.random.Generator) -> Any:
-    """The method with random numbers in the fields that are numbers, those of inner methods too."""
+    """The method with random values in its traced fields, and in the traced fields of inner methods."""
     if isinstance(method, dict):
         return {key: _redrawn(inner, rng) for key, inner in method.items()}
     made: dict[str, Any] = {}

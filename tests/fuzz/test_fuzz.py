@@ -37,7 +37,7 @@ def refuse():
         (refuse, RAW),  # the sentence is not of the project: tests are not
     ],
 )
-def test_the_verdict(call, verdict):
+def test_verdicts_tell_refusals_from_crashes(call, verdict):
     assert judge("a case", call, (ValueError, TypeError), ()).verdict == verdict
 
 
@@ -82,7 +82,7 @@ def test_random_methods_of_one_structure_differ_in_numbers_only(name):
 @pytest.mark.parametrize(
     ("flags", "told"), [(["--seconds", "0"], "seconds"), (["--case", "3"], "--only"), (["--seed", "-1"], "seed")]
 )
-def test_settings_that_are_refused(flags, told, capsys):
+def test_wrong_settings_are_refused(flags, told, capsys):
     assert main(flags) == 2
     assert told.strip("-") in capsys.readouterr().err
 

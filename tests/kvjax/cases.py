@@ -63,10 +63,10 @@ def model(name: str) -> Any:
 
 @functools.cache
 def subject(name: str, copies: int | None = None, config: Any = None) -> Subject:
-    """An example under test, in its tiny `model`, or in that of ``config``.
+    """An example under test, in its tiny `model`, or in the model ``config``.
 
-    A row alone is ``copies`` times in its batch. None: once in those of `BATCH_OF_ONE`, and three times in others, which then
-    need no programs for another batch than that of the three prompts.
+    A row alone is ``copies`` times in its batch. None: once for the methods in `BATCH_OF_ONE`, and three times for all other
+    methods, which then need programs for a batch of three only, the batch of the prompts.
     """
     knobs = oracle(name).KNOBS if name in NAMES else {}
     if copies is None:
@@ -154,7 +154,7 @@ def compare(
 def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, **options: Any) -> int:
     """Drive the example with ``knobs`` through the rows and `compare` it with its oracle.
 
-    ``options`` are those of `harness.drive`, and ``fields``: fields of the method that the oracle does not have.
+    ``options`` go to `harness.drive`, except ``fields``: fields of the method that the oracle does not have.
     """
     method = example(name, **options.pop("fields", {}), **knobs)
     got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)

@@ -232,9 +232,9 @@ def test_ragged_rows_equal_alone(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in (*BATCH_OF_ONE, "knorm")])
 def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
-    """Those of `BATCH_OF_ONE` show it by default, in the tests above and below.
+    """By default, only the methods in `BATCH_OF_ONE` show this law, in the tests above and below.
 
-    Under Knorm it depends on rounding which keys of `TINY` are the shortest: they are normalised, without weights.
+    Under Knorm, rounding decides which keys of `TINY` are the shortest: they are normalised, without weights.
     """
     alone = subject(name, copies=1)
     laws.ragged_rows_equal_alone(alone, rows=2 if name == "mosaickv" else None)

@@ -92,7 +92,7 @@ def prefill(tokens, method="full", **options):
         (lambda: rope.inverse_frequencies(7, 1e4), "head_dim must be even for RoPE, got 7"),
     ],
 )
-def test_methods(call, message):
+def test_wrong_methods_are_refused(call, message):
     refuses(message, call)
 
 
@@ -109,7 +109,7 @@ def test_validation_lets_traced_numbers_and_rebuilt_pytrees_pass():
 
 
 @pytest.mark.parametrize("number", [np.int64, np.int8, jnp.int32, np.array, jnp.uint8], ids=str)
-def test_scalars_are_alike(number):
+def test_scalars_of_any_library_make_the_same_method(number):
     """Static fields and what is computed from a leaf become Python's, so they key the same programs."""
     made = H2O(budget=number(12))
     assert (made.capacity, made.num_recent, type(made.capacity)) == (12, 6, int)
@@ -171,7 +171,7 @@ def test_a_method_writes_check():
         (lambda: prefill([[1]], method="ful"), "unknown method 'ful' .did you mean 'full'"),
     ],
 )
-def test_prompts(call, message):
+def test_wrong_prompts_are_refused(call, message):
     refuses(message, call)
 
 
@@ -184,13 +184,13 @@ def test_renumbering_methods_may_run_past_the_model():
 # ---- caches -------------------------------------------------------------------------------------------------------
 
 
-def test_caches():
+def test_caches_that_do_not_fit_the_call_are_refused():
     cache = read("full", max_new_tokens=4)
     params = tiny_params()
     ids = np.zeros(3, np.int32)
     for message, call in (
         (
-            "this cache was made by Full.* cannot be read as Quest.*prefill with the method you generate with",
+            "this cache was made by Full.*, got the method Quest.*prefill with the method you generate with",
             lambda: kvjax.generate(params, cache, method=example("quest")),
         ),
         (
@@ -270,13 +270,13 @@ def test_room_is_counted_per_row():
         ({"top_p": np.float32(0.5)}, "top_k=None and top_p=0.5 need a temperature"),
     ],
 )
-def test_sampling(options, message):
+def test_wrong_sampling_options_are_refused(options, message):
     if "key" in options:
         options = {**options, "key": jax.random.key(options["key"])}
     refuses(message, lambda: kvjax.generate(tiny_params(), None, max_new_tokens=2, **options))  # before the cache is read
 
 
-def test_a_consumed_cache():
+def test_a_consumed_cache_is_refused():
     cache = read("full")
     first = kvjax.generate(tiny_params(), cache, max_new_tokens=2)
     kvjax.generate(tiny_params(), first.cache, max_new_tokens=2)
@@ -297,7 +297,7 @@ def test_one_end_of_sequence_token_needs_no_list():
 # ---- numbers and platforms ----------------------------------------------------------------------------------------
 
 
-def test_non_finite_logits():
+def test_non_finite_logits_name_their_row_and_step():
     """Row and step of the first bad logits are named, in `generate` and in `stream`."""
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tiny_params())
     tokens, lengths = padded(prompts())
@@ -319,7 +319,7 @@ def test_non_finite_logits():
     )
 
 
-def test_an_implementation_that_cannot_run_here():
+def test_an_implementation_that_cannot_run_here_is_refused():
     if jax.default_backend() != "cpu":
         pytest.skip("this machine can run it")
     method = example("quest", implementation="pallas_triton")
@@ -330,7 +330,7 @@ def test_an_implementation_that_cannot_run_here():
     )
 
 
-def test_an_implementation_that_does_not_exist():
+def test_an_implementation_that_does_not_exist_is_refused():
     method = example("quest", implementation="cuda")
     refuses(
         r"gather_attention: implementation='cuda' is unknown, expected one of \[.*'xla'\]",
@@ -341,11 +341,11 @@ def test_an_implementation_that_does_not_exist():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_layers": 3}, 'params must be those of this model of 3 layers .* got others: .*"/layers_2'),
-        ({"hidden_size": 64}, "params must be those of this model of .* hidden_size=64, got others: .*embedding"),
+        ({"num_layers": 3}, 'params must belong to this model of 3 layers .* got other parameters: .*"/layers_2'),
+        ({"hidden_size": 64}, "params must belong to this model of .* hidden_size=64, got other parameters: .*embedding"),
     ],
 )
-def test_parameters_of_another_model(change, message):
+def test_parameters_of_another_model_are_refused(change, message):
     config = dataclasses.replace(TINY, **change)
     refuses(message, lambda: kvjax.prefill(tiny_params(), [[1, 2]], config=config, max_new_tokens=2))
 
@@ -353,17 +353,17 @@ def test_parameters_of_another_model(change, message):
 @pytest.mark.parametrize(
     "params, message",
     [
-        (None, "params must be those of this model"),
-        ({}, "params must be those of this model"),
+        (None, "params must belong to this model"),
+        ({}, "params must belong to this model"),
         ({"embed": np.ones(3, np.int32)}, "params must be floating-point numbers, got int32"),
         ({"embed": np.array(["a"])}, r"params must be a tree of arrays, got <U1\[1\] \['a'\] in it"),
     ],
 )
-def test_what_are_no_parameters(params, message):
+def test_objects_that_are_no_parameters_are_refused(params, message):
     refuses(message, lambda: kvjax.prefill(params, [[1, 2]], config=TINY, max_new_tokens=2))
 
 
-def test_lists_that_are_nested_too_deeply():
+def test_lists_that_are_nested_too_deeply_are_refused():
     """Python can hold them; JAX cannot walk through them, and Python cannot show them."""
     deep: list = []
     for _ in range(100_000):
@@ -382,7 +382,7 @@ def test_lists_that_are_nested_too_deeply():
         refuses(f"{name} must .*, got (the row )?a list that is nested too deeply to show", call)
 
 
-def test_a_cache_of_another_model():
+def test_a_cache_of_another_model_is_refused():
     from models import random_params
 
     other = random_params(dataclasses.replace(TINY, num_kv_heads=4), jax.random.key(0))
@@ -399,7 +399,7 @@ def test_a_token_of_another_vocabulary_is_refused_while_decoding():
     refuses("token ids must lie in", lambda: kvjax.decode_step(tiny_params(), read("full"), jnp.full((3,), 10_000)))
 
 
-def test_sweeps():
+def test_wrong_arguments_of_sweeps_are_refused():
     def sweep(methods=("full",), **options):
         return kvjax.sweep(tiny_params(), [[1, 2, 3], [4, 5]], methods, config=TINY, **options)
 

@@ -171,7 +171,7 @@ def test_a_share_of_float32_is_within_the_same_share_of_float64():
     check_within(made, "share", "largest")
 
 
-def test_what_is_known():
+def test_only_numbers_that_can_be_read_are_known():
     assert number(np.float32(2)) == number(jnp.float32(2)) == number(2.0) == 2.0
     assert number(None) is number("2") is number([2]) is number(np.array([2])) is number(jax.random.key(0)) is None
     assert known(jnp.array([1, 2])).tolist() == [1, 2]

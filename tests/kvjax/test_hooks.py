@@ -22,7 +22,7 @@ METHOD = InfLLM(budget=8, num_sink=2, num_local=6, block_size=4, num_repr=2, chu
 
 
 def test_alike_layers_are_traced_once(monkeypatch):
-    """The programs of a prompt and of a step have four layers. The room for tokens is that of no other test."""
+    """The programs of a prompt and of a step have four layers. No other test has this room for tokens."""
     model = TinyModel(num_layers=4)
     params = jax.eval_shape(lambda: model.random_params(0))
     shape = jax.ShapeDtypeStruct

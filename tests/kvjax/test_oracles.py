@@ -29,7 +29,7 @@ SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
 
 def test_every_oracle_belongs_to_a_method():
     here = pathlib.Path(__file__).parents[1] / "oracles"
-    others = {"__init__", "plain", "minference", "adaptive_prompt"}  # what oracles share; the prompts of `kvjax.Prefill`
+    others = {"__init__", "plain", "rope", "minference", "adaptive_prompt"}  # what oracles share; prompts of `kvjax.Prefill`
     assert {p.stem for p in here.glob("*.py")} - others == set(NAMES)
     for name in NAMES:
         assert importlib.util.find_spec(f"tests.oracles.{name}") is not None
@@ -58,7 +58,7 @@ def test_one_query_head_for_each_kv_head():
 
 
 @pytest.mark.parametrize("name", but_once(ONE_LAYER))
-def test_ties_and_zero_keys(name):
+def test_ties_and_zero_keys_equal_the_oracle(name):
     """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
     q, k, v, lengths = edges(name, seed=9)
     rng, dim = np.random.default_rng(2), q.shape[-1]
@@ -72,7 +72,7 @@ def test_ties_and_zero_keys(name):
 @pytest.mark.parametrize(
     "name", repeated(ONE_LAYER, but=("h2o", "quest"))  # the methods that keep more than tokens have longer tests of their own
 )
-def test_long_decode(name):
+def test_hundreds_of_decode_steps_equal_the_oracle(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
     q, k, v = random_tokens(5, 2, 1, 2, 33 + 220, 16)
@@ -97,7 +97,7 @@ def test_budget_is_traced_below_a_capacity_of_the_whole_row(name):
 @pytest.mark.parametrize(
     "pooling, kernel", [("max", 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("avg", 7), ("max", 1)))]
 )
-def test_snapkv_pooling(pooling, kernel):
+def test_every_pooling_of_snapkv_equals_the_oracle(pooling, kernel):
     q, k, v, lengths = batch("snapkv", 2, 2, 16, seed=6)
     knobs = {**oracle("snapkv").KNOBS, "pooling": pooling, "kernel": kernel}
     run("snapkv", knobs, q, k, v, lengths, frequencies(16))

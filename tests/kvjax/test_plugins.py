@@ -66,7 +66,7 @@ def test_a_registered_method_has_a_name():
         (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),
     ],
 )
-def test_what_register_refuses(cls, error, told):
+def test_unfit_classes_are_not_registered(cls, error, told):
     with pytest.raises(error, match=told):
         kvjax.register(cls)
     assert not plugins.outside()
@@ -78,7 +78,7 @@ def test_two_classes_of_one_name_are_refused():
         kvjax.register(pytree(type("Newest", (Newest,), {})))
 
 
-def test_a_path_is_imported():
+def test_a_path_names_a_method():
     assert registry.find(PATH) is Newest and registry.canonical_name(PATH) == "newest"
     assert kvjax.make(PATH, budget=5) == Newest(budget=5)
     assert registry.find("kvjax.methods:Quest") is kvjax.methods.Quest and registry.lasting_name("quest") == "quest"
@@ -94,7 +94,7 @@ def test_a_path_is_imported():
         ("tests.outside_method:", "is named package.module:Class, got"),
     ],
 )
-def test_bad_paths(path, told):
+def test_wrong_paths_are_refused(path, told):
     with pytest.raises(ValueError, match=told):
         kvjax.make(path)
 
@@ -128,7 +128,7 @@ def test_installed_packages_announce_methods(monkeypatch):
 # ---- what is said of it ---------------------------------------------------------------------------------------------
 
 
-def test_ls_lists_it(capsys):
+def test_ls_lists_a_method_from_outside(capsys):
     assert main(["ls", PATH]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"Newest (--method {PATH})") and "no paper" in text and "arxiv.org" not in text

@@ -68,7 +68,7 @@ def random_rule(rng, kind):
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
-def test_rules_against_float64(kind):
+def test_every_rule_equals_float64(kind):
     """Every row of a batch has the frequencies of its own length."""
     rng = np.random.default_rng(7)
     cls = {"yarn": YarnScaling, "dynamic": DynamicScaling, "longrope": LongRopeScaling}[kind]
@@ -145,7 +145,7 @@ def test_every_way_of_rotating_has_the_attention_factor():
     np.testing.assert_allclose(*outputs, rtol=0, atol=2e-5)
 
 
-def test_unknown_rule():
+def test_an_unknown_rule_is_refused():
     class Other:
         rope_type = "axial"
 

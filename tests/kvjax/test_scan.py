@@ -159,7 +159,7 @@ def state_of(method, head_dim=128, slots=4096):
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_bytes_of_codes(method, per_token, more):
+def test_codes_take_their_bytes_per_token(method, per_token, more):
     """Per token and KV head, in bfloat16 at the methods' own sizes; and what does not grow."""
     found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_of(method).aux))
     assert found == per_token * 2 * 4096 + more

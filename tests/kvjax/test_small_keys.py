@@ -65,7 +65,7 @@ def decode(states, q, k, v):
     return {name: run(name, state) for name, state in states.items()}
 
 
-def test_steps_are_those_of_the_oracles():
+def test_steps_equal_the_oracles():
     """NaN in empty slots; rows shorter than everything that stays whole; test_oracles.py also reads prompts."""
     q, k, v = random_tokens(3, len(LENGTHS), 2, 2, PROMPT + STEPS, DIM)
     at = np.arange(PROMPT + STEPS)
@@ -122,7 +122,7 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def test_bytes_of_shadowkv():
+def test_shadowkv_takes_72_bytes_per_token_and_kv_head():
     """Of a layer of Llama-3.1-8B: 40 + 32 bytes a token and KV head for keys and landmarks; values on the host."""
     shadow, tokens = state_of(ShadowKV()).shadow, 4096
     assert size(shadow.left) == tokens * 160 * 2 == tokens * 8 * 40
@@ -138,7 +138,7 @@ def test_bytes_of_shadowkv():
     assert here.device < full.device and away.device < full.device / 5
 
 
-def test_bytes_of_think():
+def test_think_takes_420_bytes_per_token_and_kv_head():
     """160 + 256 bytes a token and KV head, and its position; alone, and after an eviction."""
     whole = 32 + 64
     state = state_of(ThinK()).cache
@@ -152,7 +152,7 @@ def test_bytes_of_think():
     assert 0.8 * full < thin < 0.83 * full
 
 
-def test_what_shadowkv_costs():
+def test_shadowkv_counts_tokens_values_and_factors():
     """Unchanged tokens, the chosen tokens' values and rows of A, all of B. Landmarks and flags of chunks are metadata."""
     method = ShadowKV(budget=32, rank=12)
     spec = dataclasses.replace(SPEC, prompt_slots=1024)
@@ -170,7 +170,7 @@ def test_what_shadowkv_costs():
         np.testing.assert_array_equal(got.bus_bytes, [0])
 
 
-def test_what_think_costs():
+def test_think_counts_the_channels_that_a_step_reads():
     """A token of the prompt counts with what is stored of its key, and a step reads the numbers of the channels."""
     method, rows = example("think"), 2
 
@@ -195,7 +195,7 @@ def test_what_think_costs():
 def thin_pages(q, k, v, inv_freq, prompt, method):
     """ThinK and then Quest in float64, by their definitions: outputs and positions attended to, of each step.
 
-    The pages of the tokens whose keys are whole begin anew behind those of the others.
+    Tokens with whole keys begin a new page, behind the pages of tokens with thin keys.
     """
     evict, retrieve = method.evict, method.retrieve
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)

@@ -148,7 +148,7 @@ def laws(name, text):
 
 
 def assert_same_state(cache, one):
-    """Every array of the state is that of one device, which has fewer free slots."""
+    """Every array of the state equals the array on one device, which has fewer free slots."""
     for state, other in zip((*cache.layers, cache.shared), (*one.layers, one.shared), strict=True):
         named, others = jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(other)
         position = [x.position for x in jax.tree.leaves(other, is_leaf=is_storage) if is_storage(x)]

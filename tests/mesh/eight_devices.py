@@ -1,7 +1,7 @@
 """Methods on a mesh: what only a process with many devices can show. `test_methods.py` runs it on eight of a CPU.
 
 ``python -m tests.mesh.eight_devices check ...`` runs these checks and prints a JSON object: by the name of each, the text of
-its exception, or null. A name is that of a function, or ``METHOD on 2x4`` for the laws of a method on a mesh.
+its exception, or null. A check is named by its function, or ``METHOD on 2x4`` for the laws of a method on a mesh.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def collectives(program):
 
 
 def laws(name, shape, method=None):
-    """Laws 1 to 5 of a method on a mesh; ``method`` is the one to run where its programs must not be those of others."""
+    """Laws 1 to 5 of a method on a mesh; ``method`` replaces the example if it must not share programs with other tests."""
     groups, shards = map(int, shape.split("x"))
     rows = 8 if groups == 8 else 4
     options = {"chunk_size": 16} if name in CHUNKED else {}
@@ -428,10 +428,10 @@ def check_refusals():
         kvjax.decoding.checks.check_params(params(), cache)
     with refused("and the parameters are on the mesh data=1 x model=8"):
         kvjax.decoding.checks.check_params(spread("1x8"), cache)
-    with refused("with axes .*Explicit.* with axes .*Auto.*, which has other axis types"):
+    with refused("meshes of different axis types: .* with axes .*Explicit.* with axes .*Auto"):
         kvjax.decoding.checks.check_params(spread("2x4", AxisType.Auto), cache)
     other = Mesh(mesh.devices.reshape(2, 4)[::-1], ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with refused("which has other devices, or another order of them"):
+    with refused("on different devices, or in a different device order"):
         kvjax.decoding.checks.check_params(sharding.shard_params(params(), other), cache)
     leaves, tree = jax.tree.flatten(given)
     at = next(i for i, x in enumerate(leaves) if x.sharding.spec == PartitionSpec(None, "model"))

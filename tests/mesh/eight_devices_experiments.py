@@ -158,7 +158,7 @@ def check_sums():
 
 
 def check_speed():
-    """Rows of a mesh stand beside those of one device; bytes and floor are those of one of its devices."""
+    """Rows of a mesh stand beside rows of one device; bytes and floor belong to one device of the mesh."""
     config = ModelConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=8, num_kv_heads=4, head_dim=8,
         max_position_embeddings=4096,

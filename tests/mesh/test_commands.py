@@ -28,14 +28,14 @@ def found_thorough():
 
 @pytest.mark.xdist_group("eight_devices_commands")
 @pytest.mark.parametrize("name", ALWAYS)
-def test_eight_devices(found, name):
+def test_commands_hold_on_eight_devices(found, name):
     assert found[name] is None, found[name]
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("eight_devices_commands")
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
-def test_eight_devices_thoroughly(found_thorough, name):
+def test_commands_hold_on_eight_devices_thoroughly(found_thorough, name):
     assert found_thorough[name] is None, found_thorough[name]
 
 

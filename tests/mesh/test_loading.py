@@ -39,13 +39,13 @@ def found(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.xdist_group("eight_devices")
 @pytest.mark.parametrize("name", CHECKS)
-def test_eight_devices(found, name):
+def test_loading_holds_on_eight_devices(found, name):
     assert found[name] is None, found[name]
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("eight_devices")
-def test_two_processes(tmp_path):
+def test_loading_holds_where_no_process_sees_all_devices(tmp_path):
     """Loading, adapters, saving and random parameters where no process can see all devices."""
     run_two("tests.mesh.two_processes_models", tmp_path, devices=4)
 
@@ -78,7 +78,7 @@ def test_a_part_is_joined_from_parts_of_the_file(family):
             assert sum(x.size for x in read) == whole[tuple(index)].size
 
 
-def test_specs_of_a_tree():
+def test_specs_split_layers_and_tables_over_the_model_axis():
     specs = sharding.param_specs(models.param_shapes(eight_devices_models.MIXED))
     flat = flatten_dict(specs, sep="/")
     split = {path: tuple(spec) for path, spec in flat.items() if path.startswith(("layers_1", "embed")) and any(spec)}

@@ -61,19 +61,19 @@ def found_thorough():
 
 @pytest.mark.xdist_group("eight_devices_decode")
 @pytest.mark.parametrize("name", ALWAYS)
-def test_eight_devices(found, name):
+def test_methods_hold_on_eight_devices(found, name):
     assert found[name] is None, found[name]
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("eight_devices_decode")
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
-def test_eight_devices_thoroughly(found_thorough, name):
+def test_methods_hold_on_eight_devices_thoroughly(found_thorough, name):
     assert found_thorough[name] is None, found_thorough[name]
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_methods_hold_on_two_processes(tmp_path):
     """Each has two of the four devices of a mesh; one saves a cache that both load, and loads what both have saved."""
     saved = two_processes
     save_cache(tmp_path / saved.SAVED_BY_ONE, saved.read(params(), example("quest")))
@@ -84,7 +84,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_thoroughly(tmp_path):
+def test_methods_hold_on_two_processes_thoroughly(tmp_path):
     run_two("tests.mesh.two_processes", tmp_path, *(name for name in two_processes.CHECKS if name not in OF_TWO), devices=2)
 
 
@@ -117,7 +117,7 @@ def test_a_model_is_divided_by_heads_and_widths():
         config.local(3)
 
 
-def test_memory_is_that_of_each_device():
+def test_memory_is_counted_per_device():
     sizes = {"batch": 4, "prompt_slots": 64, "max_new_tokens": 8}
     whole = memory_needed(Full(), CONFIG, **sizes)
     for data, model in ((1, 8), (2, 4), (4, 2)):

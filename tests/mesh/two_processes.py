@@ -96,7 +96,7 @@ def check_calls():
 
 
 def check_offloaded():
-    """Rows in host memory: those of a process's devices. Saved, too."""
+    """Rows in host memory belong to the devices of their process, also after a cache is saved and loaded."""
     method, given = example("quest", offload=True), spread("data=2 model=2")
     cache = read(given, method)
     kvjax.save_cache(DIRECTORY / "offloaded", cache)
@@ -126,7 +126,7 @@ def check_refusals():
     here = jax.process_index()
     with refused("needs a mesh with devices of all 2 processes of this run, got a cache on the devices of process"):
         kvjax.save_cache(DIRECTORY / "alone", read(params(), Full()))
-    with refused("every process must be given the same tokens and numbers for all rows, got others in process 1"):
+    with refused("all processes must pass identical tokens and lengths; process 1 differs from process 0"):
         kvjax.prefill(spread("slots=4"), [[1, 2, here]], config=CONFIG, max_new_tokens=4)
     whole = spread("slots=4")["embed"]["embedding"].sharding.mesh
     assert least(whole, (5 + here) << 30) == 5 << 30 and least(whole, None if here else 1 << 30) is None

@@ -22,7 +22,7 @@ from tests.tiny_models import vivid_params
 
 
 def assert_parts(got, expected):
-    """This process's parts are those of ``expected``, in every bit."""
+    """This process's parts equal the parts of ``expected``, in every bit."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert one.shape == other.shape and not one.is_fully_addressable and len(one.addressable_shards) == 4

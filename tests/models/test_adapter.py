@@ -123,7 +123,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, params, factors):
     broken = jax.tree.map(jnp.asarray, factors)
     broken["mlp"]["down"]["b"] = broken["mlp"]["down"]["b"].at[1, 0, 0].set(jnp.nan)
     save_adapter(tmp_path, broken, about(params))
-    with pytest.raises(ValueError, match="mlp/down/b has numbers that are not finite"):
+    with pytest.raises(ValueError, match="mlp/down/b has values that are not finite"):
         load_adapter(tmp_path)
 
 

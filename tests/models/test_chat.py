@@ -122,7 +122,7 @@ def test_templates_that_cannot_be_split(template, problem):
         models.ChatTemplate(template).around()
 
 
-def test_bad_conversations():
+def test_malformed_conversations_are_refused():
     chat = models.ChatTemplate(QWEN)
     with pytest.raises(ValueError, match="at least one message"):
         chat.render([])
@@ -132,12 +132,12 @@ def test_bad_conversations():
         models.ChatTemplate("{% endfor %}").render([USER])
 
 
-def test_identity():
+def test_an_identity_is_the_hash_of_the_template():
     assert models.ChatTemplate(QWEN).identity == hashlib.sha256(QWEN.encode()).hexdigest()[:12]
     assert models.ChatTemplate(QWEN).identity != models.ChatTemplate(LLAMA).identity
 
 
-def test_where_templates_are_found(tmp_path):
+def test_templates_are_found_by_name_in_a_directory(tmp_path):
     assert models.ChatTemplate.from_directory(BUILTIN) is None
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     several = checkpoint(tmp_path / "several", chat_template=named)
@@ -169,7 +169,7 @@ def test_missing_transformers_names_the_extra(monkeypatch):
         models.ChatTemplate(QWEN).around()
 
 
-def test_as_tokenizer(tmp_path):
+def test_a_tokenizer_of_transformers_is_taken_without_truncation(tmp_path):
     import transformers
 
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(BUILTIN)

@@ -119,7 +119,7 @@ def test_mixtral_experts_are_read(key):
         ({"model_type": "gemma3_text"}, "unsupported model_type 'gemma3_text', expected one of"),
     ],
 )
-def test_experts_that_are_refused(change, message):
+def test_unsupported_experts_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**MOE, "model_type": "qwen3_moe", **change})
 
@@ -138,7 +138,7 @@ def test_experts_that_cannot_be_written(fields, message):
         ModelConfig(**{**TINY, **fields}).to_hf()
 
 
-def test_layers_must_ascend():
+def test_layers_of_experts_must_ascend():
     with pytest.raises(ValueError, match=re.escape("layers must be a tuple of ascending layer numbers, got (1, 0)")):
         Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=8, norm_topk_prob=True, layers=(1, 0))
 

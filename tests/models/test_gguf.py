@@ -147,7 +147,7 @@ def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
     assert sizes == [3, 3, 1]
 
 
-def test_dtype(tmp_path):
+def test_weights_take_the_dtype_asked_for(tmp_path):
     as_gguf(tmp_path / "x.gguf", "qwen3_tied")
     assert models.from_pretrained(tmp_path / "x.gguf")[1].dtype == "float32"  # which float16 needs
     params, config = models.from_pretrained(tmp_path / "x.gguf", "bfloat16")
@@ -187,7 +187,7 @@ def as_loaded(source, dtype=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_convert(with_tokenizer, tmp_path, dtype):
+def test_a_converted_directory_equals_its_file(with_tokenizer, tmp_path, dtype):
     """The directory is the file again: params, config, tokenizer, template, special tokens."""
     calls = []
     out = gguf_files.convert(
@@ -233,7 +233,7 @@ def test_failed_conversion_leaves_nothing(with_tokenizer, tmp_path, at):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_convert_refuses(with_tokenizer, tmp_path):
+def test_impossible_conversions_are_refused(with_tokenizer, tmp_path):
     (tmp_path / "full").mkdir()
     with pytest.raises(FileExistsError, match="full exists already"):
         gguf_files.convert(with_tokenizer, tmp_path / "full")
@@ -262,8 +262,8 @@ def real():
     return expected, params, config, models.load_tokenizer(directory, config)
 
 
-def test_the_real_model(real):
-    """Weights, token ids and a prompt of SmolLM2-135M-Instruct equal those of transformers."""
+def test_the_real_model_equals_transformers(real):
+    """Weights, token ids and a prompt of SmolLM2-135M-Instruct are as in transformers."""
     expected, params, config, tokenizer = real
     assert {name: digest(tensor) for name, tensor in tensors_of(params, config)} == expected["sums"]
     for text, ids in zip(expected["texts"], expected["ids"], strict=True):
@@ -273,8 +273,8 @@ def test_the_real_model(real):
 
 
 @pytest.mark.thorough  # it compiles 30 layers
-def test_the_real_model_answers(real):
-    """Logits and answer of SmolLM2-135M-Instruct equal those of transformers."""
+def test_the_real_model_answers_as_transformers_does(real):
+    """Logits and answer of SmolLM2-135M-Instruct are as in transformers."""
     expected, params, config, tokenizer = real
     ids = tokenizer.encode(expected["prompt"], add_special_tokens=False).ids
     logits = np.asarray(run(config, params, jnp.asarray([ids], jnp.int32)))[0, -1]

@@ -39,7 +39,7 @@ def text(value):
         ((1, 0), text(b"t") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0), "truncated"),  # of so many numbers
         ((1, 0), text(b"t") + struct.pack("<IQIQ", 1, 32, 999, 0), "unknown type 999"),
         ((1, 0), text(b"t") + struct.pack("<IQIQ", 1, 33, 2, 0), "no whole blocks of 32"),
-        ((2, 0), 2 * (text(b"t") + struct.pack("<IQIQ", 1, 32, 0, 0)), "stands there twice"),
+        ((2, 0), 2 * (text(b"t") + struct.pack("<IQIQ", 1, 32, 0, 0)), "has the tensor t twice"),
     ],
 )
 def test_claims_of_a_header_cost_nothing(counts, body, message):

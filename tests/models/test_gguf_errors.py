@@ -70,7 +70,7 @@ def test_the_file_is_right_without_changes(tmp_path):
         ({"split.count": 2}, "is one part of a split GGUF file"),
     ],
 )
-def test_metadata(keys, message, tmp_path):
+def test_wrong_metadata_are_named(keys, message, tmp_path):
     with pytest.raises(ValueError, match=f"x.gguf.*{message}"):
         models.from_pretrained(write(tmp_path / "x.gguf", keys))
 
@@ -87,7 +87,7 @@ def test_metadata(keys, message, tmp_path):
         {"llama.rope.freq_base": None},
     ],
 )
-def test_harmless_metadata(keys, tmp_path):
+def test_harmless_metadata_change_nothing(keys, tmp_path):
     """The same model, said in another way."""
     plain = gguf_files.read_config(gguf_files.open_file(write(tmp_path / "x.gguf")))
     assert gguf_files.read_config(gguf_files.open_file(write(tmp_path / "y.gguf", keys))) == plain
@@ -108,7 +108,7 @@ def test_tokens_that_end_a_text(tokens, keys, ends, tmp_path):
     assert gguf_files.read_config(gguf_files.open_file(write(tmp_path / "x.gguf", keys))).eos_token_ids == ends
 
 
-def test_tensors(tmp_path):
+def test_every_wrong_tensor_is_in_one_error(tmp_path):
     shapes = {
         "blk.0.attn_q.bias": (32,), "blk.0.ffn_up.weight": (32, 64), "blk.0.ffn_norm.weight": None,
         "token_embd.weight": (6, 32),
@@ -131,11 +131,11 @@ def test_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("factors", "message"),
     [
-        (np.geomspace(1, 8, 8), "rope_freqs.weight: its factors are not those of the llama3 rule"),
+        (np.geomspace(1, 8, 8), "rope_freqs.weight: expected factors of the llama3 rule"),
         (np.ones(4), r"rope_freqs.weight must have shape \[8\], got \[4\]"),
     ],
 )
-def test_rope_factors(factors, message, tmp_path):
+def test_wrong_rope_factors_are_refused(factors, message, tmp_path):
     values = {**gguf_writing.metadata(HF)}
     tensors = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     gguf_writing.write(tmp_path / "x.gguf", values, {**tensors, "rope_freqs.weight": factors})
@@ -143,7 +143,7 @@ def test_rope_factors(factors, message, tmp_path):
         models.from_pretrained(tmp_path / "x.gguf")
 
 
-def test_a_type_that_cannot_be_decoded(tmp_path, monkeypatch):
+def test_a_type_that_cannot_be_decoded_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "x.gguf")
     file = gguf_files.open_file(path)
 
@@ -174,7 +174,7 @@ def test_a_type_that_cannot_be_decoded(tmp_path, monkeypatch):
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "is truncated"),
     ],
 )
-def test_foreign_files(content, message, tmp_path):
+def test_foreign_files_are_refused(content, message, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     for load in (
@@ -227,7 +227,7 @@ def test_flipped_bytes_are_a_value_error_or_a_model(tmp_path):
     assert refused > 150 and time.perf_counter() - start < 30
 
 
-def test_which_file(tmp_path):
+def test_a_directory_must_hold_one_gguf_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no GGUF file .*absent.gguf"):
         models.from_pretrained(tmp_path / "absent.gguf")
     with pytest.raises(FileNotFoundError, match="no config.json and no GGUF file in "):

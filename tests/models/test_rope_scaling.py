@@ -95,7 +95,7 @@ def test_rules_are_read_and_written_back(change, rule, context):
         ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}, "short_factor must be a tuple of numbers"),
     ],
 )
-def test_rules_that_are_refused(rope, message):
+def test_unsupported_rules_are_refused(rope, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ModelConfig.from_hf({**HF, "rope_scaling": rope})
 

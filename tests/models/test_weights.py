@@ -59,7 +59,7 @@ def shard(directory, parts=2):
 
 
 @pytest.mark.parametrize("saved", FAMILIES, indirect=True)
-def test_round_trip(saved):
+def test_saved_weights_load_unchanged(saved):
     directory, params, config = saved
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
     loaded, loaded_config = models.from_pretrained(directory)
@@ -88,7 +88,7 @@ def test_file_is_unfused_and_named_as_in_transformers(saved):
     assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_shards(saved):
+def test_shards_load_as_one_file_does(saved):
     directory, params, _ = saved
     shard(directory, 3)
     assert_trees_equal(models.from_pretrained(directory)[0], params)
@@ -96,7 +96,7 @@ def test_shards(saved):
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16"])
-def test_dtypes(saved, stored, wanted, tmp_path):
+def test_weights_are_cast_to_the_dtype_asked_for(saved, stored, wanted, tmp_path):
     _, params, config = saved
     models.save_pretrained(tmp_path / "again", params, config, dtype=stored)
     loaded, loaded_config = models.from_pretrained(tmp_path / "again", dtype=wanted)
@@ -108,7 +108,7 @@ def test_dtypes(saved, stored, wanted, tmp_path):
         np.testing.assert_array_equal(np.asarray(got).astype(np.float32), expected.astype(np.float32))
 
 
-def test_float16_file(saved):
+def test_float16_files_load_as_float32(saved):
     directory, params, _ = saved
     half = {name: value.astype(np.float16) for name, value in load_file(directory / "model.safetensors").items()}
     save_file(half, directory / "model.safetensors")
@@ -127,7 +127,7 @@ def test_tied_weights_under_either_name(saved, names):
 
 
 @pytest.mark.parametrize("saved", ["qwen3_tied"], indirect=True)
-def test_tied_weights_that_differ(saved):
+def test_tied_weights_that_differ_are_refused(saved):
     directory, _, _ = saved
     edit(directory, **{LM_HEAD: np.zeros((64, 32), np.float32)})
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_every_tensor_problem_is_in_one_error(saved):
     ]
 
 
-def test_missing_parts(saved, tmp_path):
+def test_missing_files_are_named(saved, tmp_path):
     directory, _, _ = saved
     with pytest.raises(FileNotFoundError, match="no model directory .*absent"):
         models.from_pretrained(tmp_path / "absent")
@@ -176,7 +176,7 @@ def test_missing_parts(saved, tmp_path):
         models.from_pretrained(directory)
 
 
-def test_missing_shard(saved):
+def test_a_missing_shard_is_named(saved):
     directory, _, _ = saved
     gone = shard(directory)[1]
     (directory / gone).unlink()
@@ -192,7 +192,7 @@ def test_missing_shard(saved):
         ("{}", "under 'weight_map'"),
     ],
 )
-def test_bad_index(saved, text, message):
+def test_a_malformed_index_is_refused(saved, text, message):
     directory, _, _ = saved
     shard(directory)
     (directory / "model.safetensors.index.json").write_text(text)
@@ -207,7 +207,7 @@ def test_bad_index(saved, text, message):
         ('{"model_type": "bert"}', "config.json: unsupported"),
     ],
 )
-def test_bad_config(saved, text, message):
+def test_a_malformed_config_is_refused(saved, text, message):
     directory, _, _ = saved
     (directory / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -215,7 +215,7 @@ def test_bad_config(saved, text, message):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1, -1000])
-def test_truncated_file(saved, keep):
+def test_a_truncated_file_is_refused(saved, keep):
     directory, _, _ = saved
     path = directory / "model.safetensors"
     whole = path.read_bytes()
@@ -227,7 +227,7 @@ def test_truncated_file(saved, keep):
         models.from_pretrained(directory)
 
 
-def test_corrupt_header(saved):
+def test_a_corrupt_header_is_refused(saved):
     directory, _, _ = saved
     path = directory / "model.safetensors"
     whole = path.read_bytes()
@@ -297,7 +297,7 @@ def test_save_over_an_older_model(saved):
     ("family", "dtype"),
     [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")],
 )
-def test_random_params(family, dtype):
+def test_random_parameters_have_the_shapes_and_scales_of_the_model(family, dtype):
     config = dataclasses.replace(FAMILIES[family], dtype=dtype, num_layers=4)
     params = models.random_params(config, jax.random.key(0))
     shapes = models.param_shapes(config)
@@ -312,7 +312,7 @@ def test_random_params(family, dtype):
     assert_trees_equal(models.random_params(config, jax.random.key(0)), params)
 
 
-def test_random_params_sharding(monkeypatch):
+def test_random_parameters_are_made_where_the_sharding_says(monkeypatch):
     config = FAMILIES["qwen3"]
     shapes = models.param_shapes(config)  # a few of them, since drawing takes long to compile
     some = {"final_norm": shapes["final_norm"], "layers_0": {"mlp": {"down": shapes["layers_0"]["mlp"]["down"]}}}
@@ -341,7 +341,7 @@ def write_tokenizer(directory, size):
     Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="t0")).save(str(directory / "tokenizer.json"))
 
 
-def test_load_tokenizer(tmp_path):
+def test_a_tokenizer_must_fit_the_vocabulary(tmp_path):
     config = FAMILIES["llama"]
     with pytest.raises(ValueError, match="no tokenizer.json in "):
         models.load_tokenizer(tmp_path, config)
@@ -356,7 +356,7 @@ def test_load_tokenizer(tmp_path):
         models.load_tokenizer(tmp_path)
 
 
-def test_builtin_directory(tmp_path, monkeypatch):
+def test_a_missing_builtin_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "builtin_model.py"))
     with pytest.raises(FileNotFoundError, match="builtin model is not installed: no config.json in "):
         models.builtin_directory()
@@ -374,7 +374,7 @@ def test_load_tokenizer_never_truncates(tmp_path):
     assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
 
 
-def test_name_of_a_repository(tmp_path, monkeypatch):
+def test_a_repository_that_is_not_cached_is_named(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):

@@ -12,7 +12,7 @@ LENGTHS = (1, 5, 6, 12, 13, 19, 40)
 
 
 def keep(full, budget, head_factor, safeguard):
-    """Tokens that each KV head keeps, from the scores of those of each, which are infinite in the window."""
+    """Tokens that each KV head keeps, from the scores of each head's tokens, which are infinite in the window."""
     heads = range(len(full))
     safe = [best(x, int(safeguard * budget * (1 + 1e-6))) | {i for i, s in x.items() if s == np.inf} for x in full]
     kept = [set(x) for x in safe]

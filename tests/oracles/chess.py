@@ -1,7 +1,7 @@
 """CHESS: pages described by mean keys of all layers and KV heads; one page list for the whole model.
 
-Unlike the other oracles it needs the whole model, so ``run`` takes q [L, H, G, T, D], k and v [L, H, T, D] and the logits
-[T, V] that follow each token, and its result is a `Trace` of its own.
+Unlike other oracles, this oracle needs the whole model. So ``run`` takes q [L, H, G, T, D], k and v [L, H, T, D] and the
+logits [T, V] that follow each token, and its result is a `Trace` of its own.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def correction(query, key, tables, bits):
 def sample(asked, own, capacity):
     """The tokens that each query head samples, a list of sets, and how many any of them samples before the cut.
 
-    ``asked`` has the buckets of each query head, and ``own`` those of the tokens, by token. If more than ``capacity`` tokens
-    are sampled, those stay that have the most equal buckets with a query head.
+    ``asked`` has the buckets of each query head, and ``own`` the buckets of the tokens, by token. If more than ``capacity``
+    tokens are sampled, the tokens that share the most buckets with a query head stay.
     """
     equal = [{i: sum(map(operator.eq, mine, buckets)) for i, mine in own.items()} for buckets in asked]
     most = {i: max(found[i] for found in equal) for i in own}

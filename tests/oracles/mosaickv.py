@@ -335,7 +335,7 @@ def run(
     basis_key=None,
     basis_value=None,
 ):
-    """See the package's docstring; the bases, if given, are those of ``STATE``."""
+    """See the package's docstring; the bases, if given, are named in ``STATE``."""
     given = dict(locals())
     knobs = {name: given[name] for name in given if name not in ("q", "k", "v", "prompt", "inv_freq", *STATE)}
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)

@@ -24,7 +24,7 @@ RUN = {
 @every_body
 @pytest.mark.parametrize("shape", [[3, 2, 80], *one_shape([5], [1, 1, 64], [1, 4096])])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_sum_and_norm_are_those_of_numpy(name, shape, dtype):
+def test_sum_and_norm_equal_numpy(name, shape, dtype):
     rng, shape = np.random.default_rng(0), tuple(shape)
     x, update = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     scale = jnp.asarray(rng.normal(size=shape[-1:]), dtype)
@@ -37,7 +37,7 @@ def test_sum_and_norm_are_those_of_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=tolerance, atol=1e-6)
 
 
-def test_rows_do_not_mix_and_vmap():
+def test_rows_do_not_mix_also_when_mapped():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32)), jnp.float32).at[2].set(jnp.nan)
     run = compiled(RUN["interpreted"])
     whole = run(x, x, x[0])
@@ -47,7 +47,7 @@ def test_rows_do_not_mix_and_vmap():
     np.testing.assert_array_equal(mapped[1], whole[1])
 
 
-def test_derivative():
+def test_derivatives_equal_finite_differences():
     rng = np.random.default_rng(2)
     x, update, scale = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((3, 8), (3, 8), (8,)))
 
@@ -58,7 +58,7 @@ def test_derivative():
     jax.test_util.check_grads(loss, (x, update, scale), order=1, modes=("fwd", "rev"), rtol=2e-2)
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     x = jnp.zeros((2, 8))
     with pytest.raises(ValueError, match=r"got x float32 \(2, 8\), update float32 \(2, 7\), scale \(8,\), expected"):
         add_norm(x, x[:, :7], x[0], EPS)

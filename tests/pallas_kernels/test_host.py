@@ -21,7 +21,7 @@ from pallas_kernels.host import (
 from tests.pallas_kernels.cases import SINKS
 
 
-def test_rows_kept_near():
+def test_sinks_and_a_ring_of_newest_rows_are_kept_near():
     """Sinks, then a ring in which a new slot replaces the slot of the same row."""
     held = [s for s in range(20) if bool(has_copy(jnp.int32(s), jnp.int32(11), SINKS, 6))]
     assert held == [0, 1, *range(7, 20)]

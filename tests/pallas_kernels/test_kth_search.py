@@ -55,7 +55,7 @@ def test_search_needs_few_counts(kind, two):
         assert wanted <= reach and (reach <= wanted + (wanted >> 3) or (key > int(loose)).sum() < wanted)
 
 
-def test_order_key_orders():
+def test_order_keys_sort_as_floats_do():
     values = np.asarray(
         [-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4"
     )

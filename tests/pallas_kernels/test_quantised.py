@@ -101,8 +101,8 @@ def test_what_no_code_can_hold(kind):
         *(pytest.param("bfloat16", *x, marks=pytest.mark.thorough) for x in ((16, 64), (1, 16))),
     ],
 )
-def test_dense_decode(name, kind, dtype, group, dim):
-    """Those of bfloat16 are multiplied as they are, up to 16 query heads and from 32 channels on."""
+def test_dense_decode_on_codes_equals_dequantised_rows(name, kind, dtype, group, dim):
+    """Codes of bfloat16 rows are multiplied as they are, up to 16 query heads and from 32 channels on."""
     rows, heads, slots = 2, 2, 37
     query = normal(2, rows, heads, group, dim, dtype=dtype)
     key, value = (quantise(normal(seed, rows, heads, slots, dim, dtype=dtype), kind) for seed in (3, 4))
@@ -166,7 +166,7 @@ def test_a_query_is_multiplied_exactly_or_in_two_digits(name, kind, allowed):
 
 @bodies()
 @pytest.mark.parametrize("how", ["pages", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("slots", "rotated"))])
-def test_gather_attention(name, kind, how):
+def test_gather_attention_on_codes_equals_dequantised_rows(name, kind, how):
     rows, heads, group, slots, dim = 2, 2, 3, 48, 32
     query = normal(2, rows, heads, group, dim)
     key, value = (quantise(normal(seed, rows, heads, slots, dim), kind) for seed in (3, 4))
@@ -241,8 +241,8 @@ def test_rows_of_another_kind_are_refused():
 
 
 @bodies()
-def test_rotated_rows(name, kind):
-    """Codes are read back before they are rotated."""
+def test_codes_are_dequantised_before_they_are_rotated(name, kind):
+    """The result equals the rotation of dequantised rows, in every bit."""
     key, value = (quantise(normal(seed, 2, 2, 30, 16, dtype="bfloat16"), kind) for seed in (3, 4))
     token = jnp.asarray(np.random.default_rng(6).integers(0, 30, (2, 21)), jnp.int32)
     inv_freq = jnp.asarray(10.0 ** -np.arange(8), jnp.float32)
@@ -253,7 +253,7 @@ def test_rotated_rows(name, kind):
 
 
 @bodies(("interpreted", "int8"))
-def test_store_token_in_copies(name, kind):
+def test_codes_go_to_copies_and_scales_to_slots(name, kind):
     """Of an offloaded cache: codes go to the row of the slot's copy, scales to the slot. Keys may all be there."""
     batch, heads, slots, dim, near, sinks = 4, 2, 24, 16, 7, 2
     key, value = normal(1, batch, heads, dim), normal(2, batch, heads, dim)
@@ -276,7 +276,7 @@ def test_store_token_in_copies(name, kind):
 
 @bodies()
 @pytest.mark.parametrize("rotating", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_store_token(name, kind, rotating):
+def test_stored_tokens_are_quantised(name, kind, rotating):
     rows, heads, group, slots, dim = 3, 2, 2, 6, 16
     key, value, query = normal(1, rows, heads, dim), normal(2, rows, heads, dim), normal(3, rows, heads, group, dim)
     place, cursor = jnp.asarray([5, -1, 7], jnp.int32), jnp.asarray([2, 3, slots], jnp.int32)  # none, and a full row
@@ -319,7 +319,7 @@ def test_evict_token_moves_codes_and_scales(name, kind):
         np.testing.assert_array_equal(a, b)
 
 
-def test_which_gpus_read_codes():
+def test_gpus_without_float8_read_float8_codes_by_xla():
     shape = jax.ShapeDtypeStruct
     query, position, limit = shape((1, 2, 4, 64), "bfloat16"), shape((1, 2, 32), "int32"), shape((1,), "int32")
 

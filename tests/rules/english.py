@@ -1,7 +1,7 @@
 """Plain English that a machine can check; ``python -m tests.rules.english PATH ...`` lists what breaks a rule.
 
 * The docstring of a function begins with a verb, as an order: "Return", "Refuse". Properties are nouns, and tests state laws.
-* No text points at a thing that it could name: no "those of", "that of", "likewise".
+* No text points at a thing that it could name; `POINTING` lists the words.
 * No sentence has more than 35 words.
 """
 
@@ -71,7 +71,8 @@ def broken(path: pathlib.Path) -> Iterator[str]:
             words = len(re.findall(r"[\w'’-]*[A-Za-z][\w'’-]*", sentence))
             if words > MOST_WORDS:
                 yield f"{where}:{line}: {words} words: {' '.join(sentence.split())[:110]}"
-        for found in POINTING.finditer(re.sub(r"(?s)```.*?```", "", text)):
+        text = re.sub(r"(?s)```.*?```", "", text)
+        for found in POINTING.finditer(text):
             yield f"{where}:{line}: points: ...{' '.join(text[max(0, found.start() - 40) : found.end() + 20].split())}..."
 
 

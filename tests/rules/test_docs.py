@@ -48,7 +48,7 @@ def build_site(folder, **environment):
 
 
 @pytest.mark.slow
-def test_site(tmp_path):
+def test_the_site_builds_without_a_warning(tmp_path):
     """One test, because one build takes most of its time: no warning, nothing is missing, notebooks print what they say."""
     site = build_site(tmp_path, **test_notebooks.kernel_environment(tmp_path / "kernel"))
     check_method_pages(site)
@@ -173,7 +173,7 @@ def test_scores_of_result_folders_are_on_the_page():
     assert f"| `vt` | {row['value']:.1f} ({low:.0f} - {high:.0f}) |" in method_pages.page("TokenSelect", DOCS)
 
 
-def test_measured_rows_are_those_of_the_speed_record():
+def test_measured_rows_equal_the_speed_record():
     record = json.loads((RECORDS / "speed.json").read_text())
     row = next(x for x in record["metrics"] if (x["name"], x["method"]) == ("decode", "pariskv"))
     text = method_costs.speed("pariskv", DOCS)
@@ -191,8 +191,8 @@ def test_every_record_is_listed():
         assert record["date"][:10] in line and record["device"]["kind"] in line
 
 
-def test_tables_are_those_of_their_records():
-    """Those of result folders too, whose predictions are not in the repository: `examples.npz` holds what they need."""
+def test_tables_equal_their_records():
+    """Tables of result folders, too: without their predictions, `examples.npz` holds what the tables need."""
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
@@ -217,7 +217,7 @@ def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
     assert pages.draw_figures(tmp_path, again=False) == [] and pages.draw_figures(tmp_path) == [file]
 
 
-def test_parts_of_pages_are_those_of_their_records():
+def test_parts_of_pages_equal_their_records():
     made = pages.marked_pages(DOCS)
     assert {ROOT / "README.md", DOCS / "quality.md", DOCS / "quality-toy.md", DOCS / "choosing.md"} <= made.keys()
     for file, text in made.items():
@@ -258,7 +258,7 @@ def test_worked_example_is_the_code_of_the_library():
 
 @pytest.fixture
 def worked_example(tmp_path, monkeypatch):
-    """`TOVA` and its oracle as the page has them, instead of those of the library."""
+    """`TOVA` and its oracle as the page has them, instead of the library's."""
     method, oracle, *_ = blocks_of_the_page()
     made = {}
     for module, text in (("kvjax.methods.tova", method), ("tests.oracles.tova", oracle)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import graphlib
 import importlib
 import pathlib
@@ -16,7 +17,8 @@ import experiments
 import kvjax
 import pallas_kernels
 from kvjax import moved
-from tests.tiny_models import BUILTIN
+from kvjax.slots import SlotAttention
+from kvjax.testing.model import TinyModel
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Files that lie flat in kvjax/ and belong together; every folder is a group of its own.
@@ -35,9 +37,14 @@ def modules(package):
         yield ".".join(path.relative_to(ROOT / package).with_suffix("").parts).removesuffix(".__init__"), path
 
 
+@functools.cache
+def known_modules(package):
+    return {name for name, _ in modules(package)}
+
+
 def imported(package, path):
     """Names of modules of ``package`` that a file imports, wherever the statement stands."""
-    known = {name for name, _ in modules(package)}
+    known = known_modules(package)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
             inside = node.module.partition(".")[2]
@@ -125,7 +132,8 @@ def frames_to(target, run):
             return
         while frame is not None:
             path = pathlib.Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT / "kvjax") or path.is_relative_to(ROOT / "pallas_kernels"):
+            ours = path.is_relative_to(ROOT / "kvjax") or path.is_relative_to(ROOT / "pallas_kernels")
+            if ours and not path.is_relative_to(ROOT / "kvjax" / "testing"):
                 found.append(f"{path.relative_to(ROOT)}:{frame.f_code.co_name}")
             frame = frame.f_back
 
@@ -138,12 +146,17 @@ def frames_to(target, run):
 
 
 def test_a_step_is_nine_frames_from_generate():
-    """Both ends count. Sizes are those of no other test, so that nothing is traced already."""
-    import models
-    from kvjax.slots import SlotAttention
-
-    params, config = models.from_pretrained(BUILTIN, dtype="float32")
-    cache = kvjax.prefill(params, [range(5, 42)], config=config, method="quest", max_new_tokens=11)
+    """Both ends count. No other test has these sizes, so that nothing is traced already."""
+    model = TinyModel()
+    params = model.random_params(0)
+    cache = kvjax.prefill(params, [range(5, 42)], config=model, method="quest", max_new_tokens=11)
     frames = frames_to(SlotAttention.attend, lambda: kvjax.generate(params, cache, max_new_tokens=3))
     assert frames[0] == "kvjax/api/generate.py:generate" and frames[-1] == "kvjax/slots.py:attend"
     assert len(frames) <= 9, frames
+    drawing = (ROOT / "ARCHITECTURE.md").read_text().partition("## One decode step")[2].partition("## One prefill")[0]
+    at = -1
+    for path, name in (frame.split(":") for frame in frames if ":_" not in frame):
+        where = [line for line in drawing.splitlines() if name in line and path.removeprefix("kvjax/") in line]
+        assert where, f"ARCHITECTURE.md draws no {name} in {path}"
+        assert drawing.index(where[0]) > at, f"ARCHITECTURE.md draws {name} too early"
+        at = drawing.index(where[0])

@@ -48,7 +48,7 @@ def check_outputs(name, printed):
 
 @pytest.mark.thorough  # building the site runs them, too: tests/rules/test_docs.py, a line of .ci/run
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path, monkeypatch):
+def test_every_cell_of_a_notebook_runs(path, tmp_path, monkeypatch):
     """Every cell, in a kernel of its own."""
     import nbclient  # here, where its warnings are not errors
     import nbformat

@@ -74,7 +74,7 @@ def test_files_stay_short(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=short)
-def test_forbidden_constructs(path):
+def test_forbidden_constructs_are_absent(path):
     assert not calls(path, "hasattr"), "hasattr"
     assert not [
         node.lineno

@@ -1,8 +1,8 @@
-"""Kernel by implementation by shape: `python -m experiments.speed.kernels [--only kth_select,...]`.
+"""Checks and times every implementation of every kernel: `python -m experiments.speed.kernels [--only kth_select,...]`.
 
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
-loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails is a
-row with its error. Finished rows are not run again.
+loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails has
+a row with its error. Finished rows are not run again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
     only = settings.only or known
     if unknown := [name for name in only if name not in known]:
-        raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected some of {', '.join(known)}")
+        raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected one of {', '.join(known)}")
     device = jax.devices()[0].device_kind
     results = Results(command.out, "kernels", {"device": device, "tiny": settings.tiny})
     bandwidth = measure_bandwidth(2**20 if settings.tiny else None)

@@ -1,18 +1,17 @@
-"""A case of `experiments.speed.kernels`: an operation at a shape, with random arguments."""
+"""A case of `experiments.speed.kernels`: an operation at one of the shapes that its folder lists, with random arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
 
 from pallas_kernels.dispatch import Operation
+from pallas_kernels.formats.quantised import Quantised, whole
+from pallas_kernels.formats.shapes import Shape
 
 Run = Callable[..., Any]
 
@@ -23,69 +22,44 @@ class Case:
 
     Attributes:
         operation: the operation, all of whose implementations are compared.
-        shape: the shape in words, unique among the operation's cases.
-        make: makes the arguments; the first is a float array.
-        run: calls the operation with the arguments, and with ``implementation``.
-        bytes_read: bytes that every implementation must read.
-        tolerance: largest relative error of floats; whole numbers and truth values must be equal.
-        reference: makes the result to compare with; None takes "xla" on the same arguments in float32.
+        function: the public function of the operation.
+        sizes: the shape, which draws the arguments.
+        reference: makes the result to compare with; None takes "xla".
         others: implementations that are not in the operation's table, by name.
-        defined: the part of a result that is defined, which is compared; None compares all.
     """
 
     operation: Operation
-    shape: str
-    make: Callable[[], tuple]
-    run: Run
-    bytes_read: int
-    tolerance: float = 0.02
+    function: Run
+    sizes: Shape
     reference: Run | None = None
     others: Mapping[str, Run] = dataclasses.field(default_factory=dict)
-    defined: Run | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of a Llama-3.1-8B layer; with ``tiny``, sizes that a test can run."""
-
-    tiny: bool = False
 
     @property
-    def heads(self) -> int:
-        """KV heads H."""
-        return 2 if self.tiny else 8
+    def shape(self) -> str:
+        """The shape in words, unique among the operation's cases."""
+        return self.sizes.name
 
-    @property
-    def dim(self) -> int:
-        """Channels D."""
-        return 16 if self.tiny else 128
+    def make(self) -> tuple[jax.Array, dict[str, Any]]:
+        """Draw the arguments: a float array that a loop may change between runs, and the rest by name."""
+        arrays = self.sizes.draw(jax.random.key(0))
+        chained = self.sizes.chained
+        return (jnp.zeros((1,), jnp.float32) if chained is None else arrays.pop(chained)), arrays
 
-    def count(self, number: int) -> int:
-        """A number of slots or pages; a small number with ``tiny``."""
-        return max(16, number // 512) if self.tiny else number
+    def run(self, first: jax.Array, arrays: Mapping[str, Any], **how: Any) -> Any:
+        """Call the operation with what `make` returns, and with ``implementation``."""
+        chained = {} if self.sizes.chained is None else {self.sizes.chained: first}
+        return self.function(**chained, **arrays, **self.sizes.options, **how)
 
-
-GROUP = 4  # query heads per KV head
-BYTES = 2  # of a bfloat16
-
-
-def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> Array:
-    """Standard normal values."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-def store(sizes: Sizes, batch: int, slots: int) -> tuple[Array, Array, Array]:
-    """Query [B, H, G, D], key and value [B, H, S, D]."""
-    rows = (batch, sizes.heads)
-    return (
-        normal(0, *rows, GROUP, sizes.dim),
-        normal(1, *rows, slots, sizes.dim),
-        normal(2, *rows, slots, sizes.dim),
-    )
+    def expected(self, first: jax.Array, arrays: Mapping[str, Any]) -> Any:
+        """Compute the result to compare with, from what `make` returns."""
+        if self.reference is not None:
+            return self.sizes.defined(self.reference(first, arrays))
+        if self.sizes.float32:
+            first, arrays = jax.tree.map(_exact, (first, arrays), is_leaf=lambda x: isinstance(x, Quantised))
+        return self.sizes.defined(jax.jit(lambda *given: self.run(*given, implementation="xla"))(first, arrays))
 
 
-def listed(seed: int, rows: tuple[int, ...], most: int, count: int) -> Array:
-    """Lists of ``count`` different numbers below ``most`` in ascending order: int32 [*rows, K]."""
-    rng = np.random.default_rng(seed)
-    lists = [np.sort(rng.choice(most, count, replace=False)) for _ in range(math.prod(rows))]
-    return jnp.asarray(np.reshape(lists, (*rows, count)), jnp.int32)
+def _exact(x: Any) -> Any:
+    """Convert floats, and the values that codes of 8 bits stand for, to float32."""
+    x = whole(x) if isinstance(x, Quantised) else x
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.records import Results
@@ -20,7 +19,7 @@ _SLOW = 3e-3  # seconds; a slower call is repeated fewer times
 
 
 def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, str]]:
-    """The implementations that can run a case on this platform, and the reasons why the others cannot.
+    """Find the implementations that can run a case on this platform, and why other implementations cannot.
 
     Args:
         case: the case.
@@ -43,7 +42,7 @@ def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, 
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest relative error of the float arrays of a result: the norm of the difference over the norm.
+    """Compute the largest relative error of the float arrays of a result: the norm of the difference over the norm.
 
     It is infinite if arrays of whole numbers or truth values differ, or if the infinite numbers of a float array do.
 
@@ -66,16 +65,6 @@ def error(got: Any, want: Any) -> float:
     return worst
 
 
-def reference(case: Case, args: tuple) -> Any:
-    """The reference of a case, on the host."""
-    if case.reference is not None:
-        made = case.reference(*args)
-    else:
-        exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
-        made = jax.jit(functools.partial(case.run, implementation="xla"))(*exact)
-    return jax.device_get(made if case.defined is None else case.defined(made))
-
-
 def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, repeats: int) -> dict[str, Any]:
     """Check and time an implementation.
 
@@ -92,13 +81,13 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, 
     """
     program = jax.jit(run)
     got = program(*args)
-    off = error(got if case.defined is None else case.defined(got), want)
+    off = error(case.sizes.defined(got), want)
     begun = time.perf_counter()
     jax.block_until_ready(program(*args))
     once = time.perf_counter() - begun
     loop = {"chain": 1, "iterations": max(1, min(20, int(0.1 / once)))} if once > _SLOW else {}
     took = loop_seconds(run, *args, repeats=repeats, **loop)
-    roof = roofline(case.bytes_read, took.median, bandwidth)
+    roof = roofline(case.sizes.bytes_read, took.median, bandwidth)
     return {
         "value": took.median,
         "unit": "s",
@@ -106,8 +95,8 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, 
         "most": took.most,
         "compile_seconds": took.compile,
         "relative_error": off if np.isfinite(off) else None,
-        "passed": bool(off <= case.tolerance),
-        "bytes_read": case.bytes_read,
+        "passed": bool(off <= case.sizes.tolerance),
+        "bytes_read": case.sizes.bytes_read,
         "floor": roof.floor,
         "ratio": roof.ratio,
     }
@@ -139,7 +128,7 @@ def run_case(case: Case, results: Results, bandwidth: Bandwidth, run_name: str, 
             continue
         try:
             if want is None:
-                want = reference(case, args)
+                want = jax.device_get(case.expected(*args))
             row = {**identity, **measure(case, run, args, want, bandwidth, repeats), "error": None}
         except Exception as problem:  # the other rows are still wanted
             row = {**identity, "value": None, "unit": "s", "passed": False}

@@ -1,4 +1,4 @@
-"""What `experiments.speed.kernels` prints and writes: a line for each row as it is finished, and a markdown table."""
+"""The report of `experiments.speed.kernels`: a printed line for each row as it is finished, and a markdown table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.speed.rows import Row, failure, run_line, spread
 
 
 def line(row: Row) -> str:
-    """A row as a printed line."""
+    """Format a row as a printed line."""
     begin = f"{row['name']:17s} {row['implementation']:14s} {row['shape']:52s}"
     if row["error"] is not None:
         return f"{begin} {failure(row, 160)}"
@@ -20,7 +20,7 @@ def line(row: Row) -> str:
 
 
 def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """The table of a record, and a line for each run.
+    """Write the table of a record, and a line for each run.
 
     Args:
         metrics: the record's rows.
@@ -44,7 +44,7 @@ def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     ]
     legend = (
         "Floor: the bytes an operation must read over the read bandwidth measured in the same run; data that stays in a "
-        "cache between the runs of a loop can be read faster than that. Relative error: against a reference in float32; for "
+        "cache between the runs of a loop can be read faster. Relative error: against a reference in float32; for "
         "rerank and the operations on packed vectors, against their xla implementation on the same arguments."
     )
     about = "How long every implementation of every operation takes at the shapes of an 8B model, beside its floor."

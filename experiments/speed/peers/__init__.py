@@ -1,1 +1,1 @@
-"""How fast PyTorch users decode the same shapes: Hugging Face `generate` and kvpress, beside `experiments.speed`."""
+"""The speed of decoding the same shapes in PyTorch: Hugging Face `generate` and kvpress, to compare with kvjax."""

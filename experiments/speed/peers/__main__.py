@@ -1,12 +1,12 @@
-"""What PyTorch users have instead: `python -m experiments.speed.peers --lengths 131072 --methods full,snapkv`.
+"""Times decoding in PyTorch: `python -m experiments.speed.peers --lengths 131072 --methods full,snapkv`.
 
-The same shapes as in `experiments.speed`, with random weights and a cache that is filled as a prefill would leave it, so that
-only decoding costs time. Full is Hugging Face's `generate`: with a static cache and torch.compile, which it switches on by
-itself, and with the cache that it has by default. Other methods are presses of kvpress, which compress the prompt once; then
-decoding is `generate` over what the press left. A row is written as soon as it is finished, and is not measured again. A
-row that does not fit into the memory, and one whose package is missing, is recorded as such.
+Shapes are the same as in `experiments.speed`. Weights are random, and the cache is filled as prefill would leave it, so that
+only decoding costs time. Full is Hugging Face's `generate`, with its default cache and with a static cache, for which
+`generate` switches torch.compile on by itself. Other methods are presses of kvpress, which compress the prompt once; then
+`generate` decodes over the tokens that the press left. A row is written as soon as it is finished, and is not measured
+again. A row that does not fit into memory, or whose package is missing, is recorded as such.
 
-This job needs torch and transformers, which kvjax does not. JAX starts no device in it, so torch has all of the memory.
+This job needs torch and transformers, which kvjax does not need. JAX starts no device in it, so torch has all of the memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_torch() -> None:
     """Refuse to go on without torch and transformers.
 
     Raises:
-        ModuleNotFoundError: one of them is not installed.
+        ModuleNotFoundError: torch or transformers is not installed.
     """
     for name in ("torch", "transformers"):
         try:

@@ -25,12 +25,12 @@ PACKAGES = ("torch", "triton", "transformers", "kvpress", "flash-attn")
 
 
 def the_device() -> torch.device:
-    """The GPU of torch, or the CPU if it has none."""
+    """Return the GPU of torch, or the CPU if torch has no GPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """A device as records describe it."""
+    """Describe a device as records do."""
     if device.type == "cpu":
         return {"platform": "cpu", "kind": "cpu", "count": 1}
     return {"platform": "gpu", "kind": torch.cuda.get_device_name(device), "count": 1}
@@ -63,7 +63,7 @@ class Bench:
         return made
 
     def row(self, method: str, length: int, batch: int, cache: str) -> dict[str, Any]:
-        """A row from the record; if it has none, the row is measured and recorded.
+        """Look a row up in the record; if the record has none, measure the row and record it.
 
         Args:
             method: "full", or a name of `experiments.speed.peers.PRESSES`.
@@ -143,7 +143,7 @@ class Bench:
         }
 
     def _free(self) -> None:
-        """Give back what a row held: its compiled programs and graphs, too, which hold the cache's memory."""
+        """Free what a row held, with its compiled programs and graphs, which hold the cache's memory."""
         torch.compiler.reset()
         gc.collect()
         if self.device.type == "cuda":
@@ -151,7 +151,7 @@ class Bench:
 
 
 def _is_memory(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out, or was caused by one that does: a compiler wraps it."""
+    """Say whether an error means that memory ran out, or was caused by such an error, which a compiler wraps."""
     while error is not None:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
             return True
@@ -160,7 +160,7 @@ def _is_memory(error: BaseException | None) -> bool:
 
 
 def _note(method: str, cache: str) -> str:
-    """What a reader must know about a row."""
+    """Describe what a reader must know about a row."""
     if method == "full":
         return "" if cache == "static" else "generate's default cache"
     if cache == "static":

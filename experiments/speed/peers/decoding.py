@@ -11,11 +11,11 @@ import transformers
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What decoding took.
+    """The time that decoding took.
 
     Attributes:
         spans: seconds per token of each repeat.
-        compile: seconds of the first call beyond those of its tokens: compiling and capturing graphs.
+        compile: seconds of the first call beyond the time of its tokens: compiling and capturing graphs.
     """
 
     spans: tuple[float, ...]
@@ -39,7 +39,7 @@ class _Clock:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -54,9 +54,9 @@ def decode_times(
     repeats: int,
     compiled: str | None,
 ) -> Times:
-    """Time greedy decoding. Each repeat goes on where the repeat before it ended, and the first call is not counted.
+    """Time greedy decoding. Each repeat continues where the previous repeat ended, and the first call is not counted.
 
-    `generate` feeds its first token by a step that it never compiles; that step is outside the time.
+    `generate` feeds its first token by a step that it never compiles; this step is not timed.
 
     Args:
         model: the model.

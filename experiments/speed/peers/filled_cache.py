@@ -1,7 +1,7 @@
-"""Caches as a prompt would leave them, without reading one: random keys and values. This file needs torch.
+"""Caches as prefill would leave them, without a prefill: random keys and values. This file needs torch.
 
-The time of a step does not depend on the values. What transformers' static cache needs beside them is the length, which
-each layer counts in a tensor of its own (`cumulative_length`): the tensor stays where it is, because compiled programs and
+The time of a step does not depend on the values. Beside keys and values, transformers' static cache needs the length, which
+each layer counts in a tensor of its own (`cumulative_length`). The tensor stays where it is, because compiled programs and
 CUDA graphs hold its address.
 """
 
@@ -16,7 +16,7 @@ Layer = tuple[torch.Tensor, torch.Tensor]  # keys and values, [B, H, S, D] each
 
 
 def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) -> Iterator[Layer]:
-    """Random keys and values [B, H, S, D] of every layer."""
+    """Draw random keys and values [B, H, S, D] of every layer."""
     config = model.config
     shape = (batch, config.num_key_value_heads, length, config.head_dim)
     for _ in range(config.num_hidden_layers):
@@ -26,7 +26,7 @@ def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) 
 def static_cache(
     model: transformers.PreTrainedModel, layers: Iterable[Layer], batch: int, length: int, room: int
 ) -> transformers.StaticCache:
-    """A static cache that holds ``length`` tokens and has room for ``room`` more."""
+    """Make a static cache that holds ``length`` tokens and has room for ``room`` more."""
     config = model.config
     cache = transformers.StaticCache(config=config, max_cache_len=length + room)
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
@@ -38,7 +38,7 @@ def static_cache(
 
 
 def dynamic_cache(model: transformers.PreTrainedModel, layers: Iterable[Layer]) -> transformers.DynamicCache:
-    """A cache that grows with every token, by copying all that it holds."""
+    """Make a cache that grows with every token, by copying all that it holds."""
     cache = transformers.DynamicCache(config=model.config)
     for index, (keys, values) in enumerate(layers):
         cache.update(keys, values, index)
@@ -46,5 +46,5 @@ def dynamic_cache(model: transformers.PreTrainedModel, layers: Iterable[Layer]) 
 
 
 def num_bytes(cache: transformers.Cache) -> int:
-    """Bytes of the keys and values."""
+    """Count the bytes of the keys and values."""
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))

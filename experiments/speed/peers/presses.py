@@ -1,8 +1,8 @@
-"""What a press of kvpress leaves of a prompt, layer by layer. This file needs torch.
+"""The keys and values that a press of kvpress keeps of a prompt, layer by layer. This file needs torch.
 
-A press compresses each layer once, at the prompt's end; from then on, decoding is plain `generate` over what it left and the
-new tokens. So the press's own `compress` runs here on random hidden states, keys and values of the prompt's length, and the
-prompt is not read.
+A press compresses each layer once, at the prompt's end. From then on, plain `generate` decodes over the tokens that the press
+kept and the new tokens. So the press's own `compress` runs here on random hidden states, keys and values of the prompt's
+length, and there is no prefill.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class MissingPeerError(Exception):
 
 
 def kvpress() -> ModuleType:
-    """The package kvpress. Importing it wraps the attention functions of transformers, so rows without it run first.
+    """Import the package kvpress, which wraps the attention functions of transformers, so rows without it run first.
 
     Raises:
-        MissingPeerError: it cannot be imported.
+        MissingPeerError: kvpress cannot be imported.
     """
     try:
         import kvpress
@@ -41,7 +41,7 @@ def kvpress() -> ModuleType:
 def pressed_layers(
     model: transformers.PreTrainedModel, method: str, batch: int, length: int, budget: int
 ) -> Iterator[Layer]:
-    """Keys and values [B, H, budget, D] that a press keeps of every layer.
+    """Yield the keys and values [B, H, budget, D] that a press keeps of every layer.
 
     Args:
         model: gives the layers, whose projections some presses use.

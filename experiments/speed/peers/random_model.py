@@ -9,7 +9,7 @@ from models import ModelConfig
 
 
 def random_model(config: ModelConfig, attention: str, device: torch.device) -> transformers.PreTrainedModel:
-    """The shape's own class of transformers (Llama, Qwen3, ...), in the shape's dtype.
+    """Make a model of the shape's own class in transformers (Llama, Qwen3, ...), in the shape's dtype.
 
     Args:
         config: the shape.
@@ -30,5 +30,5 @@ def random_model(config: ModelConfig, attention: str, device: torch.device) -> t
 
 
 def num_bytes(model: transformers.PreTrainedModel) -> int:
-    """Bytes of the parameters; tied ones count once."""
+    """Count the bytes of the parameters; tied parameters count once."""
     return sum(x.numel() * x.element_size() for x in model.parameters())

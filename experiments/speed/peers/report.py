@@ -1,4 +1,4 @@
-"""What `experiments.speed.peers` prints and writes about a record: a line for each row, and a table."""
+"""The report of `experiments.speed.peers` on a record: a printed line for each row, and a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGEND = (
 
 
 def line(row: Row) -> str:
-    """A row as a printed line."""
+    """Format a row as a printed line."""
     begin = f"{row['method']:17s} {row['cache']:7s} {row['compiled']:15s} {row['length']:8d} {row['batch']:4d}"
     if row["error"] is not None:
         return f"{begin} {failure(row, 120)}"
@@ -29,7 +29,7 @@ def line(row: Row) -> str:
 
 
 def peer_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
-    """The table of each model, and a line for each run.
+    """Write the table of each model, and a line for each run.
 
     Args:
         metrics: the record's rows.

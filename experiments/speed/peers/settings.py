@@ -1,4 +1,4 @@
-"""What `experiments.speed.peers` times, and which press of kvpress each method is."""
+"""The settings of `experiments.speed.peers`, and the press of kvpress that each method is."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PeersSettings(Settings):
 
     @property
     def room(self) -> int:
-        """Tokens beside those stored that a cache must have room for: those of all repeats, the first of which compiles."""
+        """Further tokens that a cache must have room for: the tokens of all repeats, the first of which compiles."""
         return (self.tokens + 1) * (self.repeats + 1)
 
 

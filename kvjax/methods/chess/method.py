@@ -1,4 +1,4 @@
-"""Chess: one page list for the whole model, with the pages most like the newest; renewed when the model is unsure.
+"""Chess: one page list for the whole model, with the pages most similar to the newest; renewed when the model is unsure.
 
 Stored: all keys and values; one vector for each complete page of ``page_size`` tokens, with the mean keys of all layers and
 KV heads side by side; the means of these vectors per chunk and per grid; the list of active pages. The anchor is the mean of
@@ -104,11 +104,11 @@ class ChessLayer(SlotMethod):
         return cache, None
 
     def select(self, cache: LayerStorage, aux: None, step: Step) -> Selection:
-        """Reads only the shared state, so a compiler computes it once for all layers."""
+        """Select from the shared state alone, so a compiler computes the selection once for all layers."""
         shared = step.shared
         listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
         newest = lax.div(jnp.maximum(step.position, 0), self.page_size)  # a slot is a position
-        # The newest page stands first, so that all entries that are used stand before those that are not.
+        # The newest page stands first, so that all used entries stand before all unused ones.
         pages = jnp.concatenate([newest, shared.active], axis=1)
         used = jnp.concatenate([jnp.ones(newest.shape, bool), listed & (shared.active != newest)], axis=1)
         pages, used = here(pages, used, cache, self.page_size)
@@ -120,7 +120,7 @@ class ChessLayer(SlotMethod):
         return cache, None
 
     def count(self, cache: LayerStorage, aux: None, shared: Pages) -> tuple[Array, Array]:
-        """Only reconstructions read metadata: counts the share that an average step so far has read."""
+        """Count the metadata that an average step so far has read: only reconstructions read them."""
         tokens = shared.count * self.page_size + cache.cursor % self.page_size
         nodes = jnp.sum(shared.tree.vectors.any(axis=2), axis=1).astype(jnp.float32)
         steps = (shared.generated * self.page_size + shared.tokens).astype(jnp.float32)
@@ -284,7 +284,7 @@ class Chess(Method):
         return dataclasses.replace(pages, active=active, count=count, since=since)
 
     def _triggered(self, pages: Pages) -> Array:
-        """Whether the page that ends now triggers a reconstruction: bool [B]."""
+        """Decide whether the page that ends now triggers a reconstruction: bool [B]."""
         if self.trigger == "never":
             return jnp.zeros(pages.since.shape, bool)
         if self.trigger == "fixed":
@@ -295,7 +295,7 @@ class Chess(Method):
         return unsure & uneven if self.trigger == "and" else unsure | uneven
 
     def _reconstruct(self, pages: Pages, cache: Cache, when: Array) -> Pages:
-        """Choose the active pages again, in rows where ``when`` bool [B] is True."""
+        """Select the active pages again, in rows where ``when`` bool [B] is True."""
         total = -(-cache.length // self.page_size)
         window = total[:, None] - self.window + jnp.arange(self.window, dtype=jnp.int32)[None]
         vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(window, 0)[..., None], axis=1)
@@ -322,7 +322,7 @@ class Chess(Method):
 
 
 def _list(pages: Pages) -> tuple[Array, Array, Array]:
-    """The arrays that a reconstruction changes."""
+    """List the arrays that a reconstruction changes."""
     return pages.active, pages.count, pages.since
 
 

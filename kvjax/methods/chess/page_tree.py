@@ -2,7 +2,7 @@
 
 A page vector is the concatenation, over layers and KV heads, of the mean key of the page's tokens. A chunk vector is the mean
 of the vectors of its complete pages. A grid vector is the mean of the vectors of its chunks. The last chunk and the last grid
-may have fewer members, and their means are over these. `kvjax.methods.Chess` uses this tree.
+may have fewer members, and their means are over the members that exist. `kvjax.methods.Chess` uses this tree.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Shape:
     fan: tuple[int, int]
 
     def counts(self, num_slots: int) -> tuple[int, int, int]:
-        """The numbers of pages, chunks and grids for a cache of ``num_slots`` slots."""
+        """Compute the numbers of pages, chunks and grids for a cache of ``num_slots`` slots."""
         return self._over(-(-num_slots // self.page_size))
 
     def parts(self, nodes: int) -> tuple[int, int, int]:
-        """The numbers of pages, chunks and grids of a tree with ``nodes`` nodes."""
+        """Compute the numbers of pages, chunks and grids of a tree with ``nodes`` nodes."""
         return next(parts for pages in range(nodes + 1) if sum(parts := self._over(pages)) == nodes)
 
     def _over(self, pages: int) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ class Nodes:
         return self._level(2)
 
     def split(self, score: Array) -> tuple[Array, Array, Array]:
-        """Scores of all nodes [B, pages + chunks + grids] as one array per level."""
+        """Split scores of all nodes [B, pages + chunks + grids] into one array per level."""
         pages, chunks, _ = self.counts
         return score[:, :pages], score[:, pages : pages + chunks], score[:, pages + chunks :]
 
@@ -87,11 +87,11 @@ class Nodes:
 def page_vectors(
     layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
 ) -> Array:
-    """Page vectors, computed from the stored keys.
+    """Compute page vectors from the stored keys.
 
     Args:
         layers: storage of every layer; a slot is a position.
-        pages: int32 [B, P], pages to summarise; a page without all its tokens has the mean of those it has.
+        pages: int32 [B, P], pages to summarise; an incomplete page has the mean of its tokens so far.
         page_size: tokens in a page.
         inv_freq: float32 [D/2] to undo the rotation of the keys first; None leaves them rotated.
         normalize: whether to scale the mean key of each layer and KV head to length 1.
@@ -105,7 +105,7 @@ def page_vectors(
 def _own_vectors(
     layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
 ) -> Array:
-    """`page_vectors`, with zeros for pages on other devices."""
+    """Compute `page_vectors` with zeros for pages on other devices."""
     slots = page_slots(pages, page_size)
     vectors = []
     for cache in layers:
@@ -127,7 +127,7 @@ def _own_vectors(
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:
-    """The whole tree over the first ``complete`` int32 [B] pages, computed from the stored keys."""
+    """Build the whole tree over the first ``complete`` int32 [B] pages from the stored keys."""
     cache, dtype = layers[0], layers[0].key.dtype
     count, chunks, grids = shape.counts(cache.row_slots)
     pages = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (complete.shape[0], count))
@@ -182,7 +182,7 @@ def cascade(
     pages_per_chunk: int,
     chunks_per_grid: int,
 ) -> Array:
-    """The pages that are left after three cuts: a share of the grids, of their chunks, and of these chunks' pages.
+    """Select pages by three cuts: a share of the grids, of the kept grids' chunks, and of the kept chunks' pages.
 
     Each cut keeps ``ceil(ratio * candidates)`` nodes, at least 1. In a tie the lower index is kept.
 
@@ -208,7 +208,7 @@ def cascade(
 
 
 def most_pages(num_slots: int, shape: Shape, ratios: tuple[float, float, float]) -> int:
-    """The most pages that `cascade` can keep in a cache of ``num_slots`` slots with these ``ratios``."""
+    """Compute the most pages that `cascade` can keep in a cache of ``num_slots`` slots with these ``ratios``."""
     pages, chunks, grids = shape.counts(num_slots)
     for_grids = share(ratios[0], grids)
     for_chunks = share(ratios[1], min(chunks, for_grids * shape.fan[1]))
@@ -236,21 +236,21 @@ def _parents(count: Array, fan: int) -> Array:
 
 
 def _means(children: Array, count: Array, fan: int, number: int) -> Array:
-    """The vectors of ``number`` parents [B, number, N], from children [B, n, N] of which the first ``count`` exist."""
+    """Compute the vectors of ``number`` parents [B, number, N]; the first ``count`` of the children [B, n, N] exist."""
     padded = jnp.pad(children, ((0, 0), (0, number * fan - children.shape[1]), (0, 0)))
     exists = jnp.arange(number * fan, dtype=jnp.int32)[None] < count[:, None]
     return _mean(padded.reshape(len(padded), number, fan, -1), exists.reshape(-1, number, fan))
 
 
 def _mean(members: Array, exists: Array) -> Array:
-    """The mean of the members that exist: [B, n, fan, N] and bool [B, n, fan] to [B, n, N], in the members' dtype."""
+    """Average the members that exist: [B, n, fan, N] and bool [B, n, fan] to [B, n, N], in the members' dtype."""
     total = jnp.where(exists[..., None], members.astype(jnp.float32), 0).sum(axis=2)
     count = jnp.sum(exists, axis=2)[..., None].astype(jnp.float32)
     return (total / jnp.maximum(count, 1.0)).astype(members.dtype)
 
 
 def score_nodes(nodes: Nodes, anchor: Array) -> tuple[Array, Array, Array]:
-    """Products of an anchor float32 [B, N] with every node, in one matrix product: float32 per page, chunk and grid."""
+    """Multiply an anchor float32 [B, N] with every node, in one matrix product: float32 per page, chunk and grid."""
     score = jnp.einsum(
         "bn,bpn->bp",
         anchor.astype(nodes.vectors.dtype),

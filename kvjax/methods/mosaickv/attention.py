@@ -19,24 +19,24 @@ from pallas_kernels.score.packed_score import packed_score
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
-    """Whether each stored block can be attended to, bool [B, 1, P]."""
+    """Mark the stored blocks that can be attended to, bool [B, 1, P]."""
     return jnp.arange(store.block.values.shape[2])[None, None] < (store.packed // layout.granule)[:, None, None]
 
 
 def count_blocks(layout: Layout, store: Store) -> Array:
-    """The number of visible blocks in each of the N segments with bases: int32 [B, N]."""
+    """Count the visible blocks in each of the N segments with bases: int32 [B, N]."""
     segment = owner(layout, store, block_slots(layout, store))
     mine = segment[..., None] == jnp.arange(store.num_segments)[None, None, None]
     return jnp.sum(mine & visible_blocks(layout, store)[..., None], axis=(1, 2), dtype=jnp.int32)
 
 
 def block_slots(layout: Layout, store: Store) -> Array:
-    """The first slot of every block, int32 [1, 1, P]."""
+    """Return the first slot of every block, int32 [1, 1, P]."""
     return (jnp.arange(store.block.values.shape[2], dtype=jnp.int32) * layout.granule)[None, None]
 
 
 def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None) -> Array:
-    """Products of queries with the packed mean of every block; -inf for a block that is not visible.
+    """Multiply queries with the packed mean of every block; a block that is not visible gets -inf.
 
     Args:
         layout: static sizes.
@@ -60,14 +60,14 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
 
 
 def projected(store: Store, query: Array) -> Array:
-    """Queries [B, H, G, D], rotated by position, in the key basis of every segment; see `project_query`."""
+    """Rotate queries [B, H, G, D], rotated by position, into the key basis of every segment; see `project_query`."""
     return project_query(query, store.segments.basis_key, dtype=store.key.values.dtype)
 
 
 def attend_listed(
     layout: Layout, store: Store, cache: LayerStorage, query: Array, parts: Array, blocks: Array, count: Array
 ) -> Array:
-    """`attend_packed` for one query per head and ascending lists of blocks, with kernels if there are any.
+    """Attend as `attend_packed` with one query per head and ascending lists of blocks, with kernels if there are any.
 
     Args:
         layout: static sizes.
@@ -98,7 +98,7 @@ def attend_listed(
 
 
 def _owners(layout: Layout, store: Store) -> dict[str, Any]:
-    """Arguments that tell a kernel the segment of each block."""
+    """Build the arguments that tell a kernel the segment of each block."""
     table = None if store.output is None else owner(layout, store, block_slots(layout, store))[:, 0]
     return {"span": layout.segment // layout.granule, "owner": table}
 
@@ -111,10 +111,10 @@ def attend_packed(
     position: Array,
     keep: Array,
 ) -> Array:
-    """Attention over packed blocks and the buffer under one softmax.
+    """Attend to packed blocks and the buffer under one softmax.
 
-    It unpacks all that is stored, so it is for several tokens at once, and the slow reference for one token. The output is
-    rotated out of the segments' bases; the cache is not.
+    All stored tokens are unpacked, so this function is for several tokens at once, and the slow reference for one token. The
+    output is rotated out of the segments' bases; the cache is not.
 
     Args:
         layout: static sizes.

@@ -23,13 +23,14 @@ equals packing a full buffer, and costs the same in every step. Under the static
 the dynamic one adjacent channels can share a bit, and their score is their squared sum. The channel permutation for
 neighbouring selections is left out, because the paper does not say how to compute it.
 
-``strategy="dynamic"`` chooses the kept share and the element group per row, KV head and segment (the fewest bytes with a mean
-loss of at most ``max_loss``), and the block size (the largest with a variance inside blocks of at most ``max_variance``). The
-paper gives no thresholds. Space is allocated for the highest rate and the smallest block, so fewer bytes are read, but not
-fewer allocated. The loss is the pruned share of energy, averaged over key and value. An output segment ends when the buffer
-is full and its summed loss exceeds that of ``lifetime`` tokens at the prompt's mean loss, or at ``segment`` tokens. Then it
-is fitted on its exact copy and packed again: at once, not in the background, and with moments computed from the copy, not
-accumulated. There is room for ten such segments, or for one per 256 new tokens if that is more. The next segment stays open.
+``strategy="dynamic"`` chooses three sizes per row, KV head and segment. The kept share and the element group need the fewest
+bytes with a mean loss of at most ``max_loss``; the block is the largest with a variance inside blocks of at most
+``max_variance``. The paper gives no thresholds. Space is allocated for the highest rate and the smallest block, so fewer
+bytes are read, but not fewer allocated. The loss is the pruned share of energy, averaged over key and value. An output
+segment ends when the buffer is full and its summed loss exceeds ``lifetime`` times the prompt's mean loss of a token, or at
+``segment`` tokens. Then it is fitted on its exact copy and packed again: at once, not in the background, and with moments
+computed from the copy, not accumulated. There is room for ten such segments, or for one per 256 new tokens if that is more.
+The next segment stays open.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class MosaicKV(LayerMethod):
         return jnp.concatenate([jnp.where(keep, page_slots(blocks, layout.granule), EMPTY), cache.position], axis=2)
 
     def cost(self, state: MosaicState, shared: None) -> Cost:
-        """Under the dynamic strategy a selected token counts with the mean size of the row's packed tokens."""
+        """Count the bytes; under the dynamic strategy a selected token has the mean size of the row's packed tokens."""
         cache, store = state.cache, not_none("store", state.store)
         layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
         blocks = count_blocks(layout, store)
@@ -238,19 +239,19 @@ class MosaicKV(LayerMethod):
         )
 
     def _quota(self, blocks: Array) -> Array:
-        """The number of blocks to attend to out of ``blocks`` int32: the share, rounded up, and at least 1 of any."""
+        """Compute how many of ``blocks`` int32 to attend to: the share, rounded up, and at least 1 of any."""
         share = jnp.asarray(self.fraction, jnp.float32) * blocks.astype(jnp.float32)
         return jnp.clip(jnp.ceil(share - 1e-6).astype(jnp.int32), jnp.minimum(blocks, 1), blocks)
 
     def _first_block(self, layout: Layout, store: Store) -> int | Array:
-        """The tokens of the row's first block; int32 [B, H, 1] under the dynamic strategy."""
+        """Count the tokens of the row's first block; int32 [B, H, 1] under the dynamic strategy."""
         if not layout.dynamic:
             return layout.granule
         first = owner(layout, store, jnp.zeros((store.packed.shape[0], 1, 1), jnp.int32))[:, 0, 0]
         return pick(store.segments, first).block_size[..., None]
 
     def _prompt(self, cache: LayerStorage, inputs: Inputs) -> tuple[Array, MosaicState]:
-        """Dense and exact attention of a prompt chunk."""
+        """Prefill a chunk with dense and exact attention."""
         query, key = _at_positions(inputs)
         cache = cache.append(key, inputs.value, inputs.position, inputs.start)
         if isinstance(inputs.start, int):  # no earlier chunk
@@ -267,7 +268,7 @@ class MosaicKV(LayerMethod):
         return out, MosaicState(cache=cache)
 
     def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array) -> Array:
-        """Attention of one rotated query [B, H, G, D] per head over the best blocks and the buffer."""
+        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head."""
         parts = projected(store, query)
         blocks, count = self._select(layout, store, parts)
         if self.implementation != "mask":
@@ -276,7 +277,7 @@ class MosaicKV(LayerMethod):
         return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :]
 
     def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
-        """The best blocks for queries ``parts`` from `projected`.
+        """Select the best blocks for queries ``parts`` from `projected`.
 
         Returns:
             Blocks int32 [B, H, K], ascending, and the number of listed entries int32 [B, H].
@@ -318,7 +319,7 @@ class MosaicKV(LayerMethod):
 
 
 def _append(cache: LayerStorage, inputs: Inputs) -> tuple[Array, Array, LayerStorage]:
-    """The rotated query [B, H, G, T, D], the rotated key [B, H, T, D], and the buffer with the new tokens."""
+    """Append to the buffer: the rotated query [B, H, G, T, D], the rotated key [B, H, T, D], and the new buffer."""
     if inputs.query.shape[3] > 1:
         query, key = _at_positions(inputs)
         return query, key, cache.append(key, inputs.value, inputs.position)
@@ -327,7 +328,7 @@ def _append(cache: LayerStorage, inputs: Inputs) -> tuple[Array, Array, LayerSto
 
 
 def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """The query and the key, rotated at their positions."""
+    """Rotate the query and the key at their positions."""
     return (
         rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
         rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
@@ -335,11 +336,11 @@ def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _listed(blocks: Array, count: Array) -> Array:
-    """Whether each entry of ``blocks`` int32 [B, H, K] is listed: bool [B, H, K]."""
+    """Mark the listed entries of ``blocks`` int32 [B, H, K]: bool [B, H, K]."""
     return jnp.arange(blocks.shape[2])[None, None] < count[..., None]
 
 
 def _spread(chosen: Array, keep: Array, blocks: int) -> Array:
-    """Lists of blocks [B, H, K] as a mask bool [B, H, blocks]."""
+    """Convert lists of blocks [B, H, K] to a mask bool [B, H, blocks]."""
     row, head = jnp.arange(keep.shape[0])[:, None, None], jnp.arange(keep.shape[1])[None, :, None]
     return jnp.zeros((*keep.shape[:2], blocks), bool).at[row, head, chosen].max(keep)

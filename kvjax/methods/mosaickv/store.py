@@ -1,7 +1,7 @@
 """MosaicKV's storage besides its buffer: packed tokens, block means and segments, and how tokens get into it.
 
 Every token is packed when it arrives, at the slot of its position, and becomes visible when the buffer is full. So the work
-of packing a full buffer is spread evenly over steps, without a branch, of which `jax.vmap` would take both sides.
+of packing a full buffer is spread evenly over steps, without a branch: `jax.vmap` would compute both sides of a branch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Store:
     output: Output | None  # under the dynamic strategy only
 
     def with_exact(self, key: Array | None, value: Array | None) -> Store:
-        """The same store with another exact copy of the output."""
+        """Replace the exact copy of the output."""
         output = dataclasses.replace(not_none("output", self.output), key=key, value=value)
         return dataclasses.replace(self, output=output)
 
@@ -83,7 +83,8 @@ def build(
         max_loss, max_variance: see `kvjax.methods.mosaickv.strategy.fit`.
 
     Returns:
-        The buffer, of ``2 * layout.buffer`` slots, with the tokens that do not fill a buffer; and the store of the others.
+        The buffer, of ``2 * layout.buffer`` slots, with the tokens that do not fill a buffer; and the store of all earlier
+        tokens.
     """
     size = layout.buffer
     packed = raw.cursor // size * size
@@ -109,7 +110,7 @@ def _pack_prompt(
     max_loss: float | Array,
     max_variance: float | Array,
 ) -> Store:
-    """A store with the first ``packed`` int32 [B] tokens of prompts with raw key and value [B, H, S, D]."""
+    """Pack the first ``packed`` int32 [B] tokens of prompts with raw key and value [B, H, S, D] into a store."""
     size, dtype, given = layout.buffer, key.dtype, key.shape[2]
     prompt, room = _ceil(given, size), _ceil(max_new_tokens, size)
     segments, rows, loss = [], [], jnp.zeros(packed.shape, jnp.float32)
@@ -162,7 +163,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
         store: gets the tokens.
         key: [B, H, T, D], rotated by position.
         value: [B, H, T, D].
-        position: int32 [B, T], EMPTY for tokens not to pack; the others are consecutive.
+        position: int32 [B, T], consecutive; EMPTY for tokens not to pack.
     """
     if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
         return _write_one(layout, cache, store, position[:, 0])
@@ -211,7 +212,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
 
 
 def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Array) -> Store:
-    """`write` for one token per row under the static strategy, with one kernel if there is one."""
+    """Write one token per row under the static strategy, as `write`, with one kernel if there is one."""
     packed = [store.key, store.value, store.block]
     written = pack_token(
         cache.key,
@@ -231,7 +232,7 @@ def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Arra
 
 
 def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tuple[LayerCache, Store, Array]:
-    """In rows whose buffer is full, make its packed tokens visible and remove them from the buffer.
+    """Make the packed tokens of a full buffer visible and remove them from the buffer; other rows stay.
 
     Args:
         layout: static sizes.
@@ -257,7 +258,7 @@ def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tup
 
 
 def outlived(layout: Layout, store: Store, lifetime: Array) -> Array:
-    """Rows whose open output segment is long enough, or has lost as much as ``lifetime`` tokens of the prompt: bool [B]."""
+    """Mark rows whose open output segment is full, or has lost as much as ``lifetime`` tokens of the prompt: bool [B]."""
     output = not_none("output", store.output)
     long = store.packed - output.begin >= layout.segment
     spare = output.fitted < output.starts.shape[1]
@@ -297,7 +298,7 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: float | Array, ma
 
 
 def owner(layout: Layout, store: Store, slot: Array) -> Array:
-    """The segment whose pruning each slot int32 [B, H, K] has: int32 [B, H, K]. Tokens behind a segment share its pruning."""
+    """Find the segment whose pruning each slot int32 [B, H, K] has: int32 [B, H, K]. Tokens behind a segment share it."""
     segment = jnp.minimum(slot // layout.segment, store.last[:, None, None])
     if store.output is None:
         return segment
@@ -306,12 +307,12 @@ def owner(layout: Layout, store: Store, slot: Array) -> Array:
 
 
 def _reached(output: Output, slot: Array) -> Array:
-    """The number of fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
+    """Count the fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
     return jnp.sum(output.starts[:, None, None] <= slot[..., None], axis=-1, dtype=jnp.int32)
 
 
 def _current(store: Store) -> Array:
-    """The newest fitted segment, int32 [B]."""
+    """Return the newest fitted segment, int32 [B]."""
     if store.output is None:
         return store.last
     return jnp.where(store.output.fitted > 0, store.prompt_segments + store.output.fitted - 1, store.last)
@@ -328,7 +329,7 @@ def _padded(x: Array, valid: Array) -> Array:
 
 
 def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
-    """The results of ``run`` on one row at a time, joined again."""
+    """Run ``run`` on one row at a time, and join the results."""
     if arrays[0].shape[0] == 1:
         return run(*arrays)
     out = lax.map(lambda row: run(*(x[None] for x in row)), arrays)
@@ -336,12 +337,12 @@ def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def _stored(packed: Packed, dtype: DTypeLike) -> Packed:
-    """``packed`` in the store's form: values in ``dtype``, bitmaps in words."""
+    """Convert ``packed`` to the store's form: values in ``dtype``, bitmaps in words."""
     return Packed(values=packed.values.astype(dtype), bitmap=words_of(packed.bitmap))
 
 
 def _joined(parts: Sequence[Packed], slots: int) -> Packed:
-    """The parts in a row, with free slots behind them up to ``slots``."""
+    """Join the parts, with free slots behind them up to ``slots``."""
 
     def join(*arrays: Array) -> Array:
         x = jnp.concatenate(arrays, axis=2)
@@ -357,7 +358,7 @@ def _put(store: Array, new: Array, slot: Array) -> Array:
 
 
 def _put_exact(store: Array, new: Array, slot: Array) -> Array:
-    """`_put` for a store that may be in host memory. The slots of a row inside the store are consecutive."""
+    """Write as `_put` into a store that may be in host memory. The slots of a row inside the store are consecutive."""
     if not on_host(store):
         return _put(store, new, slot)
     inside = slot < store.shape[2]

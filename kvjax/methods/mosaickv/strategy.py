@@ -69,7 +69,7 @@ class Segment:
 def fit(
     layout: Layout, key: Array, value: Array, valid: Array, max_loss: float | Array, max_variance: float | Array
 ) -> Segment:
-    """The pruning for the tokens of one segment.
+    """Fit the pruning for the tokens of one segment.
 
     Args:
         layout: static sizes.
@@ -99,12 +99,12 @@ def fit(
 
 
 def product(subscripts: str, *factors: Array) -> Array:
-    """`jnp.einsum` at the highest precision, because these products decide which channels are kept."""
+    """Multiply as `jnp.einsum`, at the highest precision, because these products decide which channels are kept."""
     return jnp.einsum(subscripts, *factors, precision=lax.Precision.HIGHEST)
 
 
 def to_basis(basis: Array, x: Array) -> Array:
-    """Vectors x [B, H, S, D] rotated into ``basis`` [B, H, D, D]: float32 [B, H, S, D]."""
+    """Rotate vectors x [B, H, S, D] into ``basis`` [B, H, D, D]: float32 [B, H, S, D]."""
     return product("bhsd,bhed->bhse", x, basis)
 
 
@@ -124,7 +124,7 @@ def prune(layout: Layout, segment: Segment, y: Array, channels: Array | None) ->
 
 
 def prune_tokens(layout: Layout, segment: Segment, key: Array, value: Array) -> tuple[Packed, Packed, Array]:
-    """Packed keys and packed values, from float32 [B, H, S, D], and the loss of each token, float32 [B, H, S].
+    """Pack keys and values float32 [B, H, S, D], and compute the loss of each token, float32 [B, H, S].
 
     The loss is the pruned share of a vector's energy, averaged over key and value. A zero vector has no loss.
     """
@@ -138,7 +138,7 @@ def prune_tokens(layout: Layout, segment: Segment, key: Array, value: Array) -> 
 
 
 def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
-    """Packed means of blocks of keys float32 [B, H, S, D], where S is a multiple of the window: [B, H, S/granule, ...].
+    """Pack the means of blocks of keys float32 [B, H, S, D], S a multiple of the window: [B, H, S/granule, ...].
 
     The mean is rotated, which equals the mean of rotated keys. A block of several granules has its mean in each of them.
     """
@@ -151,7 +151,7 @@ def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
 
 
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
-    """Bytes of one packed vector: a number, or float32 [B, H, ...] under the dynamic strategy."""
+    """Count the bytes of one packed vector: a number, or float32 [B, H, ...] under the dynamic strategy."""
     if segment.rank is None or segment.group is None:
         return bytes_per_vector(layout.rank, layout.channels, 1, itemsize)
     rank, group = segment.rank.astype(jnp.float32), segment.group.astype(jnp.float32)
@@ -159,7 +159,7 @@ def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
 
 
 def pick(segments: Segment, index: Array) -> Segment:
-    """Segment ``index`` int32 [B] of each row, from leaves [B, H, N, ...] to leaves [B, H, ...]."""
+    """Pick segment ``index`` int32 [B] of each row, from leaves [B, H, N, ...] to leaves [B, H, ...]."""
     row = jnp.arange(index.shape[0])
     return jax.tree.map(lambda x: x[:, :, 0] if x.shape[2] == 1 else x[row, :, index], segments)
 
@@ -176,7 +176,7 @@ def put(segments: Segment, index: Array, new: Segment) -> Segment:
 
 
 def energy(x: Array) -> Array:
-    """The squared norm over the last axis."""
+    """Compute the squared norm over the last axis."""
     return jnp.sum(x * x, axis=-1)
 
 
@@ -185,7 +185,7 @@ def _lost(kept: Array, total: Array) -> Array:
 
 
 def _eligible(layout: Layout, score: Array) -> Array:
-    """Scores in which the channels that are never kept come last."""
+    """Lower the scores of the channels that are never kept, so that they come last."""
     if layout.channels == layout.dim:
         return score
     channel = jnp.arange(layout.dim).reshape((1,) * (score.ndim - 1) + (-1,))
@@ -193,7 +193,7 @@ def _eligible(layout: Layout, score: Array) -> Array:
 
 
 def _basis(layout: Layout, x: Array) -> Array:
-    """Eigenvectors, as rows, of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
+    """Compute the eigenvectors, as rows, of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
 
     With fewer tokens than channels, or with equal tokens, some directions have no energy. Later tokens are packed in these
     directions too, so they must not depend on rounding, or a row would differ from itself in a larger batch. They are the
@@ -204,12 +204,12 @@ def _basis(layout: Layout, x: Array) -> Array:
         return identity
     values, rows = _eigenrows(product("bhsd,bhse->bhde", x, x))
     known = values > layout.dim * jnp.finfo(jnp.float32).eps * values[..., :1]
-    # On a GPU the decompositions are most of a prompt's extra time, and a segment nearly always has energy everywhere.
+    # On a GPU the decompositions take most of a prompt's extra time, and a segment nearly always has energy everywhere.
     return lax.cond(jnp.all(known), lambda: rows, lambda: _completed(layout, identity, rows, known))
 
 
 def _completed(layout: Layout, identity: Array, rows: Array, known: Array) -> Array:
-    """The ``known`` eigenvectors, then a basis of the space without energy, which depends on that space alone."""
+    """Complete the ``known`` eigenvectors by a basis of the space without energy, which depends on that space alone."""
     spanned = jnp.where(known[..., None], rows, 0)
     rest = identity - product("bhnd,bhne->bhde", spanned, spanned)
     scale = jnp.linspace(2, 1, layout.dim, dtype=jnp.float32)  # well above the zeros of the known directions
@@ -221,13 +221,13 @@ def _completed(layout: Layout, identity: Array, rows: Array, known: Array) -> Ar
 
 
 def _eigenrows(matrix: Array) -> tuple[Array, Array]:
-    """Eigenvalues [..., D] of symmetric matrices, decreasing, and the eigenvectors as rows [..., D, D]."""
+    """Compute the eigenvalues [..., D] of symmetric matrices, decreasing, and the eigenvectors as rows [..., D, D]."""
     values, vectors = jnp.linalg.eigh(matrix)
     return values[..., ::-1], vectors[..., ::-1].swapaxes(-1, -2)
 
 
 def _channels(layout: Layout, y: Array) -> Array:
-    """The channels with the most energy in the segment, bool [B, H, D]: the ablation in which all vectors keep the same."""
+    """Mark the channels with the most energy in the segment, bool [B, H, D]: the ablation ``per_vector=False``."""
     total = jnp.sum(y * y, axis=2)
     _, best = lax.top_k(_eligible(layout, total), layout.rank)
     return (best[..., None] == jnp.arange(layout.dim)[None, None, None]).any(axis=2)
@@ -236,10 +236,10 @@ def _channels(layout: Layout, y: Array) -> Array:
 def _rate(
     layout: Layout, key: Array, value: Array, tokens: Array, max_loss: float | Array
 ) -> tuple[Array, Array]:
-    """The rank and element group of the fewest bytes with an allowed mean loss: int32 [B, H] each.
+    """Find the rank and element group of the fewest bytes with an allowed mean loss: int32 [B, H] each.
 
-    If no loss is allowed, the result is the highest rate without groups. A step in rate changes more bytes than a bitmap has,
-    so the order by rate, then by group, is the order by bytes.
+    If no candidate's loss is allowed, the result is the highest rate without groups. A step in rate changes more bytes than a
+    bitmap has, so the order by rate, then by group, is the order by bytes.
     """
     losses = {}
     for size in GROUPS:
@@ -266,7 +266,7 @@ def _rate(
 
 
 def _block(key: Array, tokens: Array, max_variance: float | Array) -> Array:
-    """The largest block with an allowed variance of keys, or else the smallest block: int32 [B, H]."""
+    """Find the largest block with an allowed variance of keys, or else the smallest block: int32 [B, H]."""
     total = energy(key).sum(axis=2)
     block = jnp.full(key.shape[:2], BLOCKS[0], jnp.int32)
     for size in BLOCKS[1:]:

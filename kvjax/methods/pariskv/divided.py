@@ -1,8 +1,8 @@
 """ParisKV where the slots of a row are divided over devices (`kvjax.cache.divided`): its kernels, with exchanges between.
 
-The counts of clusters are of all devices and equal on each, so every device gives its keys the votes that one device would
-give. The cut among the votes needs the numbers of keys with each number of votes; the cut among the estimates needs each
-device's best. A step sends a few hundred numbers per KV head.
+Every device holds the counts of clusters over all devices, so it gives its keys the votes that a single device would give.
+The cut among the votes needs the number of keys with each number of votes; the cut among the estimates needs each device's
+best. A step sends a few hundred numbers per KV head.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def choose(
     capacity: int,
     scale: float,
 ) -> Selection:
-    """The slots of this device that a step attends to: `collision` and `rerank` over all devices.
+    """Select the slots of this device that a step attends to: `collision` and `rerank` over all devices.
 
     Args:
         query: [B, H, G, D], rotated by RoPE.
         signs: of the rotation before encoding, or None.
         cache: this device's part, with the step's token.
-        index: ids and rows of this device's slots, counts of all devices, the slot that ends the zone.
+        index: ids and rows of this device's slots, counts over all devices, the slot that ends the zone.
         shares: as in `collision`.
         budget: as in `rerank`.
         enough: as in `rerank`.
@@ -80,7 +80,7 @@ def store(
     buffer: int,
     scale: float,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """`store_codes` over all devices.
+    """Store codes over all devices, as `store_codes`.
 
     Args:
         cache: this device's part, with the new tokens.
@@ -112,7 +112,7 @@ def store(
     at = at[:, None]
     due = due[:, None] & jnp.take_along_axis(cache.valid, at, axis=2)
     ripe = jnp.where(due[..., None], jnp.take_along_axis(ids, at[..., None], axis=2).astype(jnp.int32) + 1, 0)
-    ripe = total(ripe, cache)  # 1 more than the ids of the tokens that are due, from the devices that have them; 0 for none
+    ripe = total(ripe, cache)  # ids + 1 of the tokens that are due, from the devices that have them; 0 for none
     due, ripe = ripe[..., 0] > 0, jnp.maximum(ripe - 1, 0).astype(ids.dtype)
     now = (turn < (stop + flushed)[:, None])[:, None]
     flush = (flushed > 0)[:, None, None, None]
@@ -122,5 +122,5 @@ def store(
 
 
 def _every(x: Array) -> Array:
-    """``x`` of all devices of a row, [n, ...]."""
+    """Gather ``x`` from all devices of a row, [n, ...]."""
     return lax.all_gather(x, axes.SLOTS) if axes.is_split(axes.SLOTS) else x[None]

@@ -1,11 +1,11 @@
 """Sign-pattern hashing of keys: rotation, codes, rank votes, the candidate cut and the 4-bit estimate of q.k.
 
 These are pure functions for methods that search keys by votes (ParisKV). A vector of D channels has N = D/8 *slices* of 8
-channels. The signs of a slice are its *cluster*, of which there are 256. Only the length of a slice depends on scale, so
-vectors are rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of whole numbers stay exact, and ties
-and zeros do too.
+channels. The signs of a slice are its *cluster*, one of 256. Only the length of a slice depends on scale, so vectors are
+rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of integers stay exact, and ties and zeros
+do too.
 
-These are the parts in plain JAX. A decode step runs operations that are made of them and have kernels:
+This module has the parts in plain JAX. A decode step runs operations that combine these parts and have kernels:
 `pallas_kernels.store.encode`, `pallas_kernels.choose.collision` and `pallas_kernels.choose.rerank`.
 """
 
@@ -62,18 +62,18 @@ class Codes:
 
 
 def random_signs(seed: Array | int, dim: int) -> Array:
-    """The random part of the rotation: float32 [D], each -1 or 1."""
+    """Draw the random part of the rotation: float32 [D], each -1 or 1."""
     return jax.random.rademacher(jax.random.key(seed), (dim,), jnp.float32)
 
 
 def encode(rotated: Array, scale: float) -> Codes:
-    """Codes of rotated vectors float32 [..., D]; ``scale`` is the missing factor 1/sqrt(D), or 1 without a rotation."""
+    """Encode rotated vectors float32 [..., D]; ``scale`` is the missing factor 1/sqrt(D), or 1 without a rotation."""
     ids, magnitudes, weight = codes(rotated, scale)
     return Codes(ids=ids, magnitudes=magnitudes, weight=weight)
 
 
 def parts_of(share: Array | np.ndarray) -> Array | np.ndarray:
-    """Shares float32 in 0..1 as a number of millionths, rounded: int32, a NumPy array for a NumPy array."""
+    """Convert shares float32 in 0..1 to a number of millionths, rounded: int32, a NumPy array for a NumPy array."""
     million = np.float32(MILLION)
     if isinstance(share, np.ndarray):
         return np.round(share * million).astype(np.int32)
@@ -81,16 +81,16 @@ def parts_of(share: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def share_of(share: Array, count: Array) -> Array:
-    """ceil(share * count) for ``share`` float32 in 0..1, rounded to millionths, and ``count`` int32 below 2.1 million."""
+    """Compute ceil(share * count): ``share`` float32 in 0..1, rounded to millionths, ``count`` int32 below 2.1 million."""
     share, count = jnp.broadcast_arrays(parts_of(share), count)
     return portion(share, count)
 
 
 def most_of(share: float, count: int) -> int:
-    """`share_of` for plain numbers."""
+    """Compute `share_of` for plain numbers."""
     return -(-round(share * MILLION) * count // MILLION)
 
 
 def rotation_scale(dim: int) -> float:
-    """The factor 1/sqrt(D) that `rotation` leaves out."""
+    """Compute the factor 1/sqrt(D) that `rotation` leaves out."""
     return 1 / math.sqrt(dim)

@@ -5,33 +5,33 @@ more. The step whose token fills the buffer finds the oldest ``buffer`` tokens o
 to the sinks, to the tail and, per KV head, to the ``budget`` best keys of the zone. Rows shorter than ``dense_below``
 attend to all tokens.
 
-Stored: all keys and values; 144 bytes per key at D = 128, namely a cluster id for each slice of 8 rotated channels (its
-signs), 4 bits per channel and a bfloat16 weight per slice, the last two in a row of 128 bytes of which 32 are empty; and the
-number of the zone's keys in each cluster.
+Stored: all keys and values; 144 bytes of code per key at D = 128; and the number of the zone's keys in each cluster. The code
+of a key is a cluster id for each slice of 8 rotated channels (its signs), 4 bits per channel, and a bfloat16 weight per
+slice. Levels and weights share a row of 128 bytes, 32 of them empty.
 
 Score, where y and q~ are the rotated key and the rotated mean query of the group, b a slice and ids(i)_b key i's cluster::
 
     votes[i] = sum over b of  #{ z in .05 .15 .30 .50 .75 1 : before_b[ids(i)_b] < rho * zone * z }
     s[i]     = sum over b of  weight[i, b] * (decoded direction of y_b) . q~_b
 
-``before_b[c]`` is the number of the zone's keys in clusters whose sign vector has a larger product with q~_b than that of c.
+``before_b[c]`` counts the zone's keys in clusters whose sign vector has a larger product with q~_b than the sign vector of c.
 The ``beta * zone`` keys with the most votes are candidates. A step attends to the ``budget`` best of them by s, an estimate
 of q.k.
 
 **Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721); amy-77/ParisKV
 db7ad7f for the schedule of rho and beta, the group's mean query, the levels (in bfloat16) and when a flush comes.
 
-**Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel atomics
-decide by chance. The oldest tokens of local window *and* buffer join the zone, as in the code; the paper says of the
-local window only, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per
+**Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel the order
+of atomics decides. The oldest tokens of local window *and* buffer join the zone, as in the code; in the paper only tokens
+of the local window do, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per
 step; the code encodes a whole buffer at once. The state is the same, and the work per step is constant. A flush ends the
 step before the one whose token fills the buffer, so ``num_local`` is at least 2. Keys and queries are rotated and
 averaged in float32, in the code in bfloat16; so signs and levels of channels near a bound may differ. Neither keys nor
 the query are divided by their norm: the weight of a key contains its norm again, and the norm of the query does not
 change the ranking. So there is no switch for it. Shares of the zone are rounded to millionths. A key's levels and weights
-take 128 bytes, a line of memory, in place of the paper's 96. Not replicated: the slot that offloading writes late, the
-re-ranking of batch rows above 0 with wrong codes, and generated tokens that are rotated one position too far in all
-layers but the first.
+take 128 bytes, a line of memory, in place of the paper's 96. Three bugs of the code are not replicated: offloading writes
+a slot late, batch rows above 0 are re-ranked with wrong codes, and generated tokens are rotated one position too far in
+all layers but the first.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ParisKV(SlotMethod):
         return cache, self.index(cache, stop + full)
 
     def index(self, cache: LayerCache, stop: Array) -> Index:
-        """The index for a zone that ends at slot ``stop`` int32 [B], from scratch; steps keep the same state."""
+        """Build the index for a zone that ends at slot ``stop`` int32 [B], from scratch; steps keep the same state."""
         batch, heads, slots, dim = cache.key.shape
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
         waiting = stop + self._beyond(cache, stop)
@@ -162,7 +162,7 @@ class ParisKV(SlotMethod):
         if self._always_dense(slots):
             return None
         candidates = self._allocated(slots)
-        # Long rows list their regions. Short rows are dense and list their first slots, of which there are at most `bound`.
+        # Long rows list their regions. Short rows are dense and list their first slots, at most `bound`.
         capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
         bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
         best = min(capacity, candidates)
@@ -263,11 +263,11 @@ class ParisKV(SlotMethod):
         return self.num_local - 1
 
     def _beyond(self, cache: LayerStorage, stop: Array) -> Array:
-        """The tokens from ``stop`` on that the next step's local window leaves out, int32 [B]."""
+        """Count the tokens from ``stop`` on that the next step's local window leaves out, int32 [B]."""
         return jnp.maximum(cache.cursor - stop - self._near_next, 0)
 
     def _shares(self) -> Array:
-        """The schedule for `collision`, int32 [4, 8]: per row the zone length that ends it, and shares in millionths."""
+        """Build the schedule for `collision`, int32 [4, 8]: per row the zone length at its end, and shares in millionths."""
         column = np.array([[0 if end is None else end, rho, beta] for end, rho, beta in SCHEDULE], np.float32).T
         # Numbers of the schedule are constants of the program, which no step computes.
         ends, rho, beta = (
@@ -283,22 +283,22 @@ class ParisKV(SlotMethod):
         )
 
     def _allocated(self, slots: int) -> int:
-        """The most candidates that a cache of ``slots`` slots can have."""
+        """Compute the most candidates that a cache of ``slots`` slots can have."""
         zone = max(slots - self.num_sink - self.num_local, 0)
         if self.max_beta is not None:
             return hashing.most_of(self.max_beta, zone)
         return max(hashing.most_of(beta, zone if end is None else min(zone, end - 1)) for end, _, beta in SCHEDULE)
 
     def _always_dense(self, slots: int) -> bool:
-        """Whether the cache is too small for a row that selects, with any budget."""
+        """Decide whether the cache is too small for a row that selects, with any budget."""
         return slots < max(self.dense_below, self.num_sink + self.num_local + 2)
 
     def _enough(self) -> Array:
-        """The least number of stored tokens with which a row selects, int32."""
+        """Compute the least number of stored tokens with which a row selects, int32."""
         return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
 
     def _dense(self, cache: LayerStorage, aux: Index) -> Array:
-        """Rows that attend to all tokens, bool [B]."""
+        """Mark the rows that attend to all tokens, bool [B]."""
         return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 
     def _signs(self, dim: int) -> Array | None:
@@ -309,5 +309,5 @@ class ParisKV(SlotMethod):
 
 
 def _rows(x: Array) -> Array:
-    """[B] to [B, 1, 1]."""
+    """Reshape [B] to [B, 1, 1]."""
     return x[:, None, None]

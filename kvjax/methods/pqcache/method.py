@@ -1,4 +1,4 @@
-"""PQCache: search tokens by keys of 12 bits, the nearest of 64 centroids for each half of a key.
+"""PQCache: search tokens by product-quantised keys of 12 bits: the nearest of 64 centroids for each half of a key.
 
 Stored: all keys and values; for each KV head a codebook of ``num_centroids`` centroids in float32 for each of
 ``num_subvectors`` parts of the channels; for each token the numbers of its centroids, packed: 1.5 bytes. The codebooks are
@@ -16,13 +16,14 @@ at most ``num_centroids``, both numbers are ``num_centroids``, so that the step 
 HugoZHL/PQCache 0b74e12 for the sizes and the division of the budget.
 
 **Departures**: k-means begins with evenly spaced keys of the prompt and does ``iterations`` rounds; in the code it begins
-with keys drawn by chance, and a model of the time that the prompt takes bounds the rounds. There they end early once the
-centroids hardly move, and a centroid without keys moves to a far key; here it stays where it is. Scores are in float32, in
-the code in float16. Shares are raised by a millionth before they are rounded down, so that a tenth of ten is 1 in float32.
-A token gets its centroids when it arrives, not when it leaves the newest ones, which changes nothing. Where m is at most
-``num_centroids``, the code attends to all tokens, however many follow. There is no Euclidean form of the inner product (the
-code's metric "ip"). With ``offload`` keys and values are in host memory, as there, and a step reads those that it has found
-where they are: there is no cache on the device of blocks that earlier steps have found, and nothing is copied ahead.
+with keys drawn at random, and a model of the time that the prompt takes bounds the rounds. In the code the rounds end early
+once the centroids hardly move, and a centroid without keys moves to a far key; here it stays where it is. Scores are in
+float32, in the code in float16. Shares are raised by a millionth before they are rounded down, so that a tenth of ten is 1 in
+float32. A token gets its centroids when it arrives, not when it leaves the newest ones, which changes nothing. Where m is at
+most ``num_centroids``, the code attends to all tokens, however many follow. There is no Euclidean form of the inner product
+(the code's metric "ip"). With ``offload`` keys and values are in host memory, as in the code, and a step reads the tokens
+that it has found where they are: there is no cache on the device of blocks that earlier steps have found, and nothing is
+copied ahead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SLACK = 1e-6
 
 @pytree
 class Codebooks:
-    """What is stored beside the keys and values; M parts of the channels, C centroids."""
+    """The index that is stored in addition to the keys and values; M parts of the channels, C centroids."""
 
     centroids: Array  # float32 [B, H, M, C, D/M]
     ids: Array  # uint8 [B, H, groups of slots, bytes], see `pallas_kernels.formats.bit_codes`; 0 for empty slots
@@ -113,7 +114,7 @@ class PQCache(ScanRetrieval):
         )
 
     def find(self, cache: LayerStorage, aux: Codebooks, step: Step, regions: Regions) -> Selection:
-        # Slots are filled without a hole, so their number says which of them hold a token.
+        # Slots are filled without a hole, so the count of tokens says which slots hold one.
         slots, mask = code_select(
             step.query[..., 0, :],
             aux.centroids,
@@ -131,7 +132,7 @@ class PQCache(ScanRetrieval):
         return searched * (self._code_bits / 8) + aux.centroids[0, 0].size * 4
 
     def _most(self, share: float, slots: int) -> int:
-        """The most tokens that ``share`` of the budget can be in a cache of ``slots``."""
+        """Compute the most tokens that ``share`` of the budget can be in a cache of ``slots`` slots."""
         return max(int(slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
 
     @property

@@ -13,14 +13,14 @@ _EXACT = lax.Precision.HIGHEST
 
 
 def kmeans(key: Array, used: Array, parts: int, count: int, iterations: int) -> Array:
-    """Centroids of each head's vectors by Lloyd's iterations, for each part of the channels by itself.
+    """Compute centroids of each head's vectors by Lloyd's iterations, for each part of the channels by itself.
 
     The first centroids are evenly spaced vectors. A centroid to which no vector belongs stays where it is.
 
     Args:
         key: [B, H, S, D].
-        used: bool [B, H, S], the vectors that count, which stand one behind the other. Others may hold anything. Fewer of
-            them than centroids give some centroids twice.
+        used: bool [B, H, S], the vectors that count, which are consecutive. Other vectors may hold anything. If fewer count
+            than there are centroids, some centroids occur twice.
         parts: M, a divisor of D.
         count: C, centroids for each part.
         iterations: of Lloyd's algorithm.

@@ -6,22 +6,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _PRODUCTS = 1 << 21  # the most products of keys with centroids that a head holds at once
-_EQUAL = 1e-5  # numbers that differ by less than this share of the largest are equal, so that rounding decides nothing
+_EQUAL = 1e-5  # values that differ by less than this share of the largest are equal, so that rounding decides nothing
 
 
 def mean_key(key: Array, used: Array) -> Array:
-    """The mean of the ``used`` bool [B, N] of keys [B, H, N, D], which hold anything elsewhere: float32 [B, H, 1, D]."""
+    """Average the ``used`` bool [B, N] of keys [B, H, N, D], which hold anything elsewhere: float32 [B, H, 1, D]."""
     count = jnp.maximum(jnp.sum(used, axis=1, dtype=jnp.float32), 1)[:, None, None, None]
     return jnp.sum(jnp.where(used[:, None, :, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32) / count
 
 
 def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, rounds: int) -> Array:
-    """Centroids of each head's keys. They begin at evenly spaced keys; one to which no key belongs stays what it is.
+    """Compute centroids of each head's keys. They begin at evenly spaced keys; a centroid without keys stays as it is.
 
     Args:
         key: [B, H, N, D].
         mean: float32 [B, H, 1, D], which is subtracted from the keys.
-        used: bool [B, N], the keys that count, which come first. Others may hold anything.
+        used: bool [B, N], the keys that count, which come first. Other keys may hold anything.
         count: int32 [B], centroids of each row, at most the keys that count.
         most: C, the largest count.
         rounds: how often centroids become the means of their keys, made of length 1.
@@ -56,20 +56,20 @@ def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, 
 def assign(
     key: Array, value: Array, mean: Array, used: Array, centroid: Array, exists: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Give each key to the centroid with which it has the largest product, of equal ones the first.
+    """Assign each key to the centroid with the largest product, in a tie to the first.
 
     Args:
         key: [B, H, N, D].
         value: [B, H, N, E].
         mean: float32 [B, H, 1, D], which is subtracted from the keys before they are compared.
-        used: bool [B, N], the keys that count. Others may hold anything.
+        used: bool [B, N], the keys that count. Other keys may hold anything.
         centroid: float32 [B, H, C, D].
         exists: bool [B, C].
 
     Returns:
-        The number of each key's centroid int32 [B, H, N], and how many keys before it have the same, int32 [B, H, N], both 0
-        for keys that do not count; and for each centroid the sum of its keys float32 [B, H, C, D], from which nothing is
-        subtracted, the sum of their values float32 [B, H, C, E], and their number int32 [B, H, C].
+        For each key the index of its centroid int32 [B, H, N], and how many keys before it have the same, int32 [B, H, N];
+        both are 0 for keys that do not count. For each centroid the sum of its keys float32 [B, H, C, D], from which nothing
+        is subtracted, the sum of their values float32 [B, H, C, E], and their number int32 [B, H, C].
     """
     shape, slots, count = key.shape[:2], key.shape[2], centroid.shape[2]
     size = min(slots, max(_PRODUCTS // count, 1))
@@ -115,5 +115,5 @@ def assign(
 
 
 def _norm(x: Array) -> Array:
-    """The norm of vectors [..., D]: [..., 1]."""
+    """Compute the norm of vectors [..., D]: [..., 1]."""
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True))

@@ -11,7 +11,8 @@ The sinks and the newest tokens are always attended. With C clusters, c their ce
 
 The tokens of the ``fraction * C`` best clusters are attended exactly. Each of the next ``estimated * C`` clusters adds
 exp(q . c / sqrt(D)) times its size to the denominator of the softmax and exp(q . c / sqrt(D)) times the sum of its values to
-the numerator. All of this has one denominator. The other clusters are left out. Both numbers are rounded up.
+the numerator. One denominator serves all of these terms. The remaining clusters are left out. Both numbers of clusters are
+rounded up.
 
 A prompt of ``buffer`` tokens beside the sinks and the ``num_local`` newest is clustered at its end, a shorter one is not. The
 mean key is subtracted. Each ``segment`` of tokens makes one centroid for every ``cluster_size``, which begin at evenly spaced
@@ -26,9 +27,9 @@ sections 4.2 and 4.3); microsoft/RetrievalAttention 6b1228c for the sizes, the c
 a multiple of 8; the code cuts a prompt into equal segments of about that size. The shares are of all clusters; the code
 rounds them to the nearest number for the prompt and for each later segment. At most four times the mean number of tokens of
 ``fraction * C`` clusters is attended exactly (the code's buffer is as large): a cluster that has no room is estimated.
-With ``offload`` keys and values are in host memory, as there, and a step reads the tokens of
-the best clusters where they are: there is no buffer on the device of clusters that earlier steps have read, and nothing is
-copied while the step before runs.
+With ``offload`` keys and values are in host memory, as in the code, and a step reads the tokens of the best clusters where
+they are: there is no buffer on the device of clusters that earlier steps have read, and nothing is copied while the step
+before runs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _TILE = 128  # clusters that a kernel multiplies at once
 
 @pytree
 class Clusters:
-    """The index, and what one step leaves for the accounting; C clusters are allocated."""
+    """The index, and the last step's counts for the accounting; C clusters are allocated."""
 
     centroid: Array  # [B, H, C, D]
     value_sum: Array  # [B, H, C, D]
@@ -74,7 +75,7 @@ class Clusters:
 
 @pytree
 class Segment:
-    """The tokens that leave the newest ones, and the clusters of them; N = ``buffer``, C of it."""
+    """The ``buffer`` oldest tokens that leave the newest ones, to be clustered; N = ``buffer``."""
 
     key: Array  # [B, H, N, D]
     value: Array  # [B, H, N, D]
@@ -114,7 +115,7 @@ class RetroInfer(SlotMethod):
         return None if in_prompt else self.buffer
 
     def near(self, slots: int, room: int) -> Near:
-        return Near(first=self.num_sink, newest=self.num_local + self.buffer)  # so all that will be clustered next
+        return Near(first=self.num_sink, newest=self.num_local + self.buffer)  # all tokens that will be clustered next
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Clusters]:
         batch, heads, slots, dim = cache.key.shape
@@ -201,7 +202,7 @@ class RetroInfer(SlotMethod):
         return self._leaving(state.cache, state.aux)
 
     def rework(self, excerpt: Segment) -> tuple[Array, ...]:
-        """What `_clusters` returns of the tokens that leave."""
+        """Group the tokens that leave into clusters, by `_clusters`."""
         key, full, each = excerpt.key, excerpt.full, self.buffer // self.cluster_size
         there = jnp.broadcast_to(full[:, None], (len(full), self.buffer))
         mean, count = mean_key(key, there), jnp.where(full, each, 0)
@@ -213,7 +214,7 @@ class RetroInfer(SlotMethod):
         return dataclasses.replace(state, aux=self._grown(state.aux, made, full))
 
     def count(self, cache: LayerStorage, aux: Clusters, shared: Any) -> tuple[Array, Array]:
-        """Before the first step: all tokens of as many clusters as it attends to, if these have the mean number of tokens."""
+        """Count what a step attends to; before the first step, each of its clusters has the mean number of tokens."""
         stored, _ = count_all(cache)
         # Where the last step was followed by new clusters, nothing has come behind them yet, and it did not see them.
         fresh = (aux.exact[:, 0] >= 0) & (aux.end > self.num_sink) & (cache.cursor - aux.end == self.num_local)
@@ -228,29 +229,29 @@ class RetroInfer(SlotMethod):
         return stored - clustered[:, None] + exact, read.astype(jnp.float32)
 
     def _most_best(self, aux: Clusters) -> int:
-        """The most clusters that are attended exactly."""
+        """Compute the most clusters that are attended exactly."""
         return max(math.ceil(aux.size.shape[2] * not_none("capacity", self.capacity)), 1)
 
     def _grows(self, cache: LayerStorage) -> bool:
-        """Whether a row can have enough tokens for more clusters."""
+        """Decide whether a row can have enough tokens for more clusters."""
         return cache.num_slots >= self.num_sink + self.num_local + self.buffer
 
     def _full(self, cache: LayerStorage, aux: Clusters) -> Array:
-        """The rows in which ``buffer`` tokens have left the newest ones: bool [B]."""
+        """Mark the rows in which ``buffer`` tokens have left the newest ones: bool [B]."""
         return cache.cursor - aux.end - self.num_local >= self.buffer
 
     def _leaving(self, cache: LayerStorage, aux: Clusters) -> Segment:
-        """These tokens; other rows have any."""
+        """Take the tokens that have left the newest ones; rows without enough of them have any tokens."""
         slots = jnp.minimum(aux.end[:, None] + jnp.arange(self.buffer, dtype=jnp.int32)[None], cache.num_slots - 1)
         key, value = cache.rows_at(slots)
         return Segment(key=key, value=value, full=self._full(cache, aux))
 
     def _grown(self, aux: Clusters, made: tuple[Array, ...], full: Array) -> Clusters:
-        """The index with the clusters that `rework` made, in the rows where bool [B] ``full``."""
+        """Add the clusters that `rework` made to the index, in the rows where ``full`` bool [B]."""
         centroid, value_sum, size, start, order = made
         clustered = aux.end - self.num_sink
 
-        def put(old: Array, new: Array, first: Array) -> Array:  # at consecutive places; those past the end are dropped
+        def put(old: Array, new: Array, first: Array) -> Array:  # at consecutive places; entries past the end are dropped
             if len(full) == 1:  # a slice is shorter to compile than a scatter
                 start = 0, 0, first[0], *[0] * (old.ndim - 3)
                 before = lax.dynamic_slice(old, start, new.shape, allow_negative_indices=False)
@@ -272,7 +273,7 @@ class RetroInfer(SlotMethod):
 
 
 def _put_each(old: Array, new: Array, place: Array) -> Array:
-    """``old`` [B, H, N, ...] with ``new`` [B, H, K, ...] at ``place`` int32 [B, H, K]; what is past the end is dropped."""
+    """Write ``new`` [B, H, K, ...] into ``old`` [B, H, N, ...] at ``place`` int32 [B, H, K]; entries past the end drop."""
 
     def one(old: Array, new: Array, place: Array) -> Array:
         return old.at[place].set(new, mode="drop", wrap_negative_indices=False)
@@ -283,12 +284,12 @@ def _put_each(old: Array, new: Array, place: Array) -> Array:
 def _clusters(
     key: Array, value: Array, mean: Array, used: Array, made: Array, count: Array
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Clusters by the nearest of ``count`` int32 [B] centroids ``made``; see `kvjax.methods.retroinfer.kmeans.assign`.
+    """Group keys by the nearest of ``count`` int32 [B] centroids ``made``; see `kvjax.methods.retroinfer.kmeans.assign`.
 
     Returns:
         Centroids [B, H, C, D] and sums of values [B, H, C, D] in the dtypes of keys and values, the clusters' sizes int32
         [B, H, C]; where the keys of each cluster begin in their order, int32 [B, H, C]; and the keys in this order, int32
-        [B, H, N], 0 behind those that count.
+        [B, H, N], 0 behind the keys that count.
     """
     exists = jnp.arange(made.shape[2], dtype=jnp.int32)[None] < count[:, None]
     number, rank, keys, values, size = assign(key, value, mean, used, made, exists)

@@ -15,7 +15,7 @@ _LISTED = (".", "!", "?", ". ", "! ", "? ", "...", "\n\n", "\n\n\n", "。", "！
 
 
 def boundary_table(tokenizer: Any, vocab_size: int, mode: str = "robust") -> np.ndarray:
-    """Whether each token ends a sentence, to which it belongs: SentenceKV's knob ``boundary``.
+    """Mark the tokens that end a sentence, as its last token: SentenceKV's knob ``boundary``.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer`` or a Hugging Face tokenizer, with ``get_vocab()`` and ``decode([id])``.

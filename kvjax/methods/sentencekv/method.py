@@ -19,11 +19,11 @@ tokens, 32 sink and 32 recent tokens within the budget, and the steps that atten
 **Departures**: each KV head keeps its own prompt tokens (``prefilter="kv_head"``: probabilities summed over the group).
 In the paper all heads keep the same tokens (``"global"``), and in the code each query head keeps its own. The code's way
 is not offered: it multiplies the cache by the group size, and it did not help where it was measured
-(docs/tables/ablations.md). Tokens of the open sentence belong to no sentence yet, so the code does not attend to those
-that are no longer recent. Mode "paper" always attends to the newest ``open_cap`` of them, within the budget, and treats
-the first token of a sentence like every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the slot
-after them, which is not skipped here. Equal scores are common, because max-pooling repeats a score over 7 tokens; of
-tokens that tie at the cut, those with the lowest slot are kept, and in the code PyTorch's ``topk`` decides. The code
+(docs/tables/ablations.md). Tokens of the open sentence belong to no sentence yet, so the code does not attend to tokens
+of it that are no longer recent. Mode "paper" always attends to its newest ``open_cap`` tokens, within the budget, and
+treats the first token of a sentence like every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the
+slot after them, which is not skipped here. Equal scores are common, because max-pooling repeats a score over 7 tokens; of
+tokens that tie at the cut, the lowest slots are kept, and in the code PyTorch's ``topk`` decides. The code
 limits the slots that a sentence can contribute, and drops a generated sentence above that limit; here only the budget is
 a limit. The last tokens of the prompt are a sentence, which ends with the prompt. Tokens of an `extend` count as written
 text. ``segment="chunk"`` is the paper's ablation, in which sentences end at fixed positions.
@@ -165,7 +165,7 @@ class SentenceKV(SlotMethod):
         return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
-        """The step's own token has no sentence before `update`, but it is selected: as a recent token, or with all others."""
+        """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
         query = step.query[..., 0, :]
         # A sum gives the same ranking as a mean, and is rounded less.
         so_far = None if self.query == "current" else aux.query_sum
@@ -197,7 +197,7 @@ class SentenceKV(SlotMethod):
         return cache, lax.fori_loop(0, tokens, absorb, aux)
 
     def count(self, cache: LayerStorage, aux: Sentences, shared: Any) -> tuple[Array, Array]:
-        """The count for a step that continues the open sentence, or begins a sentence if none is open."""
+        """Count for a step that continues the open sentence, or begins a sentence if none is open."""
         cursor, budget = (
             jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
         )
@@ -215,7 +215,7 @@ class SentenceKV(SlotMethod):
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
 
     def _table(self) -> Array | None:
-        """The boundary table; None if it is not read."""
+        """Check and return the boundary table; None if it is not read."""
         if self.segment == "chunk":
             return None
         if self.boundary is None:
@@ -229,13 +229,13 @@ class SentenceKV(SlotMethod):
         return jnp.asarray(table)
 
     def _ends(self, tokens: Array, position: Array) -> Array:
-        """Whether each token ends a sentence, bool [B, T], from ids and positions int32 [B, T]; no for an unknown id."""
+        """Mark the tokens that end a sentence, bool [B, T], from ids and positions int32 [B, T]; unknown ids do not."""
         if self.segment == "chunk":
             return (position + 1) % self.chunk == 0
         return not_none("boundary", self._table()).at[tokens].get(mode="fill", fill_value=False)
 
     def _events(self, step: Step) -> Array:
-        """The effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""
+        """Compute the effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""
         ends = self._ends(step.tokens, step.position)
         return jnp.where(step.position < 0, 0, jnp.where(ends, CLOSES, JOINS))
 
@@ -249,12 +249,12 @@ class SentenceKV(SlotMethod):
 
 
 def _product(factor: float, budget: int) -> int:
-    """``floor(factor * budget)`` as `SentenceKV.compress` computes it from traced numbers, in float32."""
+    """Compute ``floor(factor * budget)`` as `SentenceKV.compress` does from traced values, in float32."""
     return math.floor(np.float32(factor) * np.float32(budget))
 
 
 def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
-    """The sentences of a compressed prompt.
+    """Build the sentences of a compressed prompt.
 
     Args:
         cache: the kept tokens, in order from slot 0 on.

@@ -1,4 +1,4 @@
-"""What ShadowKV knows of the chunks of a prompt."""
+"""ShadowKV's summary of the chunks of a prompt: mean keys, and how well they stand for their chunk."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from jax import Array, lax
 
 from kvjax.rope import rotate
 
-_BLOCK = 4096  # tokens of which there are float32 copies at once
+_BLOCK = 4096  # tokens that are copied to float32 at once
 
 
 def landmarks(key: Array, chunks: int, size: int, inv_freq: Array) -> tuple[Array, Array]:
-    """The mean rotated key of each chunk, and how unlike it the most unlike key is.
+    """Compute the mean rotated key of each chunk, and its cosine with the least similar key.
 
     Args:
         key: [B, H, S, D], before RoPE.

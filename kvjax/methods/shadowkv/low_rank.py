@@ -8,20 +8,20 @@ from jax import Array, lax
 from kvjax.methods.eigen import eigenvectors
 from pallas_kernels import axes
 
-_BLOCK = 4096  # tokens of which there are float32 copies at once
+_BLOCK = 4096  # tokens that are copied to float32 at once
 _EXACT = lax.Precision.HIGHEST
 
 
 def factorize(key: Array, length: Array, rank: int) -> tuple[Array, Array]:
-    """The best approximation of rank R of the keys of all KV heads side by side: ``key[:, h]`` is ``left @ right[:, h]``.
+    """Compute the best rank-R approximation ``left @ right[:, h]`` of ``key[:, h]``, for all KV heads side by side.
 
     R right singular vectors are eigenvectors of the keys' second moment, which is summed in float32. On a mesh that divides
     the heads, every device gathers the keys of all heads, some tokens at a time, and gets the same vectors.
 
     Args:
         key: [B, H, S, D], before RoPE.
-        length: int32 [B]; the first so many tokens count, others may hold anything.
-        rank: R; what is above H * D stays zero.
+        length: int32 [B]; the first ``length`` tokens count, later tokens may hold anything.
+        rank: R; columns beyond H * D stay zero.
 
     Returns:
         left [B, S, R], which all heads share, 0 for tokens that do not count; and right [B, H, R, D]. Both in the dtype of

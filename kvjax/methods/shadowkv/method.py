@@ -2,9 +2,10 @@
 
 Stored of the prompt's n tokens, where a chunk is ``chunk_size`` tokens: the keys of all KV heads side by side **before**
 RoPE as a product of two matrices of rank R = ``rank``, A [n, R], which all heads share, and B [R, D] of each head; the mean
-rotated key of each chunk, its landmark; all values, in host memory with ``offload=True``. Unchanged, keys and values: the
-last ``local_chunks`` chunks and the incomplete one behind them; of the others, per KV head, the ``outlier_chunks`` chunks of
-which some key is least like the landmark (the smallest cosine); and all later tokens.
+rotated key of each chunk, its landmark; all values, in host memory with ``offload=True``. Keys and values are also stored
+unchanged for three kinds of tokens. These are the last ``local_chunks`` chunks and the incomplete one behind them; of the
+earlier chunks, per KV head, the ``outlier_chunks`` whose landmark stands worst for some key (the smallest cosine); and all
+later tokens.
 
 Score of chunk c, which is no outlier and not at the end of the prompt, with landmark m::
 
@@ -56,7 +57,7 @@ from pallas_kernels.score.page_logits import page_logits
 
 @pytree
 class Shadow:
-    """What stands for the prompt's tokens: N slots, P chunks. The token in slot i stands at position i."""
+    """The compressed tokens of the prompt: N slots, P chunks. The token in slot i stands at position i."""
 
     left: Array  # [B, N, R], see `kvjax.methods.shadowkv.low_rank`
     right: Array  # [B, H, R, D]
@@ -169,7 +170,7 @@ class ShadowKV(LayerMethod):
         return jnp.concatenate([cache.position, jnp.where(listed, slots, EMPTY)], axis=2)
 
     def cost(self, state: ShadowState, shared: None) -> Cost:
-        """Keys of low rank count as what they are made of: a row of A for each token and head, and B once for each head."""
+        """Count keys of low rank by their factors: a row of A for each token and head, and B once for each head."""
         shadow, item = not_none("shadow", state.shadow), state.cache.key.dtype.itemsize
         rank, dim = shadow.right.shape[2:]
         unchanged = jnp.sum(state.cache.valid, axis=2, dtype=jnp.float32)
@@ -193,7 +194,7 @@ class ShadowKV(LayerMethod):
         return None
 
     def _read(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
-        """Dense and exact attention of a prompt chunk."""
+        """Prefill a chunk with dense and exact attention."""
         query, key = _at_positions(inputs)
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
@@ -212,7 +213,7 @@ class ShadowKV(LayerMethod):
         return out, state
 
     def _attend_to_all(self, state: ShadowState, shadow: Shadow, inputs: Inputs) -> tuple[Array, ShadowState]:
-        """Several tokens after the prompt, which rebuild the keys of all chunks."""
+        """Attend with several tokens after the prompt, rebuilding the keys of all chunks."""
         query, key = _at_positions(inputs)
         cache = state.cache.append(key, inputs.value, inputs.position)
         value = to_device(shadow.value)
@@ -229,14 +230,14 @@ class ShadowKV(LayerMethod):
         return out, dataclasses.replace(state, cache=cache)
 
     def _chosen(self, shadow: Shadow, query: Array) -> tuple[Array, Array]:
-        """The best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
+        """Select the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
         scale = 1 / math.sqrt(query.shape[-1])
         logits, lse = page_logits(query, shadow.landmark, shadow.chunks, scale=scale, held=shadow.open)
         most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
         return kth_select_mask(logits, self.budget // self.chunk_size, most, lse=lse)
 
     def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
-        """The tokens of the outliers, then those behind the last of ``chunks`` int32 [B], then ``room`` free slots."""
+        """Gather the outliers' tokens, the tokens behind the last of ``chunks`` int32 [B], and ``room`` free slots."""
         size = self.chunk_size
         ends = min((self.local_chunks + 1) * size - 1, raw.num_slots)
         last = chunks[:, None] * size + jnp.arange(ends, dtype=jnp.int32)[None]
@@ -246,12 +247,12 @@ class ShadowKV(LayerMethod):
         slots = jnp.concatenate([page_slots(outliers, size), last], axis=2)
         keep = jnp.concatenate([jnp.repeat(found, size, axis=2), keep], axis=2)
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
-        # A row with few outliers has empty slots before the others.
+        # A row with few outliers has empty slots before its other tokens.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
 
 
 def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """The query and the key, rotated at their positions."""
+    """Rotate the query and the key at their positions."""
     return (
         rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
         rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
@@ -259,6 +260,6 @@ def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _all_slots(cache: LayerCache) -> tuple[Array, Array]:
-    """What `LayerCache.compact` needs to keep everything."""
+    """Return the arguments with which `LayerCache.compact` keeps everything."""
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
     return jnp.broadcast_to(slots, cache.position.shape), cache.valid

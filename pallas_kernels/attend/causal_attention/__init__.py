@@ -1,4 +1,4 @@
-"""Causal self-attention of whole sequences at positions 0..T-1, differentiable: used to train."""
+"""Causal self-attention of whole sequences at positions 0..T-1, which training uses."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def causal_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Causal self-attention at positions 0..T-1; differentiable.
+    """Attend causally to whole sequences at positions 0..T-1.
 
     Right padding is harmless: a token never sees a later one. ``CAUSAL_ATTENTION.resolve`` tells which implementation a call
     uses.
+
+    Differentiable: through ``cudnn`` and ``xla``.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.

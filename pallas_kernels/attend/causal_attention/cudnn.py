@@ -8,7 +8,7 @@ import jax
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None
 ) -> jax.Array:
-    """See ``pallas_kernels.attend.causal_attention.causal_attention``."""
+    """Attend to each query's own and earlier tokens, by cuDNN."""
     rows, heads, group, length, dim = query.shape
     tokens_first = query.reshape(rows, heads * group, length, dim).swapaxes(1, 2)
     try:

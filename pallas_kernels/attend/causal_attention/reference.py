@@ -14,7 +14,7 @@ BLOCK = 512  # queries per block above that
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None
 ) -> jax.Array:
-    """See ``pallas_kernels.attend.causal_attention.causal_attention``."""
+    """Attend to each query's own and earlier tokens, in plain JAX."""
     length = query.shape[3]
     if length <= WHOLE:
         return _rows(query, key, value, jnp.arange(length), scale, window)
@@ -23,7 +23,7 @@ def causal_attention(
     blocks = -(-length // BLOCK)
     padded = jnp.pad(query, [(0, 0)] * 3 + [(0, blocks * BLOCK - length), (0, 0)])
     split = jnp.moveaxis(padded.reshape(*query.shape[:3], blocks, BLOCK, -1), 3, 0)
-    # Padding stands with the last token: with a window it would see nothing, and its gradient would not be a number.
+    # Padding has the position of the last token: with a window it would otherwise see nothing, and its gradient would be NaN.
     position = jnp.minimum(jnp.arange(blocks * BLOCK), length - 1).reshape(blocks, BLOCK)
     block = jax.checkpoint(lambda pair: _rows(pair[0], key, value, pair[1], scale, window))
     out = jnp.moveaxis(jax.lax.map(block, (split, position)), 0, 3)

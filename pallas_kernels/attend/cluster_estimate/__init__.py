@@ -28,10 +28,12 @@ def cluster_estimate(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention as if all tokens of a cluster had one logit: exp(logit) weighs its size, and the sum of its values.
+    """Attend as if all tokens of a cluster had one logit: exp(logit) weighs its size, and the sum of its values.
 
-    It comes in N parts, in which each cluster enters once; `pallas_kernels.numerics.merge_partials` joins them. Clusters that
-    are not chosen may hold anything.
+    The result has N parts, and each cluster enters one part; `pallas_kernels.numerics.merge_partials` joins them.
+    Clusters that are not chosen may hold anything.
+
+    Differentiable: through ``xla``.
 
     Args:
         logits: float32 [B, H, G, C].

@@ -16,12 +16,12 @@ from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import product_precision
 
-PROGRAMS = 396  # three per streaming multiprocessor of an H100 or H200: sums are asked for when the clusters are known
+PROGRAMS = 396  # three per streaming multiprocessor of an H100 or H200: sums are loaded once the clusters are known
 MOST_SPLITS = 64  # every part adds to the work of the merge
 
 
 def default_config(logits: jax.Array, value_sum: jax.Array) -> Config:
-    """Programs for the whole GPU, none idle, with blocks that fit its memory; ``NotImplementedError`` if none do."""
+    """Choose programs for the whole GPU, none idle, and blocks that fit it; raise ``NotImplementedError`` if none fits."""
     rows, heads, clusters, dim = value_sum.shape
     filled, size = pl.next_power_of_2(logits.shape[2]), value_sum.dtype.itemsize
 
@@ -35,8 +35,18 @@ def default_config(logits: jax.Array, value_sum: jax.Array) -> Config:
     return Config(block=block, splits=pl.cdiv(blocks, steps))
 
 
-def _kernel(logits_ref, chosen_ref, left_out_ref, size_ref, sum_ref, out_ref, lse_ref, *, block, steps):
-    # logits [B, H, G, C]; chosen, left_out, size [B, H, C]; sum [B, H, C, D]; out [B, H, N, G, D]; lse [B, H, N, G]
+def _kernel(
+    logits_ref,  # [B, H, G, C]
+    chosen_ref,  # [B, H, C]
+    left_out_ref,  # [B, H, C]
+    size_ref,  # [B, H, C]
+    sum_ref,  # [B, H, C, D]
+    out_ref,  # [B, H, N, G, D]
+    lse_ref,  # [B, H, N, G]
+    *,
+    block,
+    steps,
+):
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, clusters, dim = logits_ref.shape[2], *sum_ref.shape[2:]
     # The group is filled up to a power of two by repeating its last head.
@@ -55,20 +65,20 @@ def _kernel(logits_ref, chosen_ref, left_out_ref, size_ref, sum_ref, out_ref, ls
         size = plt.load(size_ref.at[b, h, cluster], mask=chosen, other=1).astype(jnp.float32)
         wanted, cluster = (jnp.broadcast_to(x[:, None], channel.shape) for x in (chosen, cluster))
         values = plt.load(sum_ref.at[b, h, cluster, channel], mask=wanted, other=0.0)
-        # The weight of a cluster is that of all its tokens; its values are the mean of theirs.
+        # A cluster weighs as much as all its tokens together; its value is the mean of their values.
         logits = jnp.where(seen, logits + jnp.log(size)[None], -jnp.inf)
         return online_softmax.add_block(sums, logits, values, product_precision(values.dtype), 1 / size)
 
     left = pl.cdiv(clusters, block) - split * steps
     nothing = online_softmax.nothing(head.shape[0], dim)
     out, lse = online_softmax.result(lax.fori_loop(0, jnp.minimum(left, steps), add, nothing))
-    # Repeated query heads write the same numbers to the same address.
+    # Repeated query heads write equal values to the same address.
     out_ref[b, h, split, head, :] = out
     lse_ref[b, h, split, head] = lse
 
 
 def cluster_estimate(logits, chosen, left_out, size, value_sum, *, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.attend.cluster_estimate.cluster_estimate``; ``interpret=True`` runs anywhere, slowly."""
+    """Attend to the chosen clusters through their sums of values; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, dim = value_sum.shape
     config = default_config(logits, value_sum) if config is None else config
     parts = rows, heads, config.splits, logits.shape[2]

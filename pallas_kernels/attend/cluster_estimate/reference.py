@@ -9,7 +9,7 @@ from pallas_kernels.numerics import finite_or_zero, product_precision
 
 
 def cluster_estimate(logits, chosen, left_out, size, value_sum):
-    """See ``pallas_kernels.attend.cluster_estimate.cluster_estimate``."""
+    """Attend to the chosen clusters through their sums of values, in plain JAX."""
     chosen = chosen & ~left_out
     seen = chosen[:, :, None]
     members = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))[:, :, None]

@@ -29,10 +29,11 @@ def dense_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T queries over a cache: a query sees the tokens whose position is not after its own.
+    """Attend with T queries to a cache: a query sees the tokens whose position is not after its own.
 
-    Not differentiable, because the loop over blocks has a traced bound; ``causal_attention`` is. The key and value of an
-    empty slot may hold anything, NaN included.
+    The key and value of an empty slot may hold anything, NaN included. Training uses ``causal_attention``.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, T, D]; float32 or bfloat16.

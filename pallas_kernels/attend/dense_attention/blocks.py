@@ -1,7 +1,7 @@
 """Blocks of keys of a cache with holes, in plain JAX: their logits, and how many blocks there are to read.
 
-The logits in memory are never more than [B, H, G, T, block]. The number of blocks is a traced value, so the cost of a long
-cache that is nearly empty goes by its tokens, not by its capacity. Under ``vmap`` with a batched bound the loop over blocks
+The logits in memory are never more than [B, H, G, T, block]. The number of blocks is a traced value, so a long cache that is
+nearly empty costs as much as its tokens, not as its capacity. Under ``vmap`` with a batched bound the loop over blocks
 runs to the largest bound and its slices become gathers: pass an unbatched ``limit`` there.
 """
 
@@ -14,7 +14,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def block_logits(index, flat, key, query_position, key_position, *, scale, block, group):
-    """The first slot of block ``index``, its logits float32 [B, H, G*T, block], and which of them are visible."""
+    """Return the first slot of block ``index``, its logits float32 [B, H, G*T, block], and a mask of the visible logits."""
     slots = key.shape[2]
     # If the block size does not divide S, the last block starts early, which needs no padded copy of the cache. Slots that
     # the block before had are hidden, so each counts once.
@@ -35,7 +35,7 @@ def block_logits(index, flat, key, query_position, key_position, *, scale, block
 
 
 def block_count(query_position, key_position, limit, block):
-    """How many blocks of keys there are to read: up to ``limit``, or to the last slot that some query sees."""
+    """Count the blocks of keys to read: up to ``limit``, or to the last slot that some query sees."""
     slots = key_position.shape[2]
     if limit is None:
         last = jnp.max(query_position, axis=1)[:, None, None]

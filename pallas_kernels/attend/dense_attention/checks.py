@@ -1,10 +1,10 @@
-"""Checks that operations share: `dense_attention` and `column_mass`, and those that attend with the chunk of a prompt."""
+"""Checks that operations share: `dense_attention` with `column_mass`, and the operations that attend with a prompt chunk."""
 
 from __future__ import annotations
 
 
 def check_arrays(name, query, key, query_position, key_position, block):
-    """Raise ``ValueError`` where shapes or dtypes of operation ``name`` disagree: queries, keys, their positions, a block."""
+    """Raise ``ValueError`` if queries, keys and positions given to operation ``name`` disagree, or ``block`` is below 1."""
     agree = (
         query.ndim == 5
         and key.ndim == 4

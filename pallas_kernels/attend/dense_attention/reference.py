@@ -10,13 +10,13 @@ from pallas_kernels.numerics import finite_or_zero, product_precision
 
 
 def dense_attention(query, key, value, *, query_position, key_position, scale, limit, block):
-    """See ``pallas_kernels.attend.dense_attention.dense_attention``."""
+    """Attend to all tokens up to each query's position, one block of keys at a time, in plain JAX."""
     rows, heads, group, length, dim = query.shape
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
 
     def add_block(index, carry):
-        """The running softmax with one more block of keys: earlier sums are rescaled to the new maximum."""
+        """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
         total, maximum, out = carry
         start, logits, visible = block_logits(
             index, flat, key, query_position, key_position, scale=scale, block=block, group=group

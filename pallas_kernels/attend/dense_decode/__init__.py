@@ -19,10 +19,9 @@ __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
 
 
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that takes what all take, from one that knows no ``beside``, ``gap``, ``rotation``, ``parts`` and
-    ``mass``.
+    """Extend an implementation without ``partials``, ``gap``, ``rotation``, ``parts`` and ``mass`` to all arguments.
 
-    It reads gaps too, and plain JAX rotates the keys and makes the mass.
+    Gaps are read too. Plain JAX rotates the keys, merges the partial softmax and computes the mass.
     """
 
     @functools.wraps(run)
@@ -39,7 +38,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_one_width(check: Callable[..., None]) -> Callable[..., None]:
-    """The check of an implementation whose keys are as wide as its values, and that is `_joined` to what is beside."""
+    """Extend the check of an implementation that `_joined` extends, and whose keys must be as wide as its values."""
 
     def checked(query, key, value, *, partials=None, gap=None, rotation=None, parts=False, mass=False, **options):
         if key.shape != value.shape:
@@ -78,9 +77,11 @@ def dense_decode(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Attention of one query per head over the slots below a limit that hold a token; softmax in float32.
+    """Attend with one query per head to the slots below a limit that hold a token; softmax in float32.
 
-    Other slots may hold anything, NaN included. Not differentiable.
+    Other slots may hold anything, NaN included.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, E].
@@ -90,11 +91,11 @@ def dense_decode(
         limit: int32 [B], clipped to [0, S]; slots from there on do not enter and are not read.
         scale: factor of the logits, a Python number.
         partials: attention to what is in no slot, under the same softmax: output [B, H, G, D] and lse float32 [B, H, G], -inf
-            where that is nothing; it is joined to that of the slots. None: there is nothing else.
+            where there is nothing. Both are merged with the attention to the slots. None: there is nothing else.
         gap: int32 [B, H, 2], for each KV head the first slot of a range and the one behind its last, 0 <= first <= last <=
             S. **No slot within may hold a token**: "pallas_triton" does not read the blocks within. None: there are none.
         rotation: rotates the keys as they are read, see `Rotation`; the query is not rotated. None: keys are used as stored.
-        parts: True: the result is that of N parts, of which each slot is in one; another kernel joins them with its own.
+        parts: True: return N partial results, each over some of the slots; another kernel merges them with its own.
         mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
             ``parts``.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16); "jax_triton" (the same kernel through
@@ -104,7 +105,7 @@ def dense_decode(
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and
-        -inf where no slot below the limit holds a token, and nothing is beside. With ``parts`` they are float32
+        -inf where no slot below the limit holds a token, and ``partials`` adds nothing. With ``parts`` they are float32
         [B, H, N, G, D] and [B, H, N, G]. With ``mass`` also the probabilities, summed over the group: float32 [B, H, S], 0
         for slots that are not below the limit or hold no token.
 

@@ -1,7 +1,7 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 bits: the same work, divided in the same way.
 
-With half the bytes it would wait for instructions, unless each code takes few (`pallas_kernels._triton.code_products`). So
-its softmax is in powers of two, and the denominator is added up over slots only at the end.
+With half the bytes, instructions would limit it unless each code takes few (`pallas_kernels._triton.code_products`). So its
+softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pallas_kernels._triton.split import blocks_to_read
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
-STAGES = 4  # of the pipeline: a block has half the bytes, and as many must be on their way
+STAGES = 4  # of the pipeline: a block has half the bytes, and as many bytes must be on their way
 MOST_HEADS = 16  # query heads of a KV head; sums for more fill the registers
 
 
 def takes(query: jax.Array, key: Any, value: Any) -> bool:
-    """Whether this kernel is the one for a query, keys and values that the check of "pallas_triton" accepts."""
+    """Tell whether this kernel runs for a query, keys and values that the check of "pallas_triton" accepts."""
     group, width = query.shape[2], key.shape[3]
     return (
         isinstance(key, Quantised)
@@ -39,19 +39,19 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
 
 
 def needed(group: int, width: int, dim: int, stages: int, block: int) -> int:
-    """Bytes of shared memory."""
+    """Estimate the bytes of shared memory that the kernel needs."""
     rows = max(codes.ROWS, pl.next_power_of_2(group))
     # The pipeline's blocks, with two scales and a position for each slot; the queries; the weights of a block.
     return block * (stages - 1) * (width + dim + 8) + 2 * rows * 2 * (width + block)
 
 
 def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
-    """What `kernel` takes for keys and values."""
+    """Prepare the operands that `kernel` takes for keys and values."""
     return codes.key_operand(key.codes), key.scale, codes.pairs(value.codes), value.scale
 
 
 def kernel(*refs, structure, scale, block, kinds, interpret):
-    """As `pallas_triton`'s kernel; keys and values are `operands`, their kinds are ``kinds``."""
+    """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have the dtypes ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, stored, position_ref, limit_ref, partials, gap_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
@@ -101,14 +101,14 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
         place = jnp.arange(block, dtype=jnp.int32)[None, :]
         total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
-        some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere what is beside may be anything
+        some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere the partial may hold anything
         outs = tuple(jnp.where(some, out_partial[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
     total, maximum, outs = lax.fori_loop(first, last, add, (total, maximum, outs))
     total = jnp.sum(total, axis=1)
     divisor = codes.folded(jnp.where(total > 0, total, 1) * unit, fold)[:, None]
-    # Repeated query heads write the same numbers to the same address.
+    # Repeated query heads write equal values to the same address.
     for out, half in zip(outs, halves, strict=True):
         out_ref[b * heads + h, split, row, half] = (out / divisor).astype(out_ref.dtype)
     lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) * math.log(2) + jnp.log(total)

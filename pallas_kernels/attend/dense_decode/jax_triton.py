@@ -12,7 +12,7 @@ from pallas_kernels.attend.merge_splits.jax_triton_partials import merged, parti
 
 
 def dense_decode(query, key, value, *, position, limit, scale, config=None):
-    """See ``pallas_kernels.attend.dense_decode.dense_decode``."""
+    """Attend with one query per head to all tokens below a limit, by jax-triton."""
     from pallas_kernels.attend.dense_decode import jax_triton_body
 
     rows, heads, group, dim = query.shape
@@ -39,7 +39,7 @@ def dense_decode(query, key, value, *, position, limit, scale, config=None):
 
 
 def check(query, key, value, *, position, limit, scale):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, and where the package is missing."""
+    """Raise ``NotImplementedError`` where "pallas_triton" does, for codes, and where the package is missing."""
     pallas_triton.check(query, key, value, position=position, limit=limit, scale=scale)
     refuse_codes(key, value)
     package()

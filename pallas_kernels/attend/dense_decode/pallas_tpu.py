@@ -1,7 +1,7 @@
 """Decode attention over contiguous slots as one kernel for TPUs.
 
 Grid (B, blocks). A block has the slots of all KV heads, so that positions are read once. The limit of each row is in scalar
-memory: blocks behind it repeat the number of the last block below it, and what is in fast memory already is not read again.
+memory: blocks behind it repeat the index of the last block below it, and a block in fast memory is not read again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,24 @@ class Config:
 
 
 def default_config(key: jax.Array) -> Config:
-    """Config for keys [B, H, S, D]: blocks of a megabyte."""
+    """Choose a config for keys [B, H, S, D]: blocks of a megabyte."""
     fits = _BLOCK_BYTES // (key.shape[1] * key.shape[3] * key.dtype.itemsize)
     return Config(block=min(max(fits // LANES, 1) * LANES, _MOST))
 
 
-def _kernel(limit_ref, query_ref, key_ref, value_ref, position_ref, out_ref, lse_ref, *sums, scale, block):
-    # limit int32 [B]; query [1, H, G, D]; key, value [1, H, N, D]; position [1, H, N]; out as query, lse [1, H, G, 1]; then
-    # the running sums of each head, [H, G, 1], [H, G, 1] and [H, G, D].
+def _kernel(
+    limit_ref,  # int32 [B]
+    query_ref,  # [1, H, G, D]
+    key_ref,  # [1, H, N, D]
+    value_ref,  # [1, H, N, D]
+    position_ref,  # [1, H, N]
+    out_ref,  # [1, H, G, D]
+    lse_ref,  # [1, H, G, 1]
+    *sums,
+    scale,
+    block,
+):
+    # The running sums of each head are [H, G, 1], [H, G, 1] and [H, G, D].
     b, step = pl.program_id(0), pl.program_id(1)
     heads, group, dim = query_ref.shape[1:]
     slot = step * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
@@ -64,7 +74,7 @@ def _kernel(limit_ref, query_ref, key_ref, value_ref, position_ref, out_ref, lse
     def _():
         @each_head
         def _(h):
-            # Behind the end of the cache a block has anything, positions too.
+            # Behind the end of the cache a block may hold anything, even as positions.
             held = (position_ref[0, pl.ds(h, 1), :] >= 0) & (slot < limit_ref[b])
             before = tuple(ref[h] for ref in sums)
             after = softmax.add_block(before, query_ref[0, h], key_ref[0, h], value_ref[0, h], held, scale)
@@ -81,7 +91,7 @@ def _kernel(limit_ref, query_ref, key_ref, value_ref, position_ref, out_ref, lse
 
 
 def dense_decode(query, key, value, *, position, limit, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.attend.dense_decode.dense_decode``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    """Attend with one query per head to all tokens below a limit; ``interpret`` as in ``pallas_call`` runs anywhere."""
     config = default_config(key) if config is None else config
     run = functools.partial(_attend, scale=scale, block=min(config.block, key.shape[2]), interpret=interpret)
     return rows_together(run)(query, key, value, position, limit)
@@ -126,7 +136,7 @@ def _attend(query, key, value, position, limit, *, scale, block, interpret):
 
 
 def _cost(query, key):
-    """What the compiler is told: the work if every slot is below the limit."""
+    """Estimate the work for the compiler, as if every slot were below the limit."""
     slots, group = key.size // key.shape[3], query.shape[2]
     asked = 2 * query.size * query.dtype.itemsize + 4 * query.size // query.shape[3]
     return pl.CostEstimate(
@@ -137,7 +147,7 @@ def _cost(query, key):
 
 
 def check(query, key, value, *, position, limit, scale):
-    """Raise ``NotImplementedError`` for dtypes, head dims and caches the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims and caches that the kernel does not take."""
     check_dtypes(query, key, value)
     check_cache(key)
     check_heads(key)

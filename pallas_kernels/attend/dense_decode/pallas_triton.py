@@ -1,11 +1,11 @@
 """Decode attention over contiguous slots as one Pallas Triton kernel and a merge.
 
-Grid (B, H, splits). The blocks below a row's limit are shared out evenly among the programs of a head, so the cost goes by
-the tokens in the cache, not by its capacity. A program writes a float32 partial and its log-sum-exp (FlashDecoding's
-split-K), and `merge_splits` joins them. The sums of a head's first program begin with what is beside the slots.
+Grid (B, H, splits). The blocks below a row's limit are shared out evenly among the programs of a head, so the cost depends
+on the tokens in the cache, not on its capacity. A program writes a float32 partial and its log-sum-exp (FlashDecoding's
+split-K), and `merge_splits` joins them. The sums of a head's first program begin with the caller's partial softmax.
 
-Keys may have another width than values. A width that is no power of two is read and multiplied in parts that are: 80 numbers
-as 64 and 16. Keys that are rotated are read as two halves.
+Keys may have another width than values. A width that is no power of two is read and multiplied in parts whose sizes are
+powers of two: 80 channels as 64 and 16. Keys that are rotated are read as two halves.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SHORT = 4096  # slots of a short list; at 1,160 the merge costs more than a seco
 
 
 def default_config(lists: int, slots: int, gaps: bool = False, codes: bool = False) -> Config:
-    """Config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle.
+    """Choose a config for B*H ``lists`` of ``slots``: all programs run at once, and in a full cache none is idle.
 
-    With ``gaps`` there are twice as many: those of a head with little to read end at once. Where the lists alone fill the GPU
-    and are short, one large program reads each, and there is no merge; `code_kernel` has no large ones.
+    With ``gaps`` there are twice as many programs: a head with little to read ends its programs at once. Where the lists
+    alone fill the GPU and are short, one large program reads each list without a merge; `code_kernel` has no large programs.
     """
     programs = 2 * PROGRAMS if gaps else PROGRAMS
     if programs // lists == 2 and slots <= SHORT and not codes:
@@ -46,9 +46,10 @@ def default_config(lists: int, slots: int, gaps: bool = False, codes: bool = Fal
 
 
 def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> Config:
-    """The config with blocks that fit the GPU's shared memory, for values of ``dim``; ``NotImplementedError`` if none do.
+    """Shrink the config's blocks to fit the GPU's shared memory, for values of ``dim``.
 
-    ``codes``: the kernel of `code_kernel` runs, whose blocks are smaller, and which has more of them on their way.
+    With ``codes`` the kernel of `code_kernel` runs: its blocks have fewer bytes, and it loads more of them ahead. Raise
+    ``NotImplementedError`` if no block fits.
     """
     group, width = query.shape[-2:]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
@@ -66,10 +67,16 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
 
 
 def _kernel(*refs, structure, scale, block, interpret, early=None):
-    # query [B, H, G, E]; key [B, H, S, E]; value [B, H, S, D]; position [B, H, S]; limit [B]; out [B, H, G, D] and lse
-    # [B, H, G] of what is beside, or None; gap [B, H, 2] or None; inv_freq [E/2] and origin [B, 2], if keys are rotated.
-    # These are a tree of `structure`, since keys and values may be codes with scales. Then out [B*H, N, G, D]; lse
-    # [B*H, N, G]; and logits [B, H, G, S], if they are wanted.
+    # Operands, a tree of `structure`, since keys and values may be codes with scales:
+    #   query [B, H, G, E]
+    #   key [B, H, S, E]
+    #   value [B, H, S, D]
+    #   position [B, H, S]
+    #   limit [B]
+    #   partials, out [B, H, G, D] and lse [B, H, G], or None
+    #   gap [B, H, 2] or None
+    #   inv_freq [E/2] and origin [B, 2], if keys are rotated
+    # Results: out [B*H, N, G, D]; lse [B*H, N, G]; logits [B, H, G, S], if they are wanted.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, key_ref, value_ref, position_ref, limit_ref, partials, gap_ref, *turned = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -116,7 +123,7 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
     # Program `split` takes blocks first..last - 1 of the row.
     first, last = (jax.lax.div((split + i) * blocks, splits) for i in (0, 1))
     out, lse = online_softmax.result(jax.lax.fori_loop(first, last, add, sums))
-    # Repeated query heads write the same numbers to the same address.
+    # Repeated query heads write equal values to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
@@ -137,7 +144,7 @@ def dense_decode(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.attend.dense_decode.dense_decode``; ``interpret=True`` runs anywhere, slowly."""
+    """Attend with one query per head to all tokens below a limit; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, group, _), dim = query.shape, value.shape[3]
     lists, slots = rows * heads, key.shape[2]
     codes = rotation is None and code_kernel.takes(query, key, value)
@@ -181,7 +188,7 @@ def dense_decode(
 
 
 def check(query, key, value, *, position, limit, scale, partials=None, gap=None, rotation=None, parts=False, mass=False):
-    """Raise ``NotImplementedError`` for dtypes, widths, groups and caches the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, widths, groups and caches that the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")

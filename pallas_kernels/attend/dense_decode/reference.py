@@ -1,4 +1,4 @@
-"""Decode attention over a cache in plain JAX: dense attention of one query, at a position after all others."""
+"""Decode attention over a cache in plain JAX: dense attention of one query, at a position behind all tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 1 << 20  # slots whose logits are in memory at once
 
 
 def slot_mass(query, key, lse, *, position, limit, scale, **_):
-    """The probability of each slot under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S]."""
+    """Compute each slot's probability under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S]."""
     exact = product_precision(query.dtype)
     products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
     held = (position >= 0) & (jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None])
@@ -21,7 +21,7 @@ def slot_mass(query, key, lse, *, position, limit, scale, **_):
 
 
 def dense_decode(query, key, value, *, position, limit, scale):
-    """See ``pallas_kernels.attend.dense_decode.dense_decode``."""
+    """Attend with one query per head to all tokens below a limit, in plain JAX."""
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)
     out, lse = dense_attention(
         query[..., None, :],

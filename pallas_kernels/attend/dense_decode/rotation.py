@@ -12,18 +12,18 @@ from pallas_kernels.formats.quantised import Quantised, whole
 
 
 class Rotation(NamedTuple):
-    """Each key is rotated by its token's position minus an origin, and rounded to the dtype of the keys.
+    """How stored keys are rotated: each by its token's position minus an origin, then rounded to the keys' dtype.
 
     Pairs are (i, i + E/2), and angles float32.
     """
 
     inv_freq: jax.Array  # float32 [E/2], radians per position
-    origin: jax.Array  # int32 [B, 2]: of tokens before position `first`, and of the other tokens
+    origin: jax.Array  # int32 [B, 2]: the origin of tokens before position `first`, and of all other tokens
     first: int
 
 
 def rotated_keys(key: jax.Array | Quantised, position: jax.Array, rotation: Rotation) -> jax.Array:
-    """The keys [B, H, S, E] of tokens at ``position`` int32 [B, H, S], rotated."""
+    """Rotate the keys [B, H, S, E] of tokens at ``position`` int32 [B, H, S]."""
     before, behind = (rotation.origin[:, i, None, None] for i in (0, 1))
     place = position - jnp.where(position < rotation.first, before, behind)
     return rotate_rows(whole(key), place, rotation.inv_freq)

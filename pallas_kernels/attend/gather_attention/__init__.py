@@ -43,10 +43,12 @@ def gather_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Attention of one query per head over the listed slots only; softmax in float32.
+    """Attend with one query per head to the listed slots only; softmax in float32.
 
     Rows that are not listed, or listed and masked, never enter, and may hold anything, NaN included. A slot that is listed
-    twice counts twice. Not every implementation is differentiable.
+    twice counts twice.
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D].
@@ -54,7 +56,7 @@ def gather_attention(
         value: [B, H, S, D], like ``key``.
         slots: int32 [B, H, K], or [B, 1, K] for one list that all heads share. Each is in [0, S) where ``mask`` is true, and
             may be anything elsewhere. With ``page_size`` > 1 these are pages: page p is slots p * page_size to
-            (p + 1) * page_size - 1, of which those at S or beyond do not enter.
+            (p + 1) * page_size - 1, and slots at S or beyond do not enter.
         mask: bool, shape of ``slots``; an entry with False is ignored.
         scale: factor of the logits, a Python number.
         bias: float32, shape of ``slots``, added to the scaled logits of all G query heads; or [B, H, G, K], a number for each
@@ -65,7 +67,7 @@ def gather_attention(
             (i, i + D/2), angle ``place[j] * inv_freq[i]`` in float32, the result rounded to the dtype of the key). None:
             keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
-        rows: the rows of an offloaded cache, of which only listed ones are read from host memory. ``value`` is then the
+        rows: the rows of an offloaded cache; only listed rows are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
         partials: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of

@@ -1,4 +1,4 @@
-"""The kernel of `pallas_triton` through jax-triton, without bias, rotation, host rows, and the early end of a list."""
+"""The kernel of `pallas_triton` through jax-triton, without bias, rotation and host rows; it reads every list to its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.attend.merge_splits.jax_triton_partials import merged, parti
 
 
 def gather_attention(query, key, value, slots, mask, *, scale, page_size, position, config=None, **_):
-    """See ``pallas_kernels.attend.gather_attention.gather_attention``; neither ``bias`` nor ``place``."""
+    """Attend to the listed slots only, by jax-triton; see `check` for what it does not take."""
     from pallas_kernels.attend.gather_attention import jax_triton_body
 
     rows, heads, group, dim = query.shape
@@ -44,11 +44,11 @@ def gather_attention(query, key, value, slots, mask, *, scale, page_size, positi
 
 
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, partials=None, logits=False, **_):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, without the package, and for arguments it does not take."""
+    """Raise ``NotImplementedError`` where "pallas_triton" does, without the package, and for arguments it does not take."""
     pallas_triton.check(query, key, value, slots, mask, place=place)
     refuse_codes(key, value)
     if logits or any(x is not None for x in (bias, place, rows, partials)):
-        raise NotImplementedError("got bias, place, host rows, parts beside or logits, expected none of them")
+        raise NotImplementedError("got bias, place, host rows, partials or logits, expected none of them")
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
     package()

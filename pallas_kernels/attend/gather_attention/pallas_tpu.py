@@ -1,8 +1,8 @@
 """Decode attention over lists of pages as one kernel for TPUs: no gathered copy of the cache.
 
 Grid (B*H), one list after the other. The page numbers of all lists are in scalar memory. Keys and values stay in the device's
-memory (HBM); the kernel copies the pages of a block into fast memory (VMEM) while it attends to the blocks before, also
-across lists. A page of a list is copied with its own row of positions: 128 of them, the least that can be copied.
+memory (HBM). The kernel copies the pages of a block into fast memory (VMEM) while it attends to earlier blocks, also across
+lists. Each page is copied with a row of 128 positions that holds its own: no fewer positions can be copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Config:
 
     Attributes:
         block: slots that are attended to together, a multiple of 128.
-        buffers: blocks in fast memory, of which all but one are on their way.
+        buffers: blocks in fast memory; all but one are being copied.
     """
 
     block: int = 512
@@ -46,8 +46,8 @@ class _Windows:
     """How one array is copied page by page.
 
     Attributes:
-        size: slots of a copy, a page or, of positions, as many whole pages as have 128 slots.
-        slots: slots S of the array. The rest behind the last whole window is in an array of its own, filled up to a window.
+        size: slots of a window, which is copied at once: a page of keys or values; whole pages of at least 128 positions.
+        slots: slots S of the array. The rest behind the last whole window is in an array of its own, padded to a window.
     """
 
     size: int
@@ -58,13 +58,13 @@ class _Windows:
         return self.slots % self.size > 0
 
     def rest(self, x: jax.Array, empty: int) -> jax.Array:
-        """The slots of ``x`` [B, H, S, ...] behind its last whole window: [B, H, size, ...]."""
+        """Pad the slots of ``x`` [B, H, S, ...] behind its last whole window to a window: [B, H, size, ...]."""
         rest = x[:, :, self.slots - self.slots % self.size :]
         fill = ((0, 0), (0, 0), (0, self.size - rest.shape[2]), *((0, 0),) * (x.ndim - 3))
         return jnp.pad(rest, fill, constant_values=empty)
 
     def copy(self, refs, b, h, first, buffer, semaphore):
-        """Start to copy the window that holds slot ``first`` of the array, or of the rest, into ``buffer``."""
+        """Start to copy the window that holds slot ``first``, from the array or from the rest, into ``buffer``."""
         window = first // self.size
         whole = self.slots // self.size
 
@@ -85,9 +85,14 @@ class _Windows:
 
 
 def _kernel(pages_ref, query_ref, *refs, windows, shared, heads, steps, page_size, scale, buffers):
-    # pages int32 [L * steps * N], -1 for what is not listed; query [1, G, D]; then keys [B, H, S, D], values, positions
-    # [B, H, S], each followed by its rest if it is cut; out [1, G, D], lse [1, G, 1]; then blocks of keys
-    # [buffers, N, page_size, D], of values, of positions [buffers, N, windows], and a semaphore for each buffer
+    # Operands:
+    #   pages int32 [L * steps * N], -1 for entries that are not listed
+    #   query [1, G, D]
+    #   keys [B, H, S, D], values [B, H, S, D], positions [B, H, S], each followed by its rest if it is cut
+    # Results: out [1, G, D], lse [1, G, 1]
+    # Scratch:
+    #   blocks of keys and of values [buffers, N, page_size, D], and of positions [buffers, N, W]
+    #   a semaphore for each buffer
     sources, refs = [], list(refs)
     for window in windows:
         sources.append([refs.pop(0) for _ in range(1 + window.cut)])
@@ -97,7 +102,7 @@ def _kernel(pages_ref, query_ref, *refs, windows, shared, heads, steps, page_siz
     group, dim = query_ref.shape[1:]
 
     def page_of(step, i):
-        """Entry ``i`` of block ``step``, counted over all lists."""
+        """Return entry ``i`` of block ``step``; blocks are counted over all lists."""
         if shared:
             step = step // (steps * heads) * steps + step % steps
         return pages_ref[step * count + i]
@@ -148,7 +153,7 @@ def _kernel(pages_ref, query_ref, *refs, windows, shared, heads, steps, page_siz
 
 
 def _held(positions, slot, pages, page_size):
-    """Which slots of a block enter, bool [1, N * page_size]; positions [buffers, N, W] have a page somewhere in each row."""
+    """Mask the slots of a block that hold a token, bool [1, N * page_size]; positions [buffers, N, W] have a page per row."""
     size = positions.shape[2]
     together = size // page_size  # pages side by side in a row of the result
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
@@ -167,7 +172,7 @@ def _held(positions, slot, pages, page_size):
 def gather_attention(
     query, key, value, slots, mask, *, scale, page_size, position, config: Config | None = None, interpret=False, **_
 ):
-    """See ``pallas_kernels.attend.gather_attention.gather_attention``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    """Attend to the listed slots only; ``interpret`` as in ``pallas_call`` runs anywhere."""
     if not slots.shape[2] or not key.shape[2]:
         return jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     config = Config() if config is None else config
@@ -228,7 +233,7 @@ def _attend(query, key, value, slots, mask, position, *, scale, page_size, confi
 
 
 def _cost(query, key, pages, page_size):
-    """What the compiler is told: the work if every listed page is read."""
+    """Estimate the work for the compiler, as if every listed page were read."""
     group, dim = query.shape[2:]
     rows = pages * page_size
     read = 2 * rows * dim * key.dtype.itemsize + 4 * pages * (max(page_size, LANES) + 1)
@@ -243,10 +248,10 @@ def check(query, key, value, slots, mask, *, page_size=1, position=None, rows=No
     """Raise ``NotImplementedError`` for dtypes, head dims, pages and lists that the kernel does not take."""
     check_dtypes(query, key, value)
     if logits or rows is not None or partials is not None:
-        raise NotImplementedError("got rows in host memory, parts beside or logits, expected none of them")
+        raise NotImplementedError("got rows in host memory, partials or logits, expected none of them")
     check_cache(key)
     if position is None:
-        raise NotImplementedError("got no position, expected one")
+        raise NotImplementedError("got position=None, expected an array")
     least = tile_rows(key)
     whole = page_size % least == 0 and (LANES % page_size == 0 or page_size % LANES == 0)
     if not whole or page_size > Config.block:

@@ -1,10 +1,10 @@
 """Decode attention over index lists as one Pallas Triton kernel and a merge: no gathered copy of the cache.
 
 Grid (B, H, splits). Each program takes every so many-th block of one list and writes a float32 partial with its log-sum-exp
-(FlashDecoding's split-K), and `merge_splits` joins the partials. So a list that is filled at its front alone keeps all
-programs busy, and a program ends with its last block that has an entry which is not masked. The kernel does all work on
-lists: it makes slots of page numbers, and reads nothing for masked entries. Keys and values are only read by rows of the
-whole array, so they may be in host memory; a row that has a copy on the device is read there.
+(FlashDecoding's split-K), and `merge_splits` joins the partials. So a list that is filled only at its front keeps all
+programs busy, and a program ends with its last block that has an unmasked entry. The kernel does all work on lists: it
+converts page numbers to slots, and reads nothing for masked entries. Keys and values are read row by row, so they may be in
+host memory; a row that has a copy on the device is read there.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MOST_SEEN = 1 << 13  # entries whose mask a program reads at once before its fir
 
 
 def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
-    """Config for B*H ``lists`` of ``listed`` slots: all programs run at once, none is idle; more warps to rotate keys."""
+    """Choose a config for B*H ``lists`` of ``listed`` slots: all programs run at once, none idles; more warps to rotate."""
     blocks = pl.cdiv(max(listed, 1), Config.block)
     steps = pl.cdiv(blocks, min(max(PROGRAMS // lists, 1), MOST_SPLITS, blocks))
     return Config(splits=pl.cdiv(blocks, steps), num_warps=8 if rotating else Config.num_warps)
 
 
 def fitted(config: Config, query: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     group, dim = query.shape[-2:]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
 
@@ -55,8 +55,8 @@ def fitted(config: Config, query: jax.Array) -> Config:
 
 
 def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, interpret):
-    # A tree of refs in the order of `names`, with the shapes of the public function; then out [B*H, N, G, D], lse [B*H, N, G]
-    # and, if they are wanted, logits [B, H, G, K]. Keys and values may be codes with scales.
+    # Operands: a tree of refs in the order of `names`, in the shapes of the public function; keys and values may be codes
+    # with scales. Results: out [B*H, N, G, D], lse [B*H, N, G] and, if they are wanted, logits [B, H, G, K].
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -71,7 +71,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     precision = product_precision(queries[0].dtype)
 
     def read(name, row, asked, part):
-        """Channels ``part`` of the keys or values of slots ``row`` [block]: numbers, or codes as numbers."""
+        """Read channels ``part`` of the keys or values at slots ``row`` [block]; codes are cast, but not scaled."""
         near = vectors(ref[name])
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
             return load_rows(near, (b, h), row, asked, part.start, part.size).astype(queries[0].dtype)
@@ -99,8 +99,8 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
             logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:
             logits = logits + _bias(ref["bias"], b, h, repeated, item)
-        # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0; what was
-        # not asked for is 0. Slots with positions are loaded before it is known which hold a token.
+        # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0. Rows that
+        # were not asked for are 0 already. Slots with positions are loaded before it is known which hold a token.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         if "position" in ref:
             values = kept(values, listed, interpret)
@@ -110,7 +110,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
-    # The bound is only known at run time, so that a single step stays a loop: then its keys and values arrive together.
+    # The bound is traced, so a single step stays a loop, in which keys and values are loaded together.
     blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
     steps = jax.lax.div(blocks - split + (splits - 1), splits)
     size = pl.next_power_of_2(pl.cdiv(blocks, splits) * block)
@@ -118,13 +118,13 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         steps = jnp.minimum(steps, _live_steps(ref, b, h, split, size, block, splits, page_size))
     sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
     out, lse = online_softmax.result(sums)
-    # Repeated query heads write the same numbers to the same address.
+    # Repeated query heads write equal values to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
 
 def _live_steps(ref, b, h, split, size, block, splits, page_size):
-    """The steps of a program up to the last one with an entry that is not masked, of at most ``size`` entries."""
+    """Count a program's steps up to the last one with an unmasked entry, over ``size`` entries or more than it has."""
     at = jnp.arange(size, dtype=jnp.int32)
     step = jax.lax.div(at, block)
     entry = (step * splits + split) * block + jax.lax.rem(at, block)
@@ -135,7 +135,7 @@ def _live_steps(ref, b, h, split, size, block, splits, page_size):
 
 
 def load_rows(x, at, row, asked, first, size):
-    """Channels ``first`` to ``first + size - 1`` of ``row`` [N] of ``x[at]``: [N, size]; 0 if the row is not asked for."""
+    """Load channels ``first`` to ``first + size - 1`` of ``row`` [N] of ``x[at]``: [N, size]; 0 where not ``asked`` [N]."""
     channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (row.shape[0], size))
     row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
     none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
@@ -143,12 +143,12 @@ def load_rows(x, at, row, asked, first, size):
 
 
 def _of_list(ref, b, h, item):
-    """Entries ``item`` of the head's own list, or of the list that all heads share."""
+    """Read entries ``item`` of the head's own list, or of the list that all heads share."""
     return ref[b, h if ref.shape[1] > 1 else 0, item]
 
 
 def _bias(ref, b, h, heads, item):
-    """The bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if it is that of all."""
+    """Read the bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if all share it."""
     if len(ref.shape) == 3:
         return _of_list(ref, b, h, item)[None, :]
     shape = heads.shape[0], item.shape[0]
@@ -156,7 +156,7 @@ def _bias(ref, b, h, heads, item):
 
 
 def listed_rows(ref, b, h, entry, page_size):
-    """For each entry its row in the cache, its item of the list, whether to read the row, and whether it enters."""
+    """Find each entry's row in the cache, its item of the list, whether to read the row, and whether it enters."""
     slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
     listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
@@ -187,7 +187,7 @@ def gather_attention(
     logits=False,
     **optional,
 ):
-    """See ``pallas_kernels.attend.gather_attention.gather_attention``; ``interpret=True`` runs anywhere, slowly."""
+    """Attend to the listed slots only; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, slots.shape[2] * page_size
     if not listed or not value.shape[2]:
@@ -201,7 +201,7 @@ def gather_attention(
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
     leaves, structure = jax.tree.flatten(tuple(operands.values()))
-    # One split without parts beside it writes the result itself, and there is no merge.
+    # One split without partials writes the result itself, and there is no merge.
     whole = config.splits == 1 and partials is None
     out, lse, *products = triton_call(
         functools.partial(
@@ -232,7 +232,7 @@ def gather_attention(
 
 
 def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
-    """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims and groups that the kernel does not take."""
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")

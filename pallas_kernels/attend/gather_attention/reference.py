@@ -14,7 +14,7 @@ def gather_attention(
     query, key, value, slots, mask, *, scale, bias, page_size, position, place, inv_freq, rows=None, partials=None,
     logits=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.attend.gather_attention.gather_attention``."""
+    """Attend to the listed slots only, in plain JAX."""
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
@@ -40,7 +40,7 @@ def gather_attention(
 
 
 def _listed_rows(key, value, slots, rows):
-    """Keys and values of ``slots``, [B, H, K, D] each."""
+    """Gather the keys and values of ``slots``, [B, H, K, D] each."""
     if rows is None:
         return numbers_at(key, slots), numbers_at(value, slots)
     dim, near = value.shape[3], value.shape[2]
@@ -63,7 +63,7 @@ def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.A
 
 
 def listed_tokens(pages, mask, page_size, num_slots, position):
-    """The slots of listed pages and their mask, [B, H, K * page_size]; empty slots and slots past the end are masked."""
+    """List the slots of pages and their mask, [B, H, K * page_size]; empty slots and slots past the end are masked."""
     pages = jnp.where(mask, pages, 0)
     slots = pages[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]
     slots = slots.reshape(*pages.shape[:2], -1)

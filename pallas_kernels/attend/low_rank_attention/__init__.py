@@ -34,17 +34,19 @@ def low_rank_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one query per head over the tokens of the listed pages only; softmax in float32.
+    """Attend with one query per head to the tokens of the listed pages only; softmax in float32.
 
     The key of the token in slot i is ``left[i] @ right`` of its head, rotated (rotary embedding, pairs (c, c + D/2), angle
     ``i * inv_freq[c]`` in float32) and then rounded to the dtype of the query. Tokens that are not listed, or listed and
-    masked, never enter, and may hold anything, NaN included. A page that is listed twice counts twice. Not differentiable.
+    masked, never enter, and may hold anything, NaN included. A page that is listed twice counts twice.
+
+    Not differentiable: ``xla`` runs ``dense_decode``, which loops up to a traced bound.
 
     Args:
         query: [B, H, G, D].
         left: [B, S, R], same dtype; all heads share it.
         right: [B, H, R, D], same dtype.
-        value: [B, H, S, D], same dtype; in host memory, too, of which only the listed rows cross the bus.
+        value: [B, H, S, D], same dtype; or in host memory, and then only the listed rows cross the bus.
         pages: int32 [B, H, K], K above 0; page p is slots p * page_size to (p + 1) * page_size - 1. Each begins below S where
             ``mask`` is true, and may be anything elsewhere; of the last one, slots at S or beyond do not enter.
         mask: bool [B, H, K]; an entry with False is ignored.

@@ -1,10 +1,10 @@
 """Attention over keys of low rank as one Pallas Triton kernel and a merge: no key is written to memory.
 
-Grid (B, H, splits). Each program takes every so many-th block of one list. For such a block of listed tokens it reads their
-rows of the left factor and their values, makes the keys of its head from the rows and the right factor, rotates them, and
-adds the block to its running softmax. It writes a float32 partial with its log-sum-exp (FlashDecoding's split-K), and
-`merge_splits` joins the partials, and those that are beside them. A rank that is no power of two is read and multiplied in
-parts that are. Values are only read by rows of the whole array, so they may be in host memory.
+Grid (B, H, splits). Each program takes every so many-th block of one list. For each block of listed tokens it reads their
+values and their rows of the left factor. It rebuilds the keys of its head from these rows and the right factor, rotates them,
+and adds the block to its running softmax. It writes a float32 partial with its log-sum-exp (FlashDecoding's split-K).
+`merge_splits` joins the partials with the partial softmaxes of the caller. A rank that is no power of two is read and
+multiplied in parts whose sizes are powers of two. Values are read row by row, so they may be in host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def fitted(config: Config, query: jax.Array, rank: int) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     group, dim = query.shape[-2:]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
 
@@ -40,8 +40,14 @@ def fitted(config: Config, query: jax.Array, rank: int) -> Config:
 
 
 def _kernel(*refs, structure, scale, block, splits, page_size):
-    # A tree of refs of `structure`: query [B, H, G, D]; left [B, S, R]; right [B, H, R, D]; value [B, H, S, D]; pages and
-    # mask [B, H, K]; inv_freq [D/2]. Then out [B*H, N, G, D] and lse [B*H, N, G].
+    # Operands, a tree of `structure`:
+    #   query [B, H, G, D]
+    #   left [B, S, R]
+    #   right [B, H, R, D]
+    #   value [B, H, S, D]
+    #   pages, mask [B, H, K]
+    #   inv_freq [D/2]
+    # Results: out [B*H, N, G, D], lse [B*H, N, G].
     *refs, out_ref, lse_ref = refs
     query_ref, left_ref, right_ref, value_ref, pages_ref, mask_ref, freq_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -72,11 +78,11 @@ def _kernel(*refs, structure, scale, block, splits, page_size):
         return online_softmax.add_block(sums, logits, values, product_precision(dtype))
 
     sums = online_softmax.nothing(repeated.shape[0], dim)
-    # The bound is only known at run time, so that a single step stays a loop: then its rows and values arrive together.
+    # The bound is traced, so a single step stays a loop, in which rows and values are loaded together.
     blocks = pl.cdiv(pages_ref.shape[2] * page_size, block)
     steps = jax.lax.div(blocks - split + (splits - 1), splits)
     out, lse = online_softmax.result(jax.lax.fori_loop(0, steps, add, sums))
-    # Repeated query heads write the same numbers to the same address.
+    # Repeated query heads write equal values to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
 
@@ -96,13 +102,13 @@ def low_rank_attention(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.attend.low_rank_attention.low_rank_attention``; ``interpret=True`` runs anywhere, slowly."""
+    """Rebuild the keys of listed pages from two factors, and attend to them; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, pages.shape[2] * page_size
     if config is None:
         config = fitted(default_config(lists, listed, rotating=True), query, right.shape[2])
     operands, structure = jax.tree.flatten((query, left, right, value, pages, mask, inv_freq))
-    # One split without parts beside it writes the result itself, and there is no merge.
+    # One split without partials writes the result itself, and there is no merge.
     whole = config.splits == 1 and partials is None
     out, lse = triton_call(
         functools.partial(
@@ -122,7 +128,7 @@ def low_rank_attention(
 
 
 def check(query, left, right, value, pages, mask, **_):
-    """Raise ``NotImplementedError`` for dtypes, head dims, groups and ranks the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims, groups and ranks that the kernel does not take."""
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
     dim, rank = query.shape[-1], left.shape[2]

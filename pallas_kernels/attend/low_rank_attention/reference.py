@@ -1,4 +1,4 @@
-"""Attention over keys of low rank in plain JAX: the listed rows are gathered, and their keys are made."""
+"""Attention over keys of low rank in plain JAX: the listed rows are gathered, and their keys rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.numerics import merge_with, product_precision
 
 
 def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv_freq, scale, partials):
-    """See ``pallas_kernels.attend.low_rank_attention.low_rank_attention``."""
+    """Rebuild the keys of listed pages from two factors, and attend to them, in plain JAX."""
     slots, listed = listed_tokens(pages, mask, page_size, value.shape[2], None)
     slots = jnp.where(listed, slots, 0)
     out, lse = dense_decode(
@@ -27,7 +27,7 @@ def low_rank_attention(query, left, right, value, pages, mask, *, page_size, inv
 
 
 def rebuild(left: jax.Array, right: jax.Array, slots: jax.Array, inv_freq: jax.Array) -> jax.Array:
-    """Keys of low rank, rotated by their slots.
+    """Rebuild keys from their factors, and rotate them by their slots.
 
     Args:
         left: [B, S, R].

@@ -1,4 +1,4 @@
-"""Joins the partial results of split-K attention."""
+"""Merges the partial results of split-K attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def merge_splits(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of N disjoint parts, from attention over each: `numerics.merge_partials` in one kernel.
+    """Merge attention to N disjoint parts into attention to their union: `numerics.merge_partials` in one kernel.
+
+    Differentiable: through ``xla``.
 
     Args:
         out: float32 [L, N, G, D], softmax over each part's own slots.

@@ -1,7 +1,7 @@
 """One Pallas Triton kernel for the merge: a program per list, query head and piece of the head dimension.
 
-In jnp the merge takes three to four launches, and each of them costs as much as this one. So what else needs the merged
-softmax, the attention that each slot receives, is the work of further programs of the same kernel.
+In jnp the merge takes three to four launches, and each launch costs as much as this kernel. The attention that each slot
+receives needs the merged softmax too, so further programs of the same kernel compute it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from pallas_kernels.numerics import finite_or_zero
 
 PIECE = 64  # channels per program, so that several multiprocessors read the partials of one list
 MOST_PARTS = 1024  # all parts are one block, in registers
-SLOTS = 256  # slots of a program that finds what they receive
+SLOTS = 256  # slots per program that computes the attention they receive
 
 
 def _kernel(*refs, piece):
-    # Pairs of out [L, N, G, D] and lse [L, N, G], each with an N of its own; merged [L, G, D]; whole [L, G]
+    # Operands: pairs of out [L, N, G, D] and lse [L, N, G], each pair with an N of its own.
+    # Results: merged [L, G, D]; whole [L, G].
     *refs, merged_ref, whole_ref = refs
     row, head, at = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _merge(refs, merged_ref, whole_ref, row, head, at * piece, piece)
 
 
 def _mass_kernel(*refs, piece, heads):
-    # As `_kernel`, but logits [L, G, S], position [L, S] and limit [B] follow the pairs, and mass [L, S] the results.
+    # Operands and results of `_kernel`, but logits [L, G, S], position [L, S] and limit [B] follow the pairs, and mass [L, S]
+    # follows the results.
     *refs, logits_ref, position_ref, limit_ref, merged_ref, whole_ref, mass_ref = refs
     row, unit = pl.program_id(0), pl.program_id(1)
     group, dim = merged_ref.shape[1:]
@@ -46,7 +48,7 @@ def _mass_kernel(*refs, piece, heads):
         held = (slot < slots) & (slot < limit_ref[jax.lax.div(row, heads)])
         held &= plt.load(position_ref.at[row, slot], mask=held, other=-1) >= 0
         mass = jnp.zeros((SLOTS,), jnp.float32)
-        for head in range(group):  # what is in a slot that holds no token is not read
+        for head in range(group):  # a slot that holds no token is not read
             maximum, total = _softmax([_lse(ref, row, head)[1] for ref in refs[1::2]])
             logits = plt.load(logits_ref.at[row, head, slot], mask=held, other=-jnp.inf)
             mass += jnp.exp(logits - finite_or_zero(maximum + jnp.log(total)))
@@ -54,7 +56,7 @@ def _mass_kernel(*refs, piece, heads):
 
 
 def _lse(ref, row, head):
-    """The parts of [L, N, G] as a block, and their numbers. Its size is a power of two: parts past the last have -inf."""
+    """Load the lse of all N parts as a block, and their indices. Its size is a power of two: padding has -inf."""
     parts = ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
     index = jnp.minimum(part, parts - 1)
@@ -62,13 +64,13 @@ def _lse(ref, row, head):
 
 
 def _softmax(lses):
-    """The maximum of all parts, and the sum of exp(lse - maximum)."""
+    """Reduce all parts to their maximum and the sum of exp(lse - maximum)."""
     maximum = finite_or_zero(functools.reduce(jnp.maximum, [jnp.max(lse) for lse in lses]))
     return maximum, sum(jnp.sum(jnp.exp(lse - maximum)) for lse in lses)
 
 
 def _merge(refs, merged_ref, whole_ref, row, head, first, piece):
-    """Channels ``first`` to ``first + piece - 1`` of a query head."""
+    """Merge channels ``first`` to ``first + piece - 1`` of a query head."""
     columns = pl.ds(first, piece)
     found = [_lse(ref, row, head) for ref in refs[1::2]]
     outs = [ref[row, index, head, columns] for ref, (index, _) in zip(refs[::2], found, strict=True)]
@@ -88,13 +90,13 @@ def _merge(refs, merged_ref, whole_ref, row, head, first, piece):
 
 
 def merge_splits(out, lse, *partials, dtype, received=None, interpret=False):
-    """See ``pallas_kernels.attend.merge_splits.merge_splits``; ``interpret=True`` runs anywhere, slowly.
+    """Merge the partial softmaxes of each list; ``interpret=True`` runs anywhere, slowly.
 
-    ``beside`` is one more out [L, M, G, D] and lse [L, M, G], whose parts join those of the first.
+    ``partials`` are one more out [L, M, G, D] and lse [L, M, G], whose M parts are merged too.
 
-    With ``received``, which is logits float32 [B, H, G, S], position int32 [B, H, S] and limit int32 [B], L = B * H, there is
-    a third result: float32 [B, H, S], the probabilities under the merged softmax, summed over G. They are 0 for slots at
-    a negative position or from the limit on, whose logits may hold anything.
+    ``received`` is logits float32 [B, H, G, S], position int32 [B, H, S] and limit int32 [B], with L = B * H. It adds a third
+    result: float32 [B, H, S], the probabilities under the merged softmax, summed over G. They are 0 for slots at a negative
+    position or from the limit on, whose logits may hold anything.
     """
     lists, _, group, dim = out.shape
     piece = min(PIECE, dim & -dim)  # the largest power of two that divides D

@@ -1,4 +1,4 @@
-"""Merging split-K partials in plain JAX."""
+"""The merge of split-K partials in plain JAX."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pallas_kernels.numerics import merge_partials
 
 
 def merge_splits(out, lse, *, dtype):
-    """See ``pallas_kernels.attend.merge_splits.merge_splits``."""
+    """Merge the partial softmaxes of each list, in plain JAX."""
     out, lse = merge_partials(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
     return out.astype(dtype), lse

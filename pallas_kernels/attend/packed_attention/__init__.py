@@ -36,10 +36,12 @@ def packed_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """One softmax over the tokens of listed packed blocks and all tokens of a raw buffer.
+    """Attend to the tokens of listed packed blocks and all tokens of a raw buffer, under one softmax.
 
     Block p holds slots ``p * granule`` to ``(p + 1) * granule - 1``. Only the output is projected back onto the model's
     basis, never the cache.
+
+    Differentiable: through ``xla``.
 
     Args:
         parts: [B, H, M, G, N, D], made by `project_query`.
@@ -75,8 +77,8 @@ def packed_attention(
         shapes = [x.shape for x in (parts, query, *key, *value, basis, blocks, count, last, *recent)]
         raise ValueError(
             f"packed_attention: got {shapes}, expected parts [B, H, M, G, N, D], query [B, H, G, D], key and value "
-            "[B, H, S, r] and [B, H, S, D/32] each, basis [B, H, M, D, D], blocks [B, H, K], count [B, H], last [B], "
-            "recent [B, H, R, D] twice and [B, H, R]"
+            "[B, H, S, r] and [B, H, S, D/32] each. Expected basis [B, H, M, D, D], blocks [B, H, K], count [B, H], "
+            "last [B], recent [B, H, R, D] twice and [B, H, R]"
         )
     return PACKED_ATTENTION.run(
         parts, query, key, value, basis, blocks, count, last, recent,

@@ -2,8 +2,8 @@
 
 A program takes a share of one list of blocks. The list ascends, so its tokens lie in one segment or in a few consecutive
 segments, and each segment has a basis of its own. The program goes through its segments and writes one partial for each, in
-the basis of that segment. Program j writes the partial of segment s to row ``j + s`` of the partials: shares and segments
-ascend together, so every row is written exactly once. One more program attends to the buffer. The joining kernel weighs the
+the segment's basis. Program j writes the partial of segment s to row ``j + s`` of the partials. Shares and segments ascend
+together, so every row is written exactly once. One more program attends to the buffer. The joining kernel weighs the
 partials, projects the sum of each segment back onto the model's basis, and adds the partial of the buffer.
 """
 
@@ -26,7 +26,7 @@ from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.numerics import LOG2_E, finite_or_zero, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200
-LEAST_SPLITS = 9  # where the lists have as many tiles: with 128 lists a tenth faster than 5, and not slower than 26
+LEAST_SPLITS = 9  # where the lists have as many tiles: with 128 lists 10 % faster than 5 splits, not slower than 26
 FEW = 32  # lists that the joining kernel divides finely, to fill the GPU
 JOIN_WARPS = 8  # warps per program of the joining kernel
 LEAST = 8  # columns of a product on tensor cores: with fewer, Triton's compiler ends the process
@@ -49,7 +49,7 @@ class Config:
 
 
 def default_config(lists: int, blocks: int, granule: int) -> Config:
-    """Config for B*H ``lists`` of ``blocks``: enough splits to fill the GPU, and a tile or more for each."""
+    """Choose a config for B*H ``lists`` of ``blocks``: enough splits to fill the GPU, and a tile or more for each."""
     tile = max(Config.tile, pl.next_power_of_2(granule))
     per_tile = tile // granule
     tiles = pl.cdiv(max(blocks, 1), per_tile)
@@ -58,7 +58,7 @@ def default_config(lists: int, blocks: int, granule: int) -> Config:
 
 
 def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, share, granule, span, scale, terms):
-    """Program j of a list: its share of the listed blocks, one partial per segment."""
+    """Attend to the share of the listed blocks of program j, and write one partial per segment."""
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref = refs
     segments, listed, per_tile = parts_ref.shape[0], blocks_ref.shape[0], tile // granule
     group = parts_ref.shape[1] // terms
@@ -72,9 +72,9 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
         owner = owner_of(blocks_ref[jnp.minimum(entry, listed - 1)], owner_ref, last_ref, span)
         return jnp.where(entry < count, owner, segments - 1)
 
-    # The segments of this program: from that of its first entry to that of the next share's first entry, both included; the
-    # first program begins at segment 0, and the last one ends at the last segment. Two neighbours may share a segment, but
-    # they write it to different rows. A segment without an entry gets an empty partial.
+    # This program's segments go from the segment of its first entry to the segment of the next share's first entry, both
+    # included. The first program begins at segment 0, and the last one ends at the last segment. Two neighbours may share a
+    # segment, but they write it to different rows. A segment without an entry gets an empty partial.
     entries = first + jnp.arange(pl.next_power_of_2(share), dtype=jnp.int32)
     mine = jnp.where(entries < stop, owner_at(entries), segments)  # the segment of each entry; ascends
     low = jnp.where(j == 0, 0, owner_at(first))
@@ -82,7 +82,7 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
     number = jnp.arange(tile, dtype=jnp.int32)
 
     def attend(s, begin):
-        """Segment s has entries begin..end - 1 of the list; returns where the next segment begins."""
+        """Attend to segment s, entries begin..end - 1 of the list, and return where the next segment begins."""
         end = first + jnp.sum((mine <= s).astype(jnp.int32))
         query = parts_ref[s, :, :]
 
@@ -92,10 +92,10 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
             seen = (entry < end) & (number < per_tile * granule)
             # Entries past the last listed block repeat it, so that no row out of range is read.
             slot = blocks_ref[jnp.minimum(entry, end - 1)] * granule + number % granule
-            # Both bitmaps are loaded now: that of the values arrives while the keys are unpacked.
+            # Both bitmaps are loaded now: the values' bitmap arrives while the keys are unpacked.
             words, value_words = key_words_ref[slot, :], value_words_ref[slot, :]
             keys = unpack_tile(key_ref, words, slot, rank)
-            # Tokens are the rows of this product, and channels those of the next one. Tensor cores need 16 rows or more,
+            # The rows of this product are tokens, and the rows of the next one channels. Tensor cores need 16 rows or more,
             # which four query heads would not fill.
             logits = plt.dot(keys, query, trans_b=True, precision=precision)
             # The terms of a query add up to its float32 value. Powers of 2 are cheaper than powers of e.
@@ -123,14 +123,14 @@ def _packed(j, refs, owner_ref, out_ref, lse_ref, segment_ref, *, tile, splits, 
 
 
 def _repeat(x):
-    """x [N, G] with every column repeated until there are `LEAST` columns; copies of a column stand side by side."""
+    """Repeat every column of x [N, G] until there are `LEAST` columns; copies of a column stand side by side."""
     while x.shape[1] < LEAST:
         x = jnp.stack([x, x], axis=-1).reshape(x.shape[0], -1)
     return x
 
 
 def _recent(refs, out_ref, lse_ref, segment_ref, *, size, scale, group):
-    """The program of the buffer: plain attention over its raw tokens, written to the last row of the partials."""
+    """Attend to the raw tokens of the buffer, and write the last row of the partials."""
     query_ref, key_ref, value_ref, position_ref = refs
     precision = product_precision(query_ref.dtype)
     slots, last_row = key_ref.shape[0], out_ref.shape[0] - 1
@@ -154,9 +154,15 @@ def _recent(refs, out_ref, lse_ref, segment_ref, *, size, scale, group):
 
 
 def _attend(*refs, has_owner, splits, tile, group, scale, **static):
-    # Of one list: parts [M, Gp * N, D]; keys and values [S * r] and words [S, W]; blocks [K]; count, last [1];
-    # query [G, D]; the buffer's key and value [R, D] and position [R]; owner [P] if given. Results, a row per partial:
-    # out [X, Gp, D], lse [X, Gp] and segment [X].
+    # Operands, of one list:
+    #   parts [M, Gp * N, D]
+    #   keys [S * r] and their words [S, W], values [S * r] and their words [S, W]
+    #   blocks [K]
+    #   count, last [1]
+    #   query [G, D]
+    #   the buffer's key and value [R, D] and position [R]
+    #   owner [P] if given
+    # Results, a row per partial: out [X, Gp, D], lse [X, Gp] and segment [X].
     *operands, out_ref, lse_ref, segment_ref = refs
     owner_ref = operands.pop() if has_owner else None
     outputs = out_ref, lse_ref, segment_ref
@@ -171,9 +177,16 @@ def _attend(*refs, has_owner, splits, tile, group, scale, **static):
         _recent(operands[8:], *outputs, size=max(16, min(tile, 64)), scale=scale, group=group)
 
 
-def _join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, *, width):
-    # Of one list: out [X, Gp, D]; lse [X, Gp]; segment [X]; basis [M, D, D]; merged [G, D]. A program makes `width`
-    # columns of one head.
+def _join(
+    out_ref,  # [X, Gp, D]
+    lse_ref,  # [X, Gp]
+    segment_ref,  # [X]
+    basis_ref,  # [M, D, D]
+    merged_ref,  # [G, D]
+    *,
+    width,
+):
+    # The refs are one list's. A program computes `width` columns of one head.
     head, at = pl.program_id(1), pl.program_id(2)
     rows, segments = lse_ref.shape[0], basis_ref.shape[0]
     number = jnp.arange(pl.next_power_of_2(rows), dtype=jnp.int32)
@@ -209,7 +222,7 @@ def packed_attention(
     parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner,
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.attend.packed_attention.packed_attention``; ``interpret=True`` runs anywhere, slowly."""
+    """Attend to the listed packed blocks and the raw buffer in one softmax; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     config = default_config(lists, listed, granule) if config is None else config
@@ -228,7 +241,7 @@ def packed_attention(
         query.reshape(lists, group, dim),
         *(x.reshape(lists, *x.shape[2:]) for x in recent),
     ] + ([] if owner is None else [owner])
-    # Rows 0 to splits + segments - 2 are those of (j, s) with j + s = row; the last row is that of the buffer.
+    # Row r, from 0 to splits + segments - 2, belongs to the pairs (j, s) with j + s = r; the last row belongs to the buffer.
     partial_rows = config.splits + segments
     shapes = [((partial_rows, padded, dim), jnp.float32), ((partial_rows, padded), jnp.float32)]
     shapes.append(((partial_rows,), jnp.int32))

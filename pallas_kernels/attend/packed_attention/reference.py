@@ -10,7 +10,7 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
-    """See ``pallas_kernels.attend.packed_attention.packed_attention``."""
+    """Attend to the listed packed blocks and the raw buffer in one softmax, in plain JAX."""
     (rows, heads, listed), dim = blocks.shape, query.shape[-1]
     slot = blocks[..., None] * granule + jnp.arange(granule, dtype=jnp.int32)[None, None, None]
     slot = slot.reshape(rows, heads, -1)

@@ -1,4 +1,4 @@
-"""Attention of a prompt chunk over what was stored before it: the first slots of each row, all of which every query sees."""
+"""Attention of a prompt chunk over the tokens stored before it: every query sees all of the first slots of its row."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def past_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T queries over the first slots of a cache, which all hold a token. Not differentiable.
+    """Attend with T queries to the first slots of a cache, which all hold a token.
 
     It is the part of ``prefix_attention`` before the chunk, for a chunk whose own tokens are not in this cache.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.
         key: [B, H, S, D], same dtype.
         value: [B, H, S, D], same dtype.
-        count: int32 [B] in [0, S], the slots that the row's queries see; the others may hold any finite number.
+        count: int32 [B] in [0, S], the slots that the row's queries see; other slots may hold any finite value.
         scale: factor of the logits.
         implementation: "cudnn" (flash attention; GPU, bfloat16 or float16), "xla" (blocks of keys), or None.
         platform: see ``Operation.run``.

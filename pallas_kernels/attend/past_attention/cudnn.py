@@ -8,7 +8,7 @@ from pallas_kernels._cudnn import fused_attention
 
 
 def past_attention(query, key, value, *, count, scale):
-    """See ``pallas_kernels.attend.past_attention.past_attention``."""
+    """Attend to the first slots of each row, by cuDNN."""
     batch, heads, group, tokens, dim = query.shape
     flat = query.reshape(batch, heads * group, tokens, dim)
     # cuDNN never gets an empty part: where no slot is seen it reads one, and the result is replaced.

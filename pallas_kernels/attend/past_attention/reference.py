@@ -1,4 +1,4 @@
-"""Attention over the first slots of a cache in plain JAX: dense attention with positions that say so."""
+"""Attention over the first slots of a cache in plain JAX: dense attention in which all other slots count as empty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pallas_kernels.attend.dense_attention import dense_attention
 
 
 def past_attention(query, key, value, *, count, scale):
-    """See ``pallas_kernels.attend.past_attention.past_attention``."""
+    """Attend to the first slots of each row, in plain JAX."""
     batch, heads, _, tokens, _ = query.shape
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
     seen = jnp.where(slot < count[:, None], 0, -1)

@@ -31,10 +31,11 @@ def prefix_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T tokens in slots start..start+T-1 of a cache in which every slot before them holds a token.
+    """Attend with T tokens in slots start..start+T-1 to a cache in which every slot before them holds a token.
 
-    Token t sees slots 0..start+t. Not differentiable with "xla"; ``causal_attention`` is. Slots behind the chunk may hold
-    any finite number.
+    Token t sees slots 0..start+t. Slots behind the chunk may hold any finite value. Training uses ``causal_attention``.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.
@@ -42,7 +43,7 @@ def prefix_attention(
         value: [B, H, S, D], same dtype.
         start: int32 scalar or [B], may be traced: the slot of the chunk's first token. If it is a scalar, all T tokens of the
             chunk lie in the cache; if it is [B], all real ones do. The Python int 0 leaves out the pass over earlier slots.
-        length: int32 [B], how many tokens of the chunk are real; the others may hold anything, NaN included. None means that
+        length: int32 [B], how many tokens of the chunk are real; padding may hold anything, NaN included. None means that
             all T are real.
         scale: factor of the logits.
         implementation: "cudnn" (flash attention; GPU, bfloat16 or float16), "xla" (blocks of keys), or None.

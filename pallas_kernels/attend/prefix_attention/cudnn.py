@@ -1,7 +1,7 @@
 """Attention of a prompt chunk over a cache through cuDNN's flash attention, which reads the cache without a copy.
 
-cuDNN's causal mask begins at the first key. A chunk is therefore a plain attention over the slots before it and a causal
-attention over its own keys, and the two are merged.
+cuDNN's causal mask begins at the first key. So a chunk's attention is merged from full attention over the slots before it and
+causal attention over its own keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.numerics import merge_pair
 
 
 def prefix_attention(query, key, value, *, start, length, scale):
-    """See ``pallas_kernels.attend.prefix_attention.prefix_attention``."""
+    """Attend to a chunk's own tokens causally, and to all slots before them, by cuDNN."""
     batch, heads, group, tokens, dim = query.shape
     flat = query.reshape(batch, heads * group, tokens, dim)
     own_key, own_value = (_chunk(x, start, tokens) for x in (key, value))
@@ -37,7 +37,7 @@ def prefix_attention(query, key, value, *, start, length, scale):
 
 
 def _chunk(store, start, tokens):
-    """The chunk's own slots [B, H, T, D] of ``store`` [B, H, S, D]."""
+    """Take the chunk's own slots [B, H, T, D] of ``store`` [B, H, S, D]."""
     if isinstance(start, int) or start.ndim == 0:
         return lax.dynamic_slice_in_dim(store, start, tokens, 2)
     # Tokens that are not real may lie behind the last slot; a slice would move the whole chunk to fit.

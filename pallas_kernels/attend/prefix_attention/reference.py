@@ -8,12 +8,12 @@ from pallas_kernels.attend.dense_attention import dense_attention
 
 
 def _block(tokens: int) -> int:
-    """Keys per step of the loop: one or two million logits per query head."""
+    """Choose the keys per step of the loop: one or two million logits per query head."""
     return max(256, min(max(1024, (1 << 20) // tokens), (1 << 21) // tokens))
 
 
 def prefix_attention(query, key, value, *, start, length, scale):
-    """See ``pallas_kernels.attend.prefix_attention.prefix_attention``."""
+    """Attend to a chunk's own tokens causally, and to all slots before them, in plain JAX."""
     batch, heads, _, tokens, _ = query.shape
     slots = key.shape[2]
     first = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))

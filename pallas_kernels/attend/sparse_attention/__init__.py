@@ -37,12 +37,14 @@ def sparse_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T tokens in slots start..start+T-1 of a cache over some of the tokens up to their own.
+    """Attend with T tokens in slots start..start+T-1 of a cache to some of the tokens up to their own.
 
     Tokens go in blocks of ``block``, which begin at slot 0. Each query head has a list of its own for each block of its
     queries. A query sees: its own block, as far as its own token; the blocks that lie as many blocks before its own as the
     list of its block says; and of the head's columns those before its own block. What is in the list twice, as a block and
     as a column, counts once.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, T, D], already rotated; float32, bfloat16 or float16.
@@ -55,7 +57,7 @@ def sparse_attention(
         columns: int32 [B, H, G, C], ascending slots.
         num_columns: int32 [B, H, G], how many of them are meant.
         start: int32 scalar, may be traced: the slot of the chunk's first token, a multiple of ``block``.
-        length: int32 [B], how many tokens of the chunk are real; the others may hold anything, NaN included, and so may the
+        length: int32 [B], how many tokens of the chunk are real; padding may hold anything, NaN included, and so may the
             slots behind them.
         block: tokens of a block.
         scale: factor of the logits, a Python number.

@@ -1,8 +1,8 @@
 """Attention over listed blocks and columns as one Pallas Triton kernel.
 
 Grid (N, B*H*G): a program has one block of queries of one head, and its running softmax in registers. It reads its own block,
-then the listed blocks as slices of the cache, then the columns row by row. Blocks of queries with the longest lists, the last
-ones, begin first. Only a block of its own can hold tokens that are not real: everything else is read without a mask.
+then the listed blocks as slices of the cache, then the columns row by row. The last blocks of queries, which have the longest
+lists, begin first. Only its own block can hold tokens that are not real: everything else is read without a mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Config:
     """How the work is divided.
 
     Attributes:
-        tile: keys read per step, a power of two of at least 16; no more than a block has.
+        tile: keys read per step, a power of two of at least 16, at most the size of a block.
         num_warps: warps per program; None takes `default_warps`.
         num_stages: depth of Triton's software pipeline.
     """
@@ -36,7 +36,7 @@ class Config:
 
 
 def fitted(config: Config, query: jax.Array, block: int) -> Config:
-    """The config with tiles that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's tile to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     size, dim = query.dtype.itemsize, query.shape[-1]
 
     def needed(tile):
@@ -47,18 +47,32 @@ def fitted(config: Config, query: jax.Array, block: int) -> Config:
 
 
 def default_warps(query: jax.Array, block: int) -> int:
-    """One for each 16 queries of a block, at least 4; twice as many for wide rows, which would not fit their registers."""
+    """Choose a warp for each 16 queries of a block, at least 4; wide rows, which need more registers, get twice as many."""
     wide = query.shape[-1] * query.dtype.itemsize > 256
     return max(4, block // 16) * (2 if wide else 1)
 
 
 def _kernel(
-    query_ref, key_ref, value_ref, distances_ref, first_ref, count_ref, columns_ref, before_ref, covered_ref, start_ref,
-    total_ref, out_ref, lse_ref, *, block, tile, scale, heads, group,
-):  # fmt: skip
-    # query [B*H*G, T, D]; key, value [B*H, S, D]; distances [B*H*G, L]; first, count and before [B*H*G, N]: before is the
-    # number of columns before each block; columns [B*H*G, C]; covered [B*H*G, P], whether a distance is listed; start [1],
-    # in blocks; total [B], real tokens in the cache; out like query; lse [B*H*G, T].
+    query_ref,  # [B*H*G, T, D]
+    key_ref,  # [B*H, S, D]
+    value_ref,  # [B*H, S, D]
+    distances_ref,  # [B*H*G, L]
+    first_ref,  # [B*H*G, N]
+    count_ref,  # [B*H*G, N]
+    columns_ref,  # [B*H*G, C]
+    before_ref,  # [B*H*G, N], the number of columns before each block
+    covered_ref,  # [B*H*G, P], whether a distance is listed
+    start_ref,  # [1], in blocks
+    total_ref,  # [B], real tokens in the cache
+    out_ref,  # [B*H*G, T, D]
+    lse_ref,  # [B*H*G, T]
+    *,
+    block,
+    tile,
+    scale,
+    heads,
+    group,
+):
     at, number = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
     store, tokens, dim = number // group, query_ref.shape[1], query_ref.shape[2]
     own, total = start_ref[0] + at, total_ref[number // (heads * group)]
@@ -66,12 +80,12 @@ def _kernel(
     token = at * block + jnp.arange(block, dtype=jnp.int32)
     row = jnp.minimum(token, tokens - 1)
     asked = own * block + jnp.arange(block, dtype=jnp.int32)
-    # The tokens of the last block may not exist. Those of rows that are not real may hold anything.
+    # The last block may have fewer tokens. The queries of tokens that are not real may hold anything.
     query = jnp.where((asked < total)[:, None], query_ref[number, row, :], 0)
     ones = jnp.arange(tile, dtype=jnp.int32)
 
     def add(carry, keys, values, seen=None):
-        """The running softmax, in powers of 2, with one more tile."""
+        """Add one more tile to the running softmax, which is in powers of 2."""
         sums, maximum, out = carry
         logits = plt.dot(query, keys, trans_b=True, precision=precision) * factor
         if seen is not None:
@@ -127,13 +141,13 @@ def sparse_attention(
     query, key, value, *, distances, first, count, columns, num_columns, start, length, block, scale,
     config: Config | None = None, interpret: bool = False,
 ):  # fmt: skip
-    """See ``pallas_kernels.attend.sparse_attention.sparse_attention``; ``interpret=True`` runs anywhere, slowly."""
+    """Attend causally to the listed blocks and columns; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, tokens, dim = query.shape
     config = fitted(Config(), query, block) if config is None else config
     lists, slots, blocks = batch * heads * group, key.shape[2], first.shape[3]
     start = jnp.asarray(start, jnp.int32)
     distances, first, count, columns = (x.reshape(lists, -1) for x in (distances, first, count, columns))
-    # How many columns lie before each block of queries, and which distances are listed: there columns are read already.
+    # Count the columns before each block of queries, and mark the listed distances: columns there have been read already.
     entry = jnp.arange(columns.shape[1], dtype=jnp.int32)
     ordered = jnp.where(entry[None] < num_columns.reshape(lists, 1), columns, slots)
     edge = start + block * jnp.arange(blocks, dtype=jnp.int32)
@@ -171,7 +185,7 @@ def sparse_attention(
 
 
 def check(query, key, value, *, block, **_):
-    """Raise ``NotImplementedError`` for dtypes and sizes the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
     dim = query.shape[-1]

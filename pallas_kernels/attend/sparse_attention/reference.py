@@ -1,6 +1,6 @@
 """Attention over listed blocks and columns in plain JAX: dense attention under a mask, a few queries and keys at a time.
 
-The memory is bounded, but the work is that of dense attention.
+The memory is bounded, but the work is as much as for dense attention.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from jax import lax
 
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
-QUERIES = 512  # about so many queries at once
+QUERIES = 512  # queries at once, about
 KEYS = 1024  # slots at once
 
 
 def sparse_attention(
     query, key, value, *, distances, first, count, columns, num_columns, start, length, block, scale
 ):
-    """See ``pallas_kernels.attend.sparse_attention.sparse_attention``."""
+    """Attend causally to the listed blocks and columns, in plain JAX."""
     batch, heads, group, tokens, dim = query.shape
     slots, lists = key.shape[2], batch * heads * group
     blocks, key_blocks = first.shape[3], -(-slots // block)
@@ -33,7 +33,7 @@ def sparse_attention(
     most = min(distances.shape[3], key_blocks)  # entries of a list
 
     def attend(step):
-        """Output [B, H, G, X, D] and lse [B, H, G, X] of the X queries of ``together`` blocks."""
+        """Attend with the X queries of ``together`` blocks: output [B, H, G, X, D] and lse [B, H, G, X]."""
         begin = step * together
         mine, number = (lax.dynamic_slice_in_dim(x, begin, together, 3) for x in (first, count))
         own = start // block + begin + jnp.arange(together, dtype=jnp.int32)
@@ -87,7 +87,7 @@ def sparse_attention(
 
 
 def _mark(index, count, size):
-    """bool [X, size], true at the first ``count`` int32 [X] entries of ``index`` int32 [X, K]."""
+    """Mark the first ``count`` int32 [X] entries of ``index`` int32 [X, K]: bool [X, size]."""
     row = jnp.arange(len(index), dtype=jnp.int32)[:, None]
     listed = jnp.arange(index.shape[1], dtype=jnp.int32)[None] < count[:, None]
     return jnp.zeros((len(index), size), bool).at[row, jnp.where(listed, index, size)].set(True, mode="drop")

@@ -39,13 +39,15 @@ def cluster_rank(
     scores they have room until their tokens are more than ``room``: from this cluster on none has. Of the first
     ``considered``, those that have no room are to be estimated.
 
+    Differentiable: through ``xla``, the logits only.
+
     Args:
         query: [B, H, G, D].
         centroid: [B, H, C, D], of the same dtype.
         size: int32 [B, H, C], tokens of each cluster.
-        used: int32 [B], the clusters in use are those before; the others may hold anything.
+        used: int32 [B], number of clusters in use, which come first; clusters behind them may hold anything.
         best: float32, a share of the clusters in use, see `pallas_kernels.numerics.ceil_share`.
-        considered: float32, likewise, at least ``best``.
+        considered: float32, a share of the clusters in use, at least ``best``.
         scale: factor of the logits, a Python number.
         capacity: static length K of the lists. At most so many clusters are listed.
         room: tokens.

@@ -1,10 +1,10 @@
-"""Ranking clusters as three Pallas Triton kernels.
+"""The ranking of clusters as three Pallas Triton kernels.
 
-1. That of `pallas_kernels.score.page_logits`: logits of the clusters, and the log of their softmax denominators.
+1. ``page_logits``, see `pallas_kernels.score.page_logits`: logits of the clusters, and the log of their softmax denominators.
 2. ``cluster_share``, grid (B, H, parts): the scores of a part of the clusters as keys, and the greatest key of every chunk.
 3. ``cluster_rank``, grid (B, H, 2): one program lists the best clusters of a head, by two searches over few keys
-   (`pallas_kernels._triton.kth_best`). Which of them have room is decided on their list, which is short. The other program
-   holds the keys of all clusters, and searches the threshold of those that are considered.
+   (`pallas_kernels._triton.kth_best`), and decides which listed clusters have room. The other program holds the keys of all
+   clusters, and searches the threshold of the considered clusters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pallas_kernels.numerics import ceil_share, finite_or_zero
 from pallas_kernels.score.page_logits import pallas_triton as logits_kernel
 
 MOST_CLUSTERS = 2**14  # one program holds their scores in registers, and two counts of them fit into a word
-PART = 512  # clusters of a program of the second kernel; a chunk has at most as many
+PART = 512  # clusters per program of the second kernel; a chunk has at most as many
 
 
 def _shares(logits_ref, lse_ref, cluster, used):
-    """The log of the sum over the group of softmax over the clusters: float32 of the shape of ``cluster``."""
+    """Compute the log of the softmax over the clusters, summed over the group: float32, shaped like ``cluster``."""
     parts = lse_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
 
@@ -48,7 +48,7 @@ def _shares(logits_ref, lse_ref, cluster, used):
 
 def _share(logits_ref, lse_ref, size_ref, used_ref, key_ref, *refs, chunk):
     # Of one head: logits [G, C]; lse [N, G]; size [C]; used [1]. Of this program: key [P]; most [P / chunk], where it is
-    # asked for. Of one head: exact [C], all of which begin as false.
+    # asked for. Of one head: exact [C], false at first.
     *most_ref, exact_ref = refs
     clusters, part = size_ref.shape[0], key_ref.shape[0]
     cluster = pl.program_id(2) * part + jnp.arange(part, dtype=jnp.int32)
@@ -85,7 +85,7 @@ def _rank(*refs, chunk, entries, room, threads, interpret):
 
 
 def _consider(key_ref, out_ref, wanted):
-    """Write which of the clusters are the first ``wanted``."""
+    """Write which clusters are the first ``wanted`` in the ranking."""
     clusters = out_ref.shape[0]
     cluster = jnp.arange(max(pl.next_power_of_2(clusters), 16), dtype=jnp.int32)
     key = plt.load(key_ref.at[cluster], mask=cluster < clusters, other=NEVER)
@@ -97,7 +97,7 @@ def _consider(key_ref, out_ref, wanted):
     def below(pivot):
         return jnp.max(jnp.where(key < pivot, key, NEVER))
 
-    # Pairs of pivots need fewer steps, but with so many keys a second count takes more than that saves.
+    # Pairs of pivots need fewer steps, but with so many keys a second count costs more than the steps save.
     threshold, reach, over = find(count, below, low, high, number, wanted, 0, infinite)
 
     # Ranks take longer than all the rest.
@@ -126,7 +126,7 @@ def _give_room(list_ref, ends_ref, exact_ref, key_ref, size_ref, listed, room):
         heavy = jnp.sum(jnp.where(key >= middle, size, 0)) > room
         return jnp.where(heavy, middle, low), jnp.where(heavy, high, middle)
 
-    # The greatest key that, with all above, has more tokens than there is room for; NEVER where all have room.
+    # The greatest key at which the clusters of this key or more have more tokens than room; NEVER where all have room.
     start = jnp.where(jnp.sum(size) > room, jnp.max(key), NEVER) + 1
     edge, _ = lax.while_loop(lambda state: state[1] > state[0] + 1, narrow, (jnp.int32(NEVER), start))
     over = jnp.sum(jnp.where(key > edge, size, 0))
@@ -143,13 +143,13 @@ def cluster_rank(
     query, centroid, size, used, best, considered, *, scale, capacity, room, config: Config | None = None, part: int = PART,
     interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.choose.cluster_rank.cluster_rank``; ``interpret=True`` runs anywhere, slowly."""
+    """Rank the clusters of each KV head by the attention of its query heads; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, clusters, _ = centroid.shape
     logits, lse = logits_kernel.page_logits(query, centroid, used, scale=scale, config=config, interpret=interpret)
     chunk = min(chunk_for(clusters, capacity, MOST_CLUSTERS) or part, part)
     entries, parts = held(clusters, capacity, chunk), pl.cdiv(clusters, part)
     sizes = [part, part // chunk] if entries[0] else [part]
-    # Every ref is that of one head: sums of several indices for each of many clusters would take registers.
+    # Every ref belongs to one head: sums of several indices for each of many clusters would take registers.
     own_row = pl.BlockSpec((1,), lambda b, h, _: (b,))
     flags = jax.ShapeDtypeStruct(size.shape, jnp.bool_)
     key, *most, exact = triton_call(

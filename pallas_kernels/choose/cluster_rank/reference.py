@@ -1,4 +1,4 @@
-"""Ranking clusters in plain JAX, but for the selection itself, which is an operation of its own."""
+"""The ranking of clusters in plain JAX; the selection itself is an operation of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels.score.page_logits.reference import page_logits
 
 
 def cluster_rank(query, centroid, size, used, best, considered, *, scale, capacity, room):
-    """See ``pallas_kernels.choose.cluster_rank.cluster_rank``."""
+    """Rank the clusters of each KV head by the attention of its query heads, in plain JAX."""
     clusters = size.shape[2]
     logits, _ = page_logits(query, centroid, used, None, scale=scale)
     exists = jnp.arange(clusters, dtype=jnp.int32)[None, None] < used[:, None, None]
@@ -27,7 +27,7 @@ def cluster_rank(query, centroid, size, used, best, considered, *, scale, capaci
 
 
 def _before(value, members, found):
-    """For each entry of lists [B, H, K] the ``members`` of all that are not worse: int32 [B, H, K]."""
+    """Sum, for each entry of lists [B, H, K], the ``members`` of all entries that are not worse: int32 [B, H, K]."""
     place = jnp.arange(value.shape[2], dtype=jnp.int32)
     own, other = value[..., None], value[:, :, None]
     better = (other > own) | ((other == own) & (place[None] <= place[:, None])[None, None])
@@ -35,12 +35,12 @@ def _before(value, members, found):
 
 
 def _at(values, index):
-    """Of ``values`` [B, H, C] those at ``index`` int32 [B, H, K], which are in range."""
+    """Take ``values`` [B, H, C] at ``index`` int32 [B, H, K], which is in range: [B, H, K]."""
     return jnp.take_along_axis(values, index, axis=2, mode="promise_in_bounds")
 
 
 def _mask(index, listed, size):
-    """Which of ``size`` entries a list has where bool ``listed``: bool [B, H, size]."""
+    """Mark which of ``size`` entries a list ``index`` has where ``listed`` bool: bool [B, H, size]."""
 
     def one(index, listed):
         return jnp.zeros((size,), bool).at[index].max(listed, mode="promise_in_bounds", wrap_negative_indices=False)

@@ -34,6 +34,8 @@ def cluster_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """List the first slots of a row, the slots of the tokens of listed clusters, and the slots from ``near`` on.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         listed: int32 [B, H, K], clusters.
         ends: int32 [B, H, K], tokens to list of the clusters up to each entry: entry i lists ``ends[i] - ends[i - 1]``.

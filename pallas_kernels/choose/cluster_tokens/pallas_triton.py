@@ -1,6 +1,6 @@
 """Lists of the tokens of clusters as one Pallas Triton kernel, grid (B, H, blocks of the list).
 
-Every entry finds its cluster by a binary search, whose numbers are in the first-level cache.
+Every entry finds its cluster by a binary search over ``ends``, which stay in the first-level cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ BLOCK = 256  # entries per program
 
 
 def _kernel(
-    listed_ref, ends_ref, start_ref, order_ref, near_ref, count_ref, slots_ref, mask_ref, *, first, most, newest, block
+    listed_ref,  # [B, H, K]
+    ends_ref,  # [B, H, K]
+    start_ref,  # [B, H, C]
+    order_ref,  # [B, H, S]
+    near_ref,  # [B]
+    count_ref,  # [B]
+    slots_ref,  # [B, H, first + most + newest]
+    mask_ref,  # [B, H, first + most + newest]
+    *,
+    first,
+    most,
+    newest,
+    block,
 ):
-    # listed, ends [B, H, K]; start [B, H, C]; order [B, H, S]; near, count [B]; slots, mask [B, H, first + most + newest]
     b, h = pl.program_id(0), pl.program_id(1)
     entry = pl.program_id(2) * block + jnp.arange(block, dtype=jnp.int32)
     clusters, token = listed_ref.shape[2], entry - first
@@ -46,7 +57,7 @@ def _kernel(
 def cluster_tokens(
     listed, ends, start, order, near, count, *, first, most, newest, block: int = BLOCK, interpret=False
 ):
-    """See ``pallas_kernels.choose.cluster_tokens.cluster_tokens``; ``interpret=True`` runs anywhere, slowly."""
+    """List the tokens of the listed clusters and of both ends of the row; ``interpret=True`` runs anywhere, slowly."""
     shape = (*listed.shape[:2], first + most + newest)
     return triton_call(
         functools.partial(_kernel, first=first, most=most, newest=newest, block=block),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def cluster_tokens(listed, ends, start, order, near, count, *, first, most, newest):
-    """See ``pallas_kernels.choose.cluster_tokens.cluster_tokens``."""
+    """List the tokens of the listed clusters and of both ends of the row, in plain JAX."""
     entry = jnp.arange(most, dtype=jnp.int32)
     at = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, entry, side="right")))(ends)
     at = jnp.minimum(at, listed.shape[2] - 1)

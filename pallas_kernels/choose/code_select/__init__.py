@@ -41,6 +41,8 @@ def code_select(
 
     where c(i) is the key that the centroids of slot i make. Of equal scores the lower slot is better.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         query: [B, H, G, D].
         centroids: float32 [B, H, M, C, D/M], of each part of the channels.
@@ -90,5 +92,5 @@ def code_select(
 
 
 def code_bits(parts: int, count: int) -> int:
-    """Bits of a slot's code: the numbers of ``parts`` of ``count`` centroids each."""
+    """Count the bits of a slot's code: the numbers of ``parts`` of ``count`` centroids each."""
     return parts * bit_codes.bits_of(count)

@@ -1,11 +1,11 @@
-"""Selection by product-quantised keys as three Pallas Triton kernels. Only codes are scored, of which there are few.
+"""Selection by product-quantised keys as three Pallas Triton kernels. Only codes are scored, and there are few codes.
 
-1. ``code_count``, grid (B, H, blocks): how many searched slots of its block have each code, counted in shared memory; and a
-   share of the products of queries and centroids.
-2. ``code_cut``, grid (B, H): the score of every code from these products, and the threshold that as many slots reach as are
-   wanted. Codes of equal score are of one kind.
-3. ``code_list``, grid (B, H, blocks): a block's best slots go into the list behind those of the blocks before it, which the
-   counts of codes tell. The programs write the other entries, too. The result does not depend on the order of programs.
+1. ``code_count``, grid (B, H, blocks): a program counts in shared memory how many searched slots of its block have each code,
+   and computes a share of the products of queries and centroids.
+2. ``code_cut``, grid (B, H): a program computes the score of every code from these products, and the threshold that as many
+   slots reach as are wanted. Codes of equal score are treated as one code.
+3. ``code_list``, grid (B, H, blocks): a block's best slots go into the list behind the best slots of earlier blocks, whose
+   number follows from the counts. The programs also write all other entries. The result does not depend on their order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pallas_kernels.numerics import finite_or_zero
 
 AHEAD = 8  # blocks whose counts are loaded together
 MOST_HEADS = 16  # query heads of a group, whose scores of all codes one program holds
-MOST_CODES = 8192  # there are as many counters in shared memory as slots in a block
+MOST_CODES = 8192  # a program has as many counters in shared memory as slots in its block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Config:
 
 
 def _code_of(ids_ref, slot, bits):
-    """The codes of slots [N]: int32. ``ids_ref`` is uint8, all bytes of one head; slots behind the last may get any code."""
+    """Read the codes of slots [N]: int32. ``ids_ref`` is uint8, all bytes of one head; slots behind the last get any code."""
     codes, size = bit_codes.together(bits)
     begin = lax.rem(slot, codes) * bits  # where the code begins in its group
     byte = lax.div(slot, codes) * size + (begin >> 3)
@@ -64,7 +64,7 @@ def _code_of(ids_ref, slot, bits):
 
 
 def _counted(count_ref, blocks):
-    """How many searched slots of the first ``blocks`` blocks have each code: int32 [N]."""
+    """Count the searched slots of the first ``blocks`` blocks that have each code: int32 [N]."""
     code = jnp.arange(count_ref.shape[1], dtype=jnp.int32)
 
     def add(step, total):
@@ -127,7 +127,7 @@ def _cut(count_ref, table_ref, stop_ref, wanted_ref, key_ref, cut_ref, *, parts,
     shares = [share(x) for x in logits]
     most = finite_or_zero(functools.reduce(jnp.maximum, shares))
     score = most + jnp.log(functools.reduce(operator.add, (jnp.exp(x - most) for x in shares)))
-    # A searched slot must beat the others even when its score is -inf.
+    # A searched slot must beat all other slots even when its score is -inf.
     key = jnp.where(there, order_key(jnp.maximum(score, jnp.finfo(jnp.float32).min)), NEVER)
     key_ref[...] = key
 
@@ -173,7 +173,7 @@ def _list(
 def code_select(
     query, centroids, ids, stop, length, wanted, *, first, capacity, room, config: Config | None = None, interpret=False
 ):
-    """See ``pallas_kernels.choose.code_select.code_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the best searched and the last slots by their codes; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     batch, heads, group, _ = query.shape
     parts, count = centroids.shape[2:4]

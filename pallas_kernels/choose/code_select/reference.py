@@ -15,7 +15,7 @@ from pallas_kernels.numerics import group_share, product_precision
 
 
 def code_select(query, centroids, ids, stop, length, wanted, *, first, capacity, room):
-    """See ``pallas_kernels.choose.code_select.code_select``."""
+    """List the first, the best searched and the last slots by their codes, in plain JAX."""
     batch, heads, group, dim = query.shape
     parts, count = centroids.shape[2:4]
     bits = bit_codes.bits_of(count)
@@ -28,7 +28,7 @@ def code_select(query, centroids, ids, stop, length, wanted, *, first, capacity,
     slot = jnp.arange(code.shape[2], dtype=jnp.int32)[None, None]
     searched = jnp.broadcast_to((slot >= first) & (slot < stop[:, None, None]), code.shape)
     score = group_share(functools.reduce(operator.add, logits), searched)
-    # A searched slot must beat the others even when its score is -inf.
+    # A searched slot must beat all other slots even when its score is -inf.
     score = jnp.where(searched, jnp.maximum(score, jnp.finfo(jnp.float32).min), -jnp.inf)
     best, found = kth_select_mask(score, jnp.broadcast_to(wanted[:, None], (batch, heads)), capacity)
     before = jnp.broadcast_to(jnp.arange(first, dtype=jnp.int32)[None, None], (batch, heads, first))
@@ -40,7 +40,7 @@ def code_select(query, centroids, ids, stop, length, wanted, *, first, capacity,
 
 
 def _each(table, index):
-    """Of ``table`` [B, H, G, C] the entries at ``index`` int32 [B, H, S], which are in range: [B, H, G, S]."""
+    """Look up ``table`` [B, H, G, C] at ``index`` int32 [B, H, S], which is in range: [B, H, G, S]."""
 
     def one(table, index):
         return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)

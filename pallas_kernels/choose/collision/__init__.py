@@ -35,13 +35,15 @@ def collision(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Candidates for the mean query of each group, among the keys of the zone, slots ``first`` to ``stop - 1``.
+    """List the candidates for the mean query of each group, among the keys of the zone, slots ``first`` to ``stop - 1``.
 
     In every slice, the score of a cluster is the product of its sign vector with the slice of the query. Clusters are ordered
     by score, and of equal scores the lower cluster is first. Each of Z tiers covers a share of the zone's keys from the best
     cluster on. A key gets a vote for every slice and every tier in which its cluster begins. The candidates are the keys
     with most votes, and of equal votes the lower slots; their number is a share of the zone too. Shares depend on how many
     keys the zone holds.
+
+    Differentiable: through ``xla``, the mean query only.
 
     Args:
         query: [B, H, G, D].
@@ -51,19 +53,19 @@ def collision(
         position: int32 [B, H, S], negative for an empty slot.
         stop: int32 [B], the slot behind the zone.
         shares: int32 [P, 2 + Z], a row per range of zone lengths: the length before which the range ends (the last row has no
-            end), then the share of the candidates and those of the tiers, in millionths.
+            end), then the share of the candidates and the shares of the tiers, in millionths.
         first: first slot of the zone.
         capacity: room for candidates C; no more are taken.
-        part: the slots are a part of those of each row (`Part`): ``counts`` are of all parts, ``first`` and ``stop`` are
-            slots among those of all parts, and so many candidates as ``capacity`` says are chosen among all of them. None:
+        part: which part of the slots of each row is here (`Part`). ``counts`` cover all parts, ``first`` and ``stop`` are
+            slots of the whole row, and ``capacity`` candidates are chosen among all parts. None:
             they are all.
         implementation: "pallas_triton" (GPU), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 
     Returns:
         The rotated mean query float32 [B, H, D], the slots of the candidates int32 [B, H, C] ascending, and their number
-        int32 [B, H]; entries behind that number may hold anything. Of a part they are those that are in it, by their slots in
-        it, and C is at most S.
+        int32 [B, H]; entries behind that number may hold anything. With ``part``, only candidates
+        of this part are listed, by their slots in it, and C is at most S.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the implementation is unknown.

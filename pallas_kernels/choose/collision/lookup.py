@@ -45,7 +45,7 @@ class Table:
         self._base = assembly("{bar.sync 0; mov.b32 $0, $1;}", [base])
 
     def votes(self, ids: Array) -> Array:
-        """The sum of votes of each row of ids uint8 [T, N], int32 [T]; a thread has one row."""
+        """Sum the votes of each row of ids uint8 [T, N]: int32 [T]; a thread has one row."""
         if self._interpret:
             index = jnp.arange(self._slices, dtype=jnp.int32)[None, :] * CLUSTERS + ids.astype(jnp.int32)
             found = self._ref[index // _WORD] >> (index % _WORD * 8)
@@ -55,7 +55,7 @@ class Table:
         pack = min(self._slices, _PACK)
         words = pack // _WORD
         # Tables of 256 bytes begin at multiples of 256, so a byte of ids replaces the lowest byte of its table's address. All
-        # votes are added to the first number of a pack; the others are zero.
+        # votes are added to the first number of a pack; all other numbers are zero.
         lines = [".reg .b32 at, found;", *(f"mov.b32 ${i}, 0;" for i in range(pack))]
         for i in range(pack):
             lines.append(f"prmt.b32 at, ${pack + i // _WORD}, ${pack + words}, {0x7650 + i % _WORD:#x};")
@@ -63,18 +63,18 @@ class Table:
         return jnp.sum(assembly("{" + " ".join(lines) + "}", [ids, start], pack), axis=1, dtype=jnp.int32)
 
     def nothing(self) -> Array:
-        """The state that `count` begins with."""
+        """Return the state that `count` begins with."""
         return jnp.zeros((COUNTS,), jnp.int32) if self._interpret else self._base
 
     def count(self, numbers: Array, counted: Array) -> Array:
-        """Count ``numbers`` int32 [T] below `COUNTS`; returns ``counted`` for the next call."""
+        """Count ``numbers`` int32 [T] below `COUNTS`, and return ``counted`` for the next call."""
         if self._interpret:
             hit = numbers[:, None] == jnp.arange(COUNTS, dtype=jnp.int32)[None, :]
             return counted + jnp.sum(hit, axis=0, dtype=jnp.int32)
         return assembly(_ADD % (self._ref.shape[0] * _WORD), [counted, numbers])
 
     def counts(self, counted: Array) -> Array:
-        """How often each number was counted: int32 [COUNTS]."""
+        """Return how often each number was counted: int32 [COUNTS]."""
         if self._interpret:
             return counted
         # Every thread has the same address in `counted`; a barrier waits until all have counted.
@@ -84,10 +84,10 @@ class Table:
 
 
 def add_where_greater(sums: Array, one: Array, other: Array, more: Array, interpret: bool) -> Array:
-    """``sums`` float32, plus ``more`` float32 where ``one`` int32 > ``other`` int32; all of one shape.
+    """Add ``more`` float32 to ``sums`` float32 where ``one`` int32 > ``other`` int32; all have one shape.
 
-    A comparison and an addition that the comparison switches: compilers add a selection, which waits for the same unit as
-    the comparison.
+    It takes a comparison and a predicated addition. Compilers would use a selection as well, which waits for the same unit
+    as the comparison.
     """
     if interpret:
         return jnp.where(one > other, sums + more, sums)

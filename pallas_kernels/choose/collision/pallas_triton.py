@@ -9,7 +9,7 @@
 3. Candidates, one program per block of keys. The counts say where the cut is, and where in the list the candidates of the
    block go. Nothing is sorted, and the result does not depend on the order of programs.
 
-Where the slots are a part of those of a row, the counts of all parts are gathered between the last two kernels.
+Where a row's slots are divided into parts, the counts of all parts are gathered between the last two kernels.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Config:
 
 
 def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of ``slots`` keys: enough blocks to fill the GPU, few enough counts of theirs to read."""
+    """Choose a config for B*H ``lists`` of ``slots`` keys: enough blocks to fill the GPU, but few counts per list to read."""
     blocks = min(max(pl.cdiv(PROGRAMS, lists), 4), MOST_BLOCKS)
     block = pl.next_power_of_2(max(pl.cdiv(slots, blocks), 1024))
     if pl.cdiv(slots, block) > MOST_BLOCKS:
@@ -74,7 +74,7 @@ def default_config(lists: int, slots: int) -> Config:
 
 
 def _before(own, held, of, mirror, rivals, interpret):
-    """How many keys stand before each cluster, int32 [256]: those of better clusters, and of lower ones with its score.
+    """Count the keys before each cluster, int32 [256]: the keys of better clusters, and of lower clusters of equal score.
 
     Cluster 255 - c has the negative score of cluster c. So rival 255 - r stands before cluster 255 - c exactly if r does not
     stand before c, and one comparison serves two pairs: only the rivals below 128 are compared.
@@ -82,7 +82,7 @@ def _before(own, held, of, mirror, rivals, interpret):
     Args:
         own: order keys of the clusters' scores, int32 [256].
         held: keys in each cluster, float32 [256].
-        of: gives the order keys of clusters, and the counts, float32, of them and of their opposites.
+        of: gives the order keys of clusters, and the counts, float32, of these clusters and of their opposites.
         mirror: gives x float32 [256] with its entries in reverse order.
         rivals: clusters that are compared with all at once.
         interpret: compute without assembly.
@@ -191,9 +191,8 @@ def _votes_kernel(
     table_ref, ids_ref, position_ref, stop_ref, zone_ref, *refs, first, threads, interpret
 ):
     # Of one list: table [N * 64] words, ids [S, N], position [S]; the first slot of the zone [], if it is not known before.
-    # Results: votes + 1 of this block [block], reach of this
-    # block [COUNTS], how many of its keys have each number of votes + 1 or more; total [B, H, COUNTS], the sums over all
-    # blocks.
+    # Results of this block: votes + 1 [block]; reach [COUNTS], how many of its keys have each number of votes + 1 or more.
+    # Result of all blocks: total [B, H, COUNTS], the sums of reach.
     *first_ref, _, votes_ref, reach_ref, total_ref = refs
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     (slots, slices), block = ids_ref.shape, votes_ref.shape[0]
@@ -265,8 +264,8 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, *refs, tile, 
     def list_tile(step, carry):
         above_before, level_before, *held = carry
         ahead = words(jnp.minimum(step + 1, block // tile - 1)) if tile < block else held
-        # In four bytes at once: adding 127 - cut sets the eighth bit of bytes above the cut, and 128 - cut that of bytes at
-        # the cut or above.
+        # In four bytes at once: adding 127 - cut sets the eighth bit of bytes above the cut, and 128 - cut sets it in
+        # bytes at the cut or above.
         above = [((x + (COUNTS - 1 - cut) * EACH_BYTE) >> 7) & EACH_BYTE for x in held]
         level = [(((x + (COUNTS - cut) * EACH_BYTE) >> 7) & EACH_BYTE) - y for x, y in zip(held, above, strict=True)]
         # Times EACH_BYTE, each byte of a word becomes the sum of itself and the lower bytes: these are ranks within the word,
@@ -316,7 +315,7 @@ def collision(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.collision.collision``; ``interpret=True`` runs anywhere, slowly."""
+    """List the keys of the zone with the most votes; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, slices = ids.shape
     begins = []
     if part is not None:
@@ -379,7 +378,7 @@ def collision(
 
 
 def _of_block(*size):
-    """Program (b, h, i) sees its block of the third axis: ``size`` entries, or with two sizes its row of ``size[1]``."""
+    """Show program (b, h, i) its block of the third axis: ``size`` entries, or with two sizes its row of ``size[1]``."""
     if len(size) == 1:
         return pl.BlockSpec((None, None, *size), lambda b, h, i: (b, h, i))
     return pl.BlockSpec((None, None, None, size[1]), lambda b, h, i: (b, h, i, 0))

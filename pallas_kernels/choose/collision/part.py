@@ -1,4 +1,4 @@
-"""Where a device has a part of the slots of each row, and the candidates are those of all parts."""
+"""One device's part of the slots of each row, where candidates are chosen among all parts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from jax import Array
 class Part(NamedTuple):
     """One of n parts of the slots. A part with a higher number has higher slots."""
 
-    begin: Array | int  # int32 [], the first slot of the part among those of all parts
+    begin: Array | int  # int32 [], the first slot of the part, counted over all parts
     number: Array | int  # int32 [], 0 to n - 1
-    every: Callable[[Array], Array]  # from an array of each part the arrays of all parts, [n, ...]
+    every: Callable[[Array], Array]  # gathers an array of each part to the arrays of all parts, [n, ...]
 
     def zone(self, first: int, stop: Array, slots: int) -> tuple[Array, Array]:
-        """The slots of the zone that are here: the first, int32 [], and the one behind the last, int32 [B]."""
+        """Return the zone's slots in this part: the first slot, int32 [], and the slot behind the last, int32 [B]."""
         return jnp.clip(first - self.begin, 0, slots), jnp.clip(stop - self.begin, 0, slots)
 
     def share_out(self, own: Array, wanted: Array) -> tuple[Array, Array, Array, Array]:
-        """Where the cut among the votes lies, and what it leaves to this part.
+        """Find the cut among the votes, and the candidates that it leaves to this part.
 
         Args:
             own: int32 [B, H, V], how many keys of the part have each number of votes or more.
             wanted: int32 [B, H], candidates of all parts; there are as many keys.
 
         Returns:
-            ``own`` summed over all parts; and int32 [B, H] each: the number of votes of which not all keys may be candidates,
-            how many of those keys may be candidates of this part, and how many candidates the part has.
+            ``own`` summed over all parts; and int32 [B, H] each: the number of votes at the cut, where not all keys may be
+            candidates; how many keys at the cut are candidates of this part; and how many candidates the part has.
         """
         every = self.every(own)
         earlier = jnp.arange(len(every), dtype=jnp.int32)[:, None, None, None] < self.number

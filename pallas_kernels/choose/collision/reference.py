@@ -10,7 +10,7 @@ from pallas_kernels.formats.key_codes import rotation
 
 
 def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
-    """See ``pallas_kernels.choose.collision.collision``."""
+    """List the keys of the zone with the most votes, in plain JAX."""
     if part is not None:
         first, stop = part.zone(first, stop, ids.shape[2])
     query = query.astype(jnp.float32).mean(axis=2)
@@ -28,7 +28,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
 
 
 def _cut_of_part(votes, wanted, most, part):
-    """`votes.candidate_cut` over all parts: bool [B, H, S], the candidates of this part, and their number int32 [B, H].
+    """Cut over all parts as `votes.candidate_cut`: bool [B, H, S], this part's candidates, and their number int32 [B, H].
 
     ``votes`` int32 [B, H, S] are in 0..``most``, and -1 outside of the zone.
     """

@@ -11,9 +11,9 @@ MILLION = 1_000_000
 
 
 def portion(part: Array, count: Array) -> Array:
-    """ceil(part * count / 1,000,000) of int32 >= 0; ``part`` is at most a million, ``count`` below 2.1 million.
+    """Compute ceil(part * count / 1,000,000) of int32 >= 0; ``part`` is at most a million, ``count`` below 2.1 million.
 
-    It is computed in whole numbers, because the float32 product of, say, 0.3 and 7,000 need not be 2,100.
+    It is computed in integers, because the float32 product of, say, 0.3 and 7,000 need not be 2,100.
     """
     whole = lax.div(count, 1000) * part
     rest = lax.rem(whole, 1000) * 1000 + lax.rem(count, 1000) * part
@@ -21,7 +21,7 @@ def portion(part: Array, count: Array) -> Array:
 
 
 def cluster_scores(query: Array) -> Array:
-    """Product of each slice with the sign vector of each cluster: rotated query float32 [..., D] to float32 [..., N, 256]."""
+    """Multiply each slice with each cluster's sign vector: rotated query float32 [..., D] to float32 [..., N, 256]."""
     slices = query.reshape(*query.shape[:-1], -1, SLICE)
     scores = jnp.zeros((*slices.shape[:-1], 1), jnp.float32)
     for channel in range(SLICE):
@@ -31,7 +31,7 @@ def cluster_scores(query: Array) -> Array:
 
 
 def tier_weights(scores: Array, counts: Array, cutoffs: Array) -> Array:
-    """How many votes a key of each cluster gets: the number of tiers in which its cluster begins, from the best cluster on.
+    """Count the votes for a key of each cluster: the tiers in which its cluster begins, from the best cluster on.
 
     Args:
         scores: float32 [B, H, N, 256].
@@ -59,7 +59,7 @@ def collision_votes(weights: Array, ids: Array) -> Array:
 
 
 def candidate_cut(votes: Array, valid: Array, count: Array, most: int) -> Array:
-    """The ``count`` valid slots with most votes, and of equal votes the lower slots: by an integer histogram, without a sort.
+    """Mark the ``count`` valid slots with most votes, lower slots first among equal votes, by a histogram without a sort.
 
     Args:
         votes: int32 [B, H, S] in 0..most.
@@ -82,7 +82,7 @@ def candidate_cut(votes: Array, valid: Array, count: Array, most: int) -> Array:
 
 
 def sizes(counts: Array, shares: Array, capacity: int) -> tuple[Array, Array, Array]:
-    """Keys in the zone and candidates, int32 [B, H], and the tiers' cut-offs in keys, int32 [B, H, Z]."""
+    """Compute the keys in the zone and the candidates, int32 [B, H], and the tiers' cut-offs in keys, int32 [B, H, Z]."""
     zone = jnp.sum(counts[:, :, 0], axis=2, dtype=jnp.int32)
     piece = jnp.sum(zone[..., None] >= shares[None, None, :-1, 0], axis=2, dtype=jnp.int32)
     row = jnp.take(shares, piece, axis=0, mode="clip")

@@ -24,6 +24,8 @@ def compact(
 ) -> tuple[jax.Array, jax.Array]:
     """List the first ``capacity`` true entries of each row of a mask.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         mask: bool [..., S].
         capacity: static length K of the result.

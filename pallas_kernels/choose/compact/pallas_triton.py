@@ -26,7 +26,7 @@ class Config:
     Attributes:
         tile: entries per step, a power of two.
         alone: longest row that every program counts for itself.
-        programs: over all rows, approximately.
+        programs: programs over all rows, approximately.
         num_warps: warps per program.
     """
 
@@ -41,7 +41,7 @@ class Config:
 
 
 def _load(mask_ref, begin, end, tile):
-    """Slots int32 [tile] from ``begin`` on, and int32 [tile], 1 for true entries before ``end``."""
+    """Load a tile of the mask from ``begin`` on: slots int32 [tile], and int32 [tile], 1 for true entries before ``end``."""
     slot = begin + jnp.arange(tile, dtype=jnp.int32)
     return slot, plt.load(mask_ref.at[slot], mask=slot < end, other=False).astype(jnp.int32)
 
@@ -102,7 +102,7 @@ def _row(size):
 
 
 def compact(mask, capacity, *, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.choose.compact.compact``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first true entries of each row of a mask; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     slots, lists = mask.shape[-1], math.prod(mask.shape[:-1])
     flat = mask.reshape(lists, slots)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 def compact(mask, capacity):
-    """See ``pallas_kernels.choose.compact.compact``."""
+    """List the first true entries of each row of a mask, in plain JAX."""
     size = mask.shape[-1]
     rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, capacity)
     flat = rank.reshape(-1, size)

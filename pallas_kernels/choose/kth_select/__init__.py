@@ -31,7 +31,9 @@ def kth_select(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The ``budget`` best entries of each row, exactly, as an ascending list; of equal entries the lower index is taken.
+    """List the ``budget`` best entries of each row, exactly, in ascending order; of equal entries the lower index is taken.
+
+    Not differentiable: its results are integers and truth values.
 
     Args:
         score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
@@ -61,7 +63,7 @@ def kth_select_mask(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``kth_select``, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
+    """Select as ``kth_select`` does, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
 
     The kernel that writes the list writes this mask too; to make it of the count would be one more launch.
 

@@ -11,7 +11,7 @@ from pallas_kernels.choose.kth_select import pallas_triton
 
 
 def kth_select(score, budget, capacity):
-    """Slots, keep and count: see ``pallas_kernels.choose.kth_select.kth_select``."""
+    """Return slots, keep and count, as the operation does."""
     from pallas_kernels.choose.kth_select import jax_triton_body
 
     shape, slots = score.shape[:2], score.shape[2]
@@ -66,7 +66,7 @@ def kth_select(score, budget, capacity):
 
 
 def check(score, budget, capacity, lse=None):
-    """Raise ``NotImplementedError`` where "pallas_triton" would, for logits, and where the package is missing."""
+    """Raise ``NotImplementedError`` where "pallas_triton" does, for logits, and where the package is missing."""
     if lse is not None:
         raise NotImplementedError("got logits of query heads, expected one score for each entry")
     pallas_triton.check(score, budget, capacity)

@@ -1,6 +1,6 @@
 """The kernels of `pallas_triton` for long rows in Triton's own language. Only `jax_triton` imports this module.
 
-Keys are those of `pallas_kernels._triton.kth_search.order_key`.
+Keys are made as `pallas_kernels._triton.kth_search.order_key` makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _key(score):
 
 @jit
 def _count(first, more, number, pivot, TILE: tl.constexpr):
-    """How many of ``number`` keys, the first TILE in registers and all at ``more``, are at least ``pivot``."""
+    """Count the keys of at least ``pivot`` among ``number`` keys, the first TILE in registers and all at ``more``."""
     hits = (first >= pivot).to(tl.int32)
     for begin in range(TILE, number, TILE):
         at = begin + tl.arange(0, TILE)
@@ -27,7 +27,7 @@ def _count(first, more, number, pivot, TILE: tl.constexpr):
 
 @jit
 def _threshold(first, more, number, low, high, held, wanted, slack, TILE: tl.constexpr):
-    """As `kth_search.find`, one pivot per step: the threshold, how many keys reach it and how many exceed it."""
+    """Search as `kth_search.find` does, one pivot per step: the threshold, and how many keys reach and exceed it."""
     reach, over, slow = held, held * 0, held < 0
     while (reach > wanted + slack) & (high > low + 1):
         half = (high >> 1) - (low >> 1)
@@ -44,7 +44,7 @@ def _threshold(first, more, number, low, high, held, wanted, slack, TILE: tl.con
 
 @jit
 def _rank(key, threshold, ties, over, equal):
-    """As `kth_search.rank`."""
+    """Rank a block's keys as `kth_search.rank` does."""
     more, same = (key > threshold).to(tl.int32), (key == threshold).to(tl.int32)
     same_before = equal + tl.cumsum(same, 0) - same
     place = over + tl.cumsum(more, 0) - more + tl.minimum(same_before, ties)
@@ -80,7 +80,7 @@ def filter(
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """List the candidates of one stretch: entries that reach a number which ``wanted`` to 9/8 ``wanted`` maxima reach."""
+    """List the candidates of one stretch: entries that reach a threshold which ``wanted`` to 9/8 ``wanted`` maxima reach."""
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     wanted = tl.minimum(tl.maximum(tl.load(budget + row), 1), MOST)
     nodes = tl.load(node + row * NODES + tl.arange(0, NODES))

@@ -13,12 +13,12 @@ from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, f
 def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):
     """Search the threshold of the best ``wanted`` entries, and write their slots in ascending order.
 
-    Entries come in tiles of N keys. The first tile stays in registers; each count reads the others again.
+    Entries come in tiles of N keys. The first tile stays in registers; each count reads all other tiles again.
 
     Args:
         first: int32 [N], keys of the first tile, ``NEVER`` behind the last entry.
-        first_slots: gives the slots of the first tile, int32 [N].
-        load: gives, for the number of a tile, its keys and a function for its slots; None if there is one tile.
+        first_slots: a function that returns the slots of the first tile, int32 [N].
+        load: a function from a tile's index to its keys and a function for its slots; None if there is one tile.
         tiles: int32, number of tiles.
         wanted: int32, entries to list.
         list_ref: int32 [K], where the slots are written.

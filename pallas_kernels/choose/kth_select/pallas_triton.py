@@ -1,12 +1,12 @@
 """The best entries of score rows by threshold search, as one Pallas Triton kernel, or three for long rows.
 
-One program handles a row of up to ``direct`` entries, or a row of which a large part is wanted: it holds the keys in
+One program handles a row of up to ``direct`` entries, or a row with a large part wanted: it holds the keys in
 registers, searches the threshold, and writes the list. For a longer row there are three kernels:
 
-1. ``maxima``: entry i belongs to node i mod N, and each node keeps its maximum. Neighbours, which attention likes together,
+1. ``maxima``: entry i belongs to node i mod N, and each node keeps its maximum. Neighbours, which often score high together,
    belong to different nodes. At least k entries reach the k-th best maximum.
-2. ``filter``: every program finds a number that k to 9/8 k maxima reach. It lists the entries of its own stretch of the row
-   that reach this number. In a row of independent scores these are some 1.4 k entries.
+2. ``filter``: every program finds a threshold that k to 9/8 k maxima reach. It lists the entries of its own stretch of the
+   row that reach this threshold. In a row of independent scores these are some 1.4 k entries.
 3. ``choose``: one program takes these lists, one behind the other, as a short row.
 
 Of logits of several query heads, the first kernel makes the scores; ``maxima`` writes them for ``filter``.
@@ -34,7 +34,7 @@ from pallas_kernels.numerics import finite_or_zero
 
 MOST_WANTED = 8192  # capacity for long rows: there are twice as many nodes, whose keys one program holds in registers
 FEW_SEGMENTS = 20  # up to so many, `choose` is unrolled over the segments of a row; packing is faster from some 30 on
-MOST_HEADS = 16  # whose logits one program reads together
+MOST_HEADS = 16  # query heads whose logits one program reads together
 MOST_TILE = 2**14  # `rank` counts in halves of a word
 
 
@@ -43,14 +43,14 @@ class Config:
     """How the work is divided; sizes are powers of two.
 
     Attributes:
-        direct: longest row that one program reads whole, at most 2**14. It is 2**14 for rows of which a quarter is wanted.
+        direct: longest row that one program reads whole, at most 2**14. It is 2**14 where a quarter of the row is wanted.
         nodes: maxima per row; None takes twice the capacity, and at least 512.
         width: nodes per program of ``maxima``.
         depth: entries per node that ``maxima`` loads at once.
         tile: entries per step of ``filter``; None takes twice the capacity, within 512 and 4096.
         hold: entries that ``choose`` keeps in registers; None takes 1.5 times the capacity, within 256 and 8192.
-        programs: of ``filter`` over all rows, approximately.
-        warps: per program of ``maxima``, ``filter``, ``choose``; None decides by the tile.
+        programs: programs of ``filter`` over all rows, approximately.
+        warps: warps per program of ``maxima``, ``filter``, ``choose``; None decides by the tile.
         direct_warps: warps per program on a short row; None decides by its length.
     """
 
@@ -70,7 +70,7 @@ class Config:
             raise ValueError(f"kth_select: got {self}, expected powers of two, direct, tile and hold up to {MOST_TILE}")
 
     def filled(self, capacity: int) -> Config:
-        """The same with a number for every None, for lists of ``capacity``."""
+        """Fill in every None, for lists of ``capacity``."""
         twice = pl.next_power_of_2(2 * capacity)
         tile = self.tile or min(max(twice, 512), 4096)
         # The filter leaves some 1.4 times as many candidates as are wanted.
@@ -85,7 +85,7 @@ class Config:
 
 
 def _if_wanted(budget_ref, run, otherwise):
-    """``run()``, or ``otherwise()`` where a traced budget is not above 0: a row that chooses nothing costs little."""
+    """Call ``run``, or ``otherwise`` where a traced budget is not above 0: a row that chooses nothing costs little."""
     return lax.cond(budget_ref[0][0] > 0, run, otherwise) if budget_ref else run()
 
 
@@ -95,7 +95,7 @@ def _wanted(budget_ref, budget, most):
 
 
 def _loader(score_ref, lse_ref, slots):
-    """A function from slots to their scores, -inf behind the last: of score [S], or of logits [G, S] and lse [N, G]."""
+    """Make a function from slots to their scores, -inf behind the last: of score [S], or of logits [G, S] and lse [N, G]."""
 
     def load(ref, at):
         return plt.load(ref, mask=at < slots, other=-jnp.inf)
@@ -142,7 +142,7 @@ def _maxima(score_ref, *refs, slots, nodes, width, depth, joining):
 
 
 def list_candidates(segment, score_ref, node_ref, *refs, budget, most, slots, tile, steps):
-    """The kernel ``filter`` for one segment of a row."""
+    """Do what the kernel ``filter`` does for one segment of a row."""
     # Of one row: score [S]; node [nodes]; budget [1] if traced. Results: count [segments], edge [2] (the least key of the
     # candidates and a number above the greatest finite key), keys and slots [segments * steps * tile].
     *budget_ref, count_ref, edge_ref, key_ref, slot_ref = refs
@@ -169,7 +169,7 @@ def list_candidates(segment, score_ref, node_ref, *refs, budget, most, slots, ti
         threshold, _, _ = find(count, below, low, high, held, wanted, wanted >> 3, infinite)
         # If fewer nodes than wanted hold a finite score, every entry is a candidate.
         threshold = jnp.where(held < wanted, LOWEST, threshold)
-        edge_ref[0], edge_ref[1] = threshold, high  # every program of a row writes the same numbers
+        edge_ref[0], edge_ref[1] = threshold, high  # every program of a row writes the same values
 
         def put(key, slot, over, equal):
             # No more than `wanted` entries that equal the threshold can be chosen.
@@ -208,7 +208,7 @@ def _direct(score_ref, *refs, budget, most, slots, tile, joining):
 
 
 def choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, segments, interpret):
-    """The kernel of this name, for one row."""
+    """Do what the kernel ``choose`` does for one row."""
     # Of one row: found [segments], how many candidates each segment has; edge [2]; keys and slots [segments * stretch];
     # budget [1] if traced. Results: list, keep [K]; count [1]; packed keys and packed slots, as long as keys and slots, in
     # which the candidates stand without the gaps between segments.
@@ -220,7 +220,7 @@ def choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, se
     segment = jnp.arange(padded, dtype=jnp.int32)
 
     def pack():
-        """Copy the candidates of all segments, one behind the other; how many there are."""
+        """Copy the candidates of all segments, one behind the other, and return their number."""
         found = plt.load(found_ref.at[segment], mask=segment < segments, other=0)
         before = lax.cumsum(found, axis=0) - found
         wide = max(2 * tile // padded, 1)
@@ -237,7 +237,7 @@ def choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, se
         return jnp.sum(found)
 
     def gather(ends):
-        """The first tile of the packed candidates, read where the segments hold them: the gaps between them are skipped."""
+        """Load the first tile of candidates from where the segments hold them: the gaps between segments are skipped."""
         at = jnp.arange(tile, dtype=jnp.int32)
         gaps = (jnp.where(at >= end, stretch - found, 0) for end, found in zip(ends[:-1], scalars[:-1], strict=True))
         source, live = sum(gaps, at), at < ends[-1]
@@ -264,7 +264,7 @@ def choose(found_ref, edge_ref, key_ref, slot_ref, *refs, budget, most, tile, se
 
 
 def _budget_operand(budget, heads):
-    """The budget as a number, its operands and their specs: a Python number has no operand.
+    """Return the budget as a number, its operands and their specs: a Python number has no operand.
 
     An array [] to [B, H] becomes int32 [n], and its spec points list i of [B, H] at its own entry.
     """
@@ -287,7 +287,7 @@ def kth_select(score, budget, capacity, lse=None, *, config: Config | None = Non
     config = Config() if config is None else config
     (rows, heads), slots = score.shape[:2], score.shape[-1]
     lists = rows * heads
-    # The scores, or logits and lse; a program sees those of its own list.
+    # The scores, or logits and lse; a program sees only its own list.
     flat = [x.reshape(lists, *x.shape[2:]) for x in (score, lse) if x is not None]
     number, budgets, budget_specs = _budget_operand(budget, heads)
     common = {"budget": number, "most": min(capacity, slots)}
@@ -327,19 +327,19 @@ def kth_select(score, budget, capacity, lse=None, *, config: Config | None = Non
 
 
 def is_direct(slots: int, capacity: int, config: Config) -> bool:
-    """Whether one program reads a whole row; where a quarter of it is wanted, the filter would leave most of it."""
+    """Tell whether one program reads a whole row; where a quarter of it is wanted, the filter would keep most of it."""
     return slots <= config.direct or slots <= min(MOST_TILE, 4 * capacity)
 
 
 def stretches(lists: int, slots: int, config: Config) -> tuple[int, int]:
-    """Tiles per program of ``filter``, and its programs per row."""
+    """Choose the tiles per program of ``filter``, and its programs per row."""
     tiles = pl.cdiv(slots, config.tile)
     steps = pl.cdiv(tiles, max(1, min(tiles, config.programs // lists)))
     return steps, pl.cdiv(tiles, steps)
 
 
 def _candidates(flat, budgets, budget_specs, common, config, interpret):
-    """The candidates of each segment of each row, and the number of segments.
+    """Find the candidates of each segment of each row, and return them and the number of segments.
 
     Candidates are four int32 arrays: how many each segment has [L, segments]; the least key of a row's candidates and a
     number above its greatest finite key [L, 2]; keys and slots [L, segments * stretch].
@@ -380,7 +380,7 @@ def _candidates(flat, budgets, budget_specs, common, config, interpret):
 
 
 def check(score, budget, capacity, lse=None):
-    """Raise ``NotImplementedError`` for rows and capacities the kernels do not take."""
+    """Raise ``NotImplementedError`` for rows and capacities that the kernels do not take."""
     slots = score.shape[-1]
     if slots > MOST_TILE and capacity > MOST_WANTED:
         raise NotImplementedError(

@@ -38,6 +38,8 @@ def match_select(
     more. If any head of the group has sampled a slot, it is listed; if there is no room for all, those that have the most
     equal buckets with one query head, and of equal numbers the lower slots.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         query: uint8 or uint16 [B, H, G, L], the bucket of each query head in each table, below 2**num_bits.
         ids: of the same dtype [B, H, L, N], the bucket of each token. The kernel is fast where N is a multiple of 8.

@@ -1,12 +1,11 @@
-"""MagicPIG's selection as three Pallas Triton kernels. Counts of equal buckets are small numbers, of which there are few.
+"""MagicPIG's selection as three Pallas Triton kernels. Counts of equal buckets are small, so there are few different counts.
 
-1. ``bucket_matches``, grid (B, H, blocks): the word of each token (see
-`pallas_kernels.score.bucket_matches.pallas_triton`), and
-   how many tokens of each block have each count.
+1. ``bucket_matches``, grid (B, H, blocks): the word of each token (see `pallas_kernels.score.bucket_matches.pallas_triton`),
+   and how many tokens of each block have each count.
 2. ``match_cut``, grid (B, H): the count that as many tokens reach as there is room for, and how many tokens stand in the
-   list before those of each block.
-3. ``match_list``, grid (B, H, blocks): a block's tokens go into the list behind those of the blocks before it. The programs
-   write the other entries, too. The result does not depend on the order of programs.
+   list before each block's tokens.
+3. ``match_list``, grid (B, H, blocks): a block's tokens go into the list behind the tokens of earlier blocks. The programs
+   also write all other entries. The result does not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pallas_kernels.score.bucket_matches import pallas_triton as matches
 from pallas_kernels.score.bucket_matches.pallas_triton import HALF, Config, default_config
 
 _CUT_WARPS = 16
-_HELD = 2**13  # numbers that `match_cut` loads together
+_HELD = 2**13  # counts that `match_cut` loads together
 
 
 def _cut(count_ref, cut_ref, before_ref, sampled_ref, *, capacity):
@@ -93,7 +92,7 @@ def _list(
 def match_select(
     query, ids, near, length, *, first, capacity, room, num_bits, config: Config | None = None, interpret=False
 ):
-    """See ``pallas_kernels.choose.match_select.match_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the sampled and the last slots of each KV head; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config
     group, entries = query.shape[2], first + capacity + room

@@ -10,7 +10,7 @@ from pallas_kernels.score.bucket_matches.reference import equal_buckets
 
 
 def match_select(query, ids, near, length, *, first, capacity, room, num_bits):
-    """See ``pallas_kernels.choose.match_select.match_select``."""
+    """List the first, the sampled and the last slots of each KV head, in plain JAX."""
     equal = equal_buckets(query, ids, near, first)
     most = equal.max(axis=2)  # 0 if no query head has sampled the token
     sampled = jnp.sum(most > 0, axis=2, dtype=jnp.int32)
@@ -29,7 +29,7 @@ def match_select(query, ids, near, length, *, first, capacity, room, num_bits):
 
 
 def _each(counts, slots):
-    """Of ``counts`` [B, H, G, N] those at ``slots`` int32 [B, H, E], which are in range: [B, H, G, E]."""
+    """Take ``counts`` [B, H, G, N] at ``slots`` int32 [B, H, E], which are in range: [B, H, G, E]."""
 
     def one(counts, slots):
         return counts.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)

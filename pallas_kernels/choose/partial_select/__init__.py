@@ -46,6 +46,8 @@ def partial_select(
 
     Of equal scores the lower slot is taken.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         query: as in `partial_score`, like ``key``, ``position``, ``cursor`` and ``alpha``.
         key: [B, H, C, N].

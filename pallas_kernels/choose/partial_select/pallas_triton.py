@@ -2,12 +2,12 @@
 
 1. ``partial_score``, the first kernel of the operation of this name: logits, scores, and maxima of scores.
 2. ``partial_filter``, grid (B * H, segments + parts): the first programs list the entries of a segment that may be chosen,
-   as the kernel ``filter`` of `pallas_kernels.choose.kth_select`; to know them, it is enough how many are wanted at most. The
-   others count what comes near the largest logits, as the second kernel of `partial_score`. They run at the same time: the
-   former mostly wait, and the latter mostly read.
+   as the kernel ``filter`` of `pallas_kernels.choose.kth_select` does, from the most entries that can be wanted. The last
+   programs count the logits near the largest, as the second kernel of `partial_score` does. Both kinds run at the same time:
+   the first programs mostly wait, and the last programs mostly read.
 3. ``partial_choose``, a program per list: now it is known how many are wanted, and the best of the entries are listed.
 
-Short rows have the kernels of both operations.
+Short rows run the kernels of both operations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _filter(*refs, block, blocks, segments, **static):
 
 
 def _choose(near_ref, count_ref, budget_ref, *refs, query_heads, **static):
-    # Of the row: near [1]. Of the list: count [P]. Of all: budget [1]. The others: see `kth.choose`.
+    # Of the row: near [1]. Of the list: count [P]. Of all: budget [1]. Other refs: see `kth.choose`.
     number = wanted(near_ref[0], scores.stored_of(count_ref), budget_ref[0], query_heads)
     kth.choose(*refs[:4], [number], *refs[4:], budget=None, **static)
 
@@ -67,7 +67,7 @@ def partial_select(
     chosen: kth.Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.partial_select.partial_select``; ``interpret=True`` runs anywhere, slowly."""
+    """List the newest token and the best others by their partial keys; ``interpret=True`` runs anywhere, slowly."""
     config, chosen = config or scores.Config(), chosen or kth.Config()
     slots, given = position.shape[2], (query, key, position, cursor)
     if kth.is_direct(slots, capacity, chosen):
@@ -78,7 +78,7 @@ def partial_select(
     (batch, heads), block = query.shape[:2], config.block_of(query.shape[2])
     chosen = chosen.filled(capacity)
     chosen = dataclasses.replace(chosen, tile=max(chosen.tile, block))
-    # As many maxima as are wanted, and half as many again: the filter of every program searches all of them.
+    # Half as many maxima again as entries are wanted: the filter of every program searches all of them.
     least = chosen.nodes // 2 if 3 * capacity // 2 <= chosen.nodes // 2 else chosen.nodes
     made = scores.score_blocks(*given, scale=scale, config=config, wanted=least, interpret=interpret)
     logits, score, most, count, near, node = (x if x.ndim == 1 else x.reshape(-1, *x.shape[2:]) for x in made)

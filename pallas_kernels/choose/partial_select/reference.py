@@ -9,11 +9,11 @@ from pallas_kernels.score.partial_score.reference import partial_score
 
 
 def wanted(near, stored, budget, query_heads):
-    """How many tokens are listed, the newest among them; see ``pallas_kernels.choose.partial_select.partial_select``."""
+    """Count the tokens to list, the newest among them; see ``pallas_kernels.choose.partial_select.partial_select``."""
     return jnp.where(stored <= budget, stored, jnp.minimum(near // query_heads, budget)) + 1
 
 
 def partial_select(query, key, position, cursor, alpha, budget, *, scale, capacity, total, query_heads):
-    """See ``pallas_kernels.choose.partial_select.partial_select``."""
+    """List the newest token and the best others by their partial keys, in plain JAX."""
     score, near, stored = partial_score(query, key, position, cursor, alpha, scale=scale)
     return kth_select_mask(score, wanted(total(near)[:, None], stored, budget, query_heads), capacity)

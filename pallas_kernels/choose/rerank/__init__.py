@@ -61,7 +61,7 @@ def estimates(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
-    """The estimates by which `rerank` chooses, for a choice among the candidates of several devices.
+    """Estimate the products by which `rerank` chooses, for a choice among the candidates of several devices.
 
     Args:
         query: as in `rerank`.
@@ -111,6 +111,8 @@ def rerank(
 
     Of equal estimates the lower entry is taken. Rows with ``cursor`` below ``enough``, and rows whose zone is empty, list
     their first slots instead. Empty slots and slots from ``cursor`` on are listed, but masked.
+
+    Not differentiable: its results are integers and truth values.
 
     Args:
         query: float32 [B, H, D], rotated as the keys were.

@@ -1,7 +1,7 @@
 """Estimates of the candidates and the list of a decode step, as two Pallas Triton kernels.
 
-1. Estimates, programs over candidates. The codes of a candidate are gathered as one row, and a thread turns its part of the
-   row into a number without leaving its registers (`products`). The kernel writes all estimates, and the best of every chunk.
+1. Estimates, programs over candidates. The codes of a candidate are gathered as one row, and a thread reduces its part of the
+   row in its registers (`products`). The kernel writes all estimates, and the best estimate of every chunk.
 2. The list, one program per list, by two searches (`pallas_kernels._triton.kth_best`) over thresholds in registers. Only the
    first step of a search counts keys in bins of shared memory.
 """
@@ -53,11 +53,11 @@ class Config:
 
 
 def default_config(candidates: int, best: int, lists: int = 1) -> Config | None:
-    """The config whose chunks leave the fewest entries for the list's program; None if every chunk leaves too many.
+    """Choose the config whose chunks leave the fewest entries for the list's program; None if every chunk leaves too many.
 
     Args:
-        candidates: of a list.
-        best: how many are chosen.
+        candidates: candidates of a list.
+        best: how many candidates are chosen.
         lists: B*H.
     """
     if (chunk := chunk_for(candidates, best, MOST_ENTRIES)) is None:
@@ -154,7 +154,7 @@ def rerank(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.choose.rerank.rerank``; ``interpret=True`` runs anywhere, slowly."""
+    """List the best candidates by estimate between the first and the last slots; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best, batch * heads) if config is None else config
     least = PACK * 32 * config.num_warps // query.shape[-1]
@@ -191,7 +191,7 @@ def rerank(
 
 
 def _keys(query, slots, count, rows, config, two, scale, interpret):
-    """Keys of the candidates int32 [B, H, C or more]; for two searches also the greatest of each chunk."""
+    """Compute keys of the candidates int32 [B, H, C or more]; for two searches also the greatest key of each chunk."""
     batch, heads, candidates = slots.shape
     size = config.part * config.parts
     programs, sizes = pl.cdiv(candidates, size), [size, size // config.chunk] if two else [size]
@@ -213,7 +213,7 @@ def _keys(query, slots, count, rows, config, two, scale, interpret):
 
 
 def estimates(query, slots, count, rows, *, scale, interpret=False):
-    """See ``pallas_kernels.choose.rerank.estimates``; ``interpret=True`` runs anywhere, slowly."""
+    """Estimate the product of the query with each candidate; ``interpret=True`` runs anywhere, slowly."""
     candidates = slots.shape[2]
     many = slots.shape[0] * slots.shape[1] * candidates > 1 << 17
     (keys,) = _keys(query, slots, count, rows, Config(parts=4 if many else 1), False, scale, interpret)

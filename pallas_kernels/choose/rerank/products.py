@@ -1,4 +1,4 @@
-"""Products of the query with decoded keys, in registers: 16 bytes of a row, which are two slices, become one number.
+"""Products of the query with decoded keys, in registers: 16 bytes of a row, which are two slices, become one sum.
 
 The assembly looks the levels up with byte permutations instead of memory, so no thread waits.
 """
@@ -32,7 +32,7 @@ def products(rows: Array, query: Array, interpret: bool) -> Array:
 
 
 def _program() -> str:
-    """PTX that computes $0, the bits of a float32, from the row's words $16 to $19 and the query's channels $20 to $35.
+    """Write PTX that computes $0, the bits of a float32, from the row's words $16 to $19 and the query's channels $20 to $35.
 
     The other results $1 to $15 are 0.
     """
@@ -67,6 +67,6 @@ def _program() -> str:
 
 
 def _bytes_of(numbers: list[int]) -> list[str]:
-    """Eight 16-bit numbers as PTX: two words of their low bytes, two of their high bytes."""
+    """Format eight 16-bit numbers as PTX: two words of their low bytes, two words of their high bytes."""
     quarters = [(numbers[first : first + 4], shift) for shift in (0, 8) for first in (0, 4)]
     return [f"{sum((x >> shift & 255) << 8 * i for i, x in enumerate(four)):#x}" for four, shift in quarters]

@@ -10,7 +10,7 @@ from pallas_kernels.formats.key_codes import estimate, parts_of_rows
 
 
 def estimates(query, slots, count, rows, *, scale):
-    """See ``pallas_kernels.choose.rerank.estimates``."""
+    """Estimate the product of the query with each candidate, in plain JAX."""
     keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
     slots = jnp.where(keep, slots, 0)
     score = estimate(query, *parts_of_rows(jnp.take_along_axis(rows, slots[..., None], axis=2)), scale)
@@ -19,7 +19,7 @@ def estimates(query, slots, count, rows, *, scale):
 
 
 def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
-    """See ``pallas_kernels.choose.rerank.rerank``."""
+    """List the best candidates by estimate between the first and the last slots, in plain JAX."""
     batch, heads, stored = position.shape
     keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
     slots = jnp.where(keep, slots, 0)

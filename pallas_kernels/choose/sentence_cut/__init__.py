@@ -34,11 +34,13 @@ def sentence_cut(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots that a decode step of SentenceKV attends to: first, newest, and the best between them, as an ascending list.
+    """List the slots that a decode step of SentenceKV attends to, ascending: first, newest, and the best between them.
 
     Between the sinks and ``high`` (see `bounds`) the slots of finished sentences are eligible. Sentences are taken from the
     best on, and of equal scores the lower number first. The tokens of a sentence are taken from its first on. Taking stops
     when ``space`` slots are taken.
+
+    Not differentiable: its results are integers and truth values.
 
     Args:
         score: float32 [B, H, N], of each sentence; NaN and -inf rank last.

@@ -1,7 +1,7 @@
 """Tokens of the best sentences as one Pallas Triton kernel, one program per list.
 
 A search over the scores, read as integers of the same order, finds the threshold (`pallas_kernels._triton.kth_best`). The
-tokens of a sentence share a score, so few numbers are left after the first step of the search. Slots of the cut sentence are
+tokens of a sentence share a score, so few scores are left after the first step of the search. Slots of the cut sentence are
 taken while there is space. One running sum gives both the rank among equal scores and the entry of the list.
 """
 
@@ -46,7 +46,7 @@ def _kernel(
     worth = jnp.where(worth > least, worth, least)
     key = jnp.where(eligible, order_key(worth), NEVER)
     threshold, _, left = threshold_of(key, space, 0, threads, interpret, repeated=True)
-    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the number may be below some keys
+    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the threshold may be below some keys
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure = (stored & ~inside) | (key > threshold)
     equal = eligible & (key == threshold)
@@ -56,7 +56,7 @@ def _kernel(
     chosen = sure | (equal & (equals <= left))
     end = (run >> _BITS) + jnp.minimum(equals, left)  # how many are chosen up to here
     taken = jnp.max(end)
-    # Chosen slots go to the front, and the others behind them as zeros, so every entry is written exactly once.
+    # Chosen slots go to the front, and zeros for all other slots behind them, so every entry is written exactly once.
     place = jnp.where(chosen, end - 1, taken + slot - end)
     plt.store(slots_ref.at[place], jnp.where(chosen, slot, 0), mask=place < num_slots)
     plt.store(listed_ref.at[place], chosen, mask=place < num_slots)
@@ -65,7 +65,7 @@ def _kernel(
 def sentence_cut(
     score, sentence, position, count, length, cursor, event, budget, *, rules, num_warps: int | None = None, interpret=False
 ):  # fmt: skip
-    """See ``pallas_kernels.choose.sentence_cut.sentence_cut``; ``interpret=True`` runs anywhere, slowly."""
+    """List the first, the newest and the best slots between them by sentence; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, num_slots = sentence.shape
     lists, size = rows * heads, pl.next_power_of_2(num_slots)
     warps = min(max(size // 256, 1), 16) if num_warps is None else num_warps

@@ -8,7 +8,7 @@ from pallas_kernels.choose.sentence_cut.rules import CLOSES, bounds
 
 
 def sentence_cut(score, sentence, position, count, length, cursor, event, budget, *, rules):
-    """See ``pallas_kernels.choose.sentence_cut.sentence_cut``."""
+    """List the first, the newest and the best slots between them by sentence, in plain JAX."""
     num_slots = sentence.shape[2]
     written = jnp.where(event[:, None] == CLOSES, 0, length + 1)
     cursor, budget = jnp.broadcast_to(cursor[:, None], written.shape), jnp.broadcast_to(budget, written.shape)

@@ -1,4 +1,4 @@
-"""The slots that a decode step of SentenceKV takes whatever the scores; for arrays, and for the scalars of a kernel."""
+"""The slots that a decode step of SentenceKV takes whatever the scores, for arrays and for the scalars of a kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rules:
 
 
 def bounds(cursor: jax.Array, written: jax.Array, budget: jax.Array, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """The slots between which a step chooses, and how many it chooses.
+    """Compute the slots between which a step chooses, and how many it chooses.
 
     Args:
         cursor: int32, the slot behind the newest.

@@ -35,6 +35,8 @@ def token_list(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """List the tokens to attend to, in order and without a gap: first, chosen and newest tokens; all tokens of a short row.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         fresh: int32 [B, K], the ``budget`` tokens chosen now, ascending.
         length: int32 [B], tokens stored.

@@ -41,7 +41,7 @@ def _kernel(fresh_ref, length_ref, awake_ref, budget_ref, *refs, num_sink, num_l
 
 
 def token_list(fresh, length, awake, budget, *old, num_sink, num_local, extra, interpret=False):
-    """See ``pallas_kernels.choose.token_list.token_list``; ``interpret=True`` runs anywhere, slowly."""
+    """List the sinks, the chosen tokens and the newest tokens of each row; ``interpret=True`` runs anywhere, slowly."""
     batch, capacity = fresh.shape
     width = num_sink + capacity + num_local + extra
     lists = jax.ShapeDtypeStruct((batch, width), jnp.int32), jax.ShapeDtypeStruct((batch, width), jnp.bool_)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 
 def token_list(fresh, length, awake, budget, *old, num_sink, num_local, extra):
-    """See ``pallas_kernels.choose.token_list.token_list``."""
+    """List the sinks, the chosen tokens and the newest tokens of each row, in plain JAX."""
     if old:
         miss, chosen = old
         fresh = jnp.where(miss[:, None], fresh, chosen)

@@ -31,9 +31,11 @@ def chunk_query(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate the queries of several tokens to attend, and take the mean of their scoring queries.
 
+    Differentiable: through ``xla``.
+
     Args:
         query: [B, H, G, T, D], not rotated.
-        real: int32 [B], number of real tokens among the T; the others are padding behind them.
+        real: int32 [B], number of real tokens among the T; padding follows them.
         first: int32 [B], place of the first token. Query t attends from ``first + t`` and scores from ``num_local + t``.
         inv_freq: float32 [D/2], radians per place.
         num_local: see ``first``.

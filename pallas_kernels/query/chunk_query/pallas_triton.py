@@ -20,7 +20,7 @@ def _kernel(query_ref, real_ref, first_ref, inv_freq_ref, rotated_ref, sum_ref, 
     tokens, dim = query_ref.shape[2:]
     order = split * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     among = (order < real_ref[row])[:, None]  # tokens that enter the mean
-    order = jnp.minimum(order, tokens - 1)  # the last token is repeated, and written again with the same numbers
+    order = jnp.minimum(order, tokens - 1)  # the last token is repeated, and written again with the same values
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
     now = [query_ref[row, head, order, half].astype(jnp.float32) for half in halves]
     inv_freq = inv_freq_ref[:]
@@ -33,7 +33,7 @@ def _kernel(query_ref, real_ref, first_ref, inv_freq_ref, rotated_ref, sum_ref, 
 
 
 def chunk_query(query, real, first, inv_freq, *, num_local, interpret=False):
-    """See ``pallas_kernels.query.chunk_query.chunk_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Rotate the queries of several tokens, and average their scoring queries; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, tokens, dim = query.shape
     flat, splits = (batch, heads * group, tokens, dim), pl.cdiv(tokens, BLOCK)
     rotated, total = triton_call(
@@ -52,7 +52,7 @@ def chunk_query(query, real, first, inv_freq, *, num_local, interpret=False):
 
 
 def check(query, *_, **__):
-    """Raise ``NotImplementedError`` for head dims the kernel does not take."""
+    """Raise ``NotImplementedError`` for head dims that the kernel does not take."""
     dim = query.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

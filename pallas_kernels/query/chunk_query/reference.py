@@ -8,7 +8,7 @@ from pallas_kernels.numerics import rotate_halves
 
 
 def chunk_query(query, real, first, inv_freq, *, num_local):
-    """See ``pallas_kernels.query.chunk_query.chunk_query``."""
+    """Rotate the queries of several tokens, and average their scoring queries, in plain JAX."""
 
     def rotated_at(place):  # [B or 1, T]
         return rotate_halves(now, (place.astype(jnp.float32)[..., None] * inv_freq[None, None])[:, None, None])

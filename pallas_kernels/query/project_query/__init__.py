@@ -32,7 +32,9 @@ def project_query(
     """Project queries onto the basis of every segment; the result is given as terms of ``dtype`` that add up to it.
 
     A product of a bfloat16 term and a bfloat16 value is exact in float32. So tensor cores compute scores that are as good as
-    those of a float32 query.
+    the scores of a float32 query.
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D].

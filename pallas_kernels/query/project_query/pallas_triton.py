@@ -32,7 +32,7 @@ def _kernel(query_ref, basis_ref, parts_ref, *, group):
         half = len(projected) // 2
         projected = [jnp.stack(pair, axis=-1) for pair in zip(projected[:half], projected[half:], strict=True)]
     rest = projected[0].reshape(ROWS, padded)
-    # Heads that pad the group repeat the last one and write the same numbers to its rows.
+    # Heads that pad the group repeat the last head and write the same values to its rows.
     number = jnp.minimum(jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], rest.shape), group - 1)
     row = jnp.broadcast_to(row[:, None], rest.shape)
     # Each term takes the leading bits of the rest. After three terms the rest is zero; the fourth only makes a power of two.
@@ -45,7 +45,7 @@ def _kernel(query_ref, basis_ref, parts_ref, *, group):
 
 
 def project_query(query, basis, *, dtype, interpret=False):
-    """See ``pallas_kernels.query.project_query.project_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Project queries onto the basis of every segment; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, dim = query.shape
     segments, terms = basis.shape[2], TERMS[str(dtype)]
 

@@ -31,6 +31,8 @@ def rotated_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Gather listed keys and values, and rotate the key of entry j at place j.
 
+    Differentiable: through ``xla``.
+
     Args:
         key: [B, H, S, D], or codes.
         value: [B, H, S, D], same dtype, or codes; in device memory or in pinned host memory, scales in device memory.

@@ -22,7 +22,7 @@ def _kernel(*refs, structure):
     key_ref, value_ref = jax.tree.unflatten(structure, refs)
     row, (heads, width, dim) = pl.program_id(0), key_out.shape[1:]
     place = pl.program_id(1) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    place = jnp.minimum(place, width - 1)  # the last entry is repeated, and written again with the same numbers
+    place = jnp.minimum(place, width - 1)  # the last entry is repeated, and written again with the same values
     # An index out of range would read out of bounds.
     token = jnp.clip(token_ref[row, place], 0, vectors(key_ref).shape[2] - 1)
     angle = place.astype(jnp.float32)[:, None] * inv_freq_ref[:][None, :]
@@ -30,7 +30,7 @@ def _kernel(*refs, structure):
     low, high = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
 
     def read(ref, head, part):
-        """Channels ``part`` of the listed rows, as they read back."""
+        """Read channels ``part`` of the listed rows, dequantised."""
         if not isinstance(ref, Quantised):
             return ref[row, head, token, part]
         scale = ref.scale[row, head, token].astype(jnp.float32)
@@ -45,7 +45,7 @@ def _kernel(*refs, structure):
 
 
 def rotated_rows(key, value, token, inv_freq, *, interpret=False):
-    """See ``pallas_kernels.query.rotated_rows.rotated_rows``; ``interpret=True`` runs anywhere, slowly."""
+    """Gather listed keys and values, and rotate the keys; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, dim = key.shape
     width = token.shape[1]
     rows = jax.ShapeDtypeStruct((batch, heads, width, dim), key.dtype)
@@ -60,7 +60,7 @@ def rotated_rows(key, value, token, inv_freq, *, interpret=False):
 
 
 def check(key, value, *_):
-    """Raise ``NotImplementedError`` for head dims and codes the kernel does not take."""
+    """Raise ``NotImplementedError`` for head dims and codes that the kernel does not take."""
     dim = key.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

@@ -42,6 +42,8 @@ def step_query(
 
     On a GPU this is one kernel; without it, each of a dozen small results would be a launch of its own.
 
+    Differentiable: through ``xla``, the queries only.
+
     Args:
         query: [B, H, G, D], not rotated.
         last: float32 [B, H, G, D], the query of the last step that selected, not rotated.

@@ -15,15 +15,15 @@ from pallas_kernels.query.step_query.result import StepQuery
 
 def _kernel(*refs, num_sink, num_local, given):
     # Operands as named below: query, last [B, H * G, D]; budget, theta [1]; inv_freq [D/2]; products [B, 3], if they are
-    # given; all others [B]. Then the results, the fields of `StepQuery`: last, ready, hits and refreshes are the memory of
-    # the operands of these names.
+    # given; all other operands [B]. Then the results, the fields of `StepQuery`: last, ready, hits and refreshes share the
+    # memory of the operands of these names.
     names = "query last ready hits refreshes cursor position budget theta inv_freq".split() + ["products"] * given
     ref = dict(zip(names, refs, strict=False))
     mean_ref, rotated_ref, last_out, ready_out, hits_out, refreshes_out, miss_out, stop_out, wanted_out = refs[len(names) :]
     row = pl.program_id(0)
     _, heads, dim = ref["query"].shape
     halves = pl.ds(0, dim // 2), pl.ds(dim // 2, dim // 2)
-    # The size of a block is a power of two: the last head is repeated, and written again with the same numbers.
+    # The size of a block is a power of two: the last head is repeated, and written again with the same values.
     lines = jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32)
     real, lines = (lines < heads)[:, None], jnp.minimum(lines, heads - 1)
     # Every load is issued before the program waits for any of them.
@@ -41,7 +41,7 @@ def _kernel(*refs, num_sink, num_local, given):
     else:
         of_now, of_then, of_both = product(now, now), product(then, then), product(now, then)
     cosine = of_both / jnp.maximum(jnp.sqrt(of_now * of_then), 1e-30)
-    # A row selects when it has more tokens than it may attend to and its query has moved away from the last that selected.
+    # A row selects when it has more tokens than it may attend to and its query has moved away from the last selecting query.
     limit = num_sink + budget + num_local
     sparse = (cursor > limit) & (position >= 0)
     hit = sparse & ready & (cosine >= theta)
@@ -84,7 +84,7 @@ def step_query(
     num_local,
     interpret=False,
 ):
-    """See ``pallas_kernels.query.step_query.step_query``; ``interpret=True`` runs anywhere, slowly."""
+    """Rotate the query of a decode step, and decide whether the step selects; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     flat = batch, heads * group, dim
     row, sums = jax.ShapeDtypeStruct((batch,), jnp.bool_), jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -114,7 +114,7 @@ def step_query(
 
 
 def check(query, *_, **__):
-    """Raise ``NotImplementedError`` for head dims the kernel does not take."""
+    """Raise ``NotImplementedError`` for head dims that the kernel does not take."""
     dim = query.shape[-1]
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")

@@ -9,7 +9,7 @@ from pallas_kernels.query.step_query.result import StepQuery
 
 
 def products(now, last):
-    """The squared norms of two queries float32 [B, H, G, D], and their inner product, over all heads: float32 [B, 3]."""
+    """Compute squared norms and inner product of two queries float32 [B, H, G, D], over all heads: float32 [B, 3]."""
     return jnp.stack([jnp.sum(x, axis=(1, 2, 3)) for x in (now * now, last * last, now * last)], axis=1)
 
 
@@ -29,7 +29,7 @@ def step_query(
     num_sink,
     num_local,
 ):
-    """Do what the operation does; ``products_of_all`` float32 [B, 3] may be sums over more heads than these."""
+    """Do what the operation does; ``products_of_all`` float32 [B, 3] may be sums over more heads than the query's."""
     limit = num_sink + budget + num_local
     now = query.astype(jnp.float32)
     of_now, of_last, of_both = (products(now, last) if products_of_all is None else products_of_all).T

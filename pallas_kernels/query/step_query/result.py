@@ -1,4 +1,4 @@
-"""What `step_query` returns."""
+"""The result of `step_query`."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ class StepQuery(NamedTuple):
     refreshes: jax.Array  # int32 [B], steps that selected
     miss: jax.Array  # bool [B], whether this step selects
     stop: jax.Array  # int32 [B], end of this step's candidates, 0 where it does not select
-    wanted: jax.Array  # int32 [B], how many of them to select, 0 where it does not select
+    wanted: jax.Array  # int32 [B], how many candidates to select, 0 where it does not select

@@ -28,7 +28,9 @@ def bucket_matches(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
-    """Which query heads have the bucket of a token in two tables or more.
+    """Mark the query heads that have the bucket of a token in two tables or more.
+
+    Not differentiable: its results are integers and truth values.
 
     Args:
         query: uint8 or uint16 [B, H, G, L], the bucket of each query head in each table, below 2**num_bits.

@@ -1,13 +1,12 @@
 """MagicPIG's scan as one Pallas Triton kernel: in how many tables tokens and queries have the same bucket.
 
-A thread has eight neighbouring tokens, and adds up their counts for all query heads while it goes through the tables. Two
-buckets are compared by one instruction, and two counts raised by another: a bucket of 16 bits is taken for the float16 with
-these bits, which is equal to no other as long as it is below infinity, and the comparison gives 1.0 or 0.0. Sums are exact
-up to 2048 tables. Two buckets are read as a word, because the compiler would take a pair of numbers of 16 bits apart and put
-it together again.
+A thread has eight neighbouring tokens, and adds up their counts for all query heads while it goes through the tables. One
+instruction compares two buckets, and another raises two counts. A bucket of 16 bits is taken for the float16 with these bits:
+below infinity, different buckets are different floats. The comparison gives 1.0 or 0.0, and sums are exact up to 2048 tables.
+Two buckets are read as a word, because the compiler would take a pair of 16-bit values apart and put it together again.
 
-What a token has is packed into a word for the kernels that select: the largest count in the high half, 0 if no query head
-has sampled the token, and a bit for each head that has in the low half.
+For the kernels that select, a token's result is packed into a word. The high half has the largest count, 0 if no query head
+has sampled the token; the low half has a bit for each head that has sampled it.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ class Config:
 
     @property
     def block(self) -> int:
-        """Tokens per program."""
+        """The tokens per program."""
         return 32 * _PACK * self.num_warps
 
 
 def default_config(lists: int, slots: int, tables: int) -> Config:
-    """Large programs if there are enough of them; at least as many tokens as there are counts, for `histogram`."""
+    """Choose large programs if there are enough; each has at least as many tokens as there are counts, for `histogram`."""
     least = max(pl.next_power_of_2(tables + 1) // (32 * _PACK), 1)
     enough = [n for n in (8, 4, 2) if lists * slots >= _ENOUGH * n * 32 * _PACK]
     return Config(num_warps=max(enough[0] if enough else 2, least))
 
 
 def bins_of(tables: int) -> int:
-    """Length of the list that says how many tokens of a block have each count."""
+    """Return the length of the histogram of a block's counts."""
     return max(pl.next_power_of_2(tables + 1), 16)
 
 
@@ -86,8 +85,8 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
         return [plt.load(ids_ref.at[t, pair], mask=pair < held, other=0, eviction_policy="evict_first") for t in rows]
 
     def add(step, carry):
-        # Buckets are asked for in the step before, all at once. Of loads in their own step the compiler spares registers, and
-        # waits for each of them.
+        # Buckets are loaded in the step before, all at once. Loads in their own step would share registers, and the compiler
+        # would wait for each load.
         counts, ids = carry
         for i, own in enumerate(ids):
             table = step * _TOGETHER + i
@@ -115,13 +114,13 @@ def _kernel(query_ref, ids_ref, near_ref, word_ref, *count_ref, first, threads, 
 
 
 def _halves(word):
-    """The float16 in the low and in the high halves of words int32 [N], as float32."""
+    """Unpack the float16 in the low and in the high halves of words int32 [N], as float32."""
     parts = (word.astype(jnp.int16), (word >> HALF).astype(jnp.int16))
     return [lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) for x in parts]
 
 
 def _raised(count, ids, asked, interpret):
-    """Counts, two float16 in a word int32 [N], with 1 more where the half of ``ids`` int32 [N] is ``asked`` uint16."""
+    """Add 1 to counts, two float16 in a word int32 [N], where the half of ``ids`` int32 [N] is ``asked`` uint16."""
     asked = jnp.broadcast_to(asked.astype(jnp.int32), ids.shape)
     if not interpret:
         return assembly(ADD, [count, ids, asked])
@@ -132,9 +131,9 @@ def _raised(count, ids, asked, interpret):
 
 
 def words(query, ids, near, *, first, counted=False, config: Config | None = None, interpret=False):
-    """The word of each token, int32 [B, H, N].
+    """Compute the word of each token, int32 [B, H, N].
 
-    With ``counted`` also how many tokens of each block have each largest count: int16 [B, H, blocks, C].
+    With ``counted`` also count how many tokens of each block have each largest count: int16 [B, H, blocks, C].
     """
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config
@@ -157,7 +156,7 @@ def words(query, ids, near, *, first, counted=False, config: Config | None = Non
 
 
 def bucket_matches(query, ids, near, *, first, num_bits, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.bucket_matches.bucket_matches``; ``interpret=True`` runs anywhere, slowly."""
+    """Mark the query heads that share a token's bucket in two tables or more; ``interpret=True`` runs anywhere, slowly."""
     (word,) = words(query, ids, near, first=first, config=config, interpret=interpret)
     head = jnp.arange(query.shape[2], dtype=jnp.int32).reshape(1, 1, -1, 1)
     return (word[:, :, None] >> head) & 1 > 0

@@ -1,4 +1,4 @@
-"""Plain JAX: compare the buckets of all tokens with those of one query head after the other."""
+"""Plain JAX: compare the buckets of all tokens with the buckets of one query head after the other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from jax import Array
 
 
 def equal_buckets(query: Array, ids: Array, near: Array, first: int) -> Array:
-    """In how many tables keys [B, H, L, N] and queries [B, H, G, L] have equal buckets: int32 [B, H, G, N].
+    """Count the tables where keys [B, H, L, N] and queries [B, H, G, L] have equal buckets: int32 [B, H, G, N].
 
-    It is 0 where they are fewer than two, and outside of the slots ``first`` to ``near`` int32 [B].
+    Counts below two become 0, and so do all counts outside of the slots ``first`` to ``near`` int32 [B].
     """
     # One query head after the other: for all at once a GPU has too few registers.
     heads = [jnp.sum(ids == query[:, :, g, :, None], axis=2, dtype=jnp.int32) for g in range(query.shape[2])]
@@ -19,5 +19,5 @@ def equal_buckets(query: Array, ids: Array, near: Array, first: int) -> Array:
 
 
 def bucket_matches(query, ids, near, *, first, num_bits):
-    """See ``pallas_kernels.score.bucket_matches.bucket_matches``."""
+    """Mark the query heads that share a token's bucket in two tables or more, in plain JAX."""
     return equal_buckets(query, ids, near, first) > 0

@@ -33,10 +33,12 @@ def bucket_score(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
-    """The norm of each value, times how likely its key's buckets are for the query; summed over the tables and the group.
+    """Score each token by the norm of its value times how likely the query finds its buckets, summed over tables and group.
 
     In table l the likelihood of bucket c, whose corner is y_c (a sign for each bit, see `formats.sign_codes`), is
     softmax_c(tanh(W_l q) . y_c / (sqrt(D) * temperature)).
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D].

@@ -1,8 +1,8 @@
-"""Tables in shared memory of which every thread of a warp looks up in a bank of its own: inline assembly.
+"""Tables in shared memory, where every thread of a warp looks up in a bank of its own: inline assembly.
 
-A page is 16 tables. Entry c of table t of a page is at byte 256 c + 4 t, and 64 bytes behind it once more: so each of the 32
-banks has a table or a copy. Two pages share a region, in which the second one is 128 bytes behind the first. So a byte of
-ids, put into the second byte of an address, is a look-up's whole arithmetic.
+A page is 16 tables. Entry c of table t of a page is at byte 256 c + 4 t, with a copy 64 bytes behind it: so each of the 32
+banks has a table or a copy. Two pages share a region, in which the second page is 128 bytes behind the first. So the only
+arithmetic of a look-up is to put a byte of ids into the second byte of an address.
 
 The regions are the shared memory that Triton reserves for a kernel. Assembly cannot ask for as much (see `reserve`), and the
 kernel must not do anything else that Triton uses shared memory for.
@@ -21,7 +21,7 @@ from pallas_kernels.formats.sign_codes import BLOCK
 ENTRIES = 16  # neighbours of a table, which a thread copies
 REGION = 1 << 16  # bytes: 256 entries of two pages, twice
 SHARED = "global_smem"  # what Triton calls it
-_BYTES = 4  # of a word
+_BYTES = 4  # bytes of a word
 _STRIDE = 256  # bytes from an entry to the next one
 _PAGE = 128  # bytes from one page to the other
 _WARP = 32
@@ -29,19 +29,19 @@ _WORDS = BLOCK // _BYTES
 
 
 def room(pages: int) -> int:
-    """Bytes of shared memory for so many pages at a time."""
+    """Return the bytes of shared memory that ``pages`` at a time take."""
     return pl.cdiv(pages, 2) * REGION
 
 
 def reserve(pages: int, never: Array, ref):
     """Have Triton reserve `room` for up to four ``pages``.
 
-    Triton reserves what its operations need. One that exchanges an array between all threads needs as much as the array, if
-    no part of it stays in its thread: so it is with these sizes, from 8 warps on. This one turns rows to columns. It does
-    not run, but no compiler knows that.
+    Triton reserves what its operations need. An exchange of an array between all threads needs as much as the array, if no
+    part of it stays in its thread; with these sizes none stays, from 8 warps on. This exchange turns rows to columns. It
+    never runs, but no compiler knows that.
 
     Args:
-        pages: of this kernel.
+        pages: pages of this kernel.
         never: bool, a condition that is false.
         ref: float32 [S], anything.
     """
@@ -56,12 +56,12 @@ def reserve(pages: int, never: Array, ref):
 
 
 class Tables:
-    """The tables of one pass in shared memory, or where they were if interpreted.
+    """The tables of one pass in shared memory; where interpreted, they stay in place.
 
     Args:
         ref: float32 [L', C'], all tables.
         number: int32, the pass.
-        pages: of `BLOCK` tables each, in a pass.
+        pages: pages per pass, of `BLOCK` tables each.
         threads: number of threads of the program.
         order: int32 [T], a value that is made after the look-ups of the pass before.
         interpret: compute without assembly.
@@ -85,7 +85,7 @@ class Tables:
         self._lane = _wide(assembly(ready(), [order]))
 
     def add(self, page: int, ids: Array, sums: Array | None) -> Array:
-        """``sums`` float32 [T, 16], or zeros, and what the threads find for their ids uint8 [T, 16] in their tables."""
+        """Add to ``sums`` float32 [T, 16], or to zeros, what the threads find for their ids uint8 [T, 16] in their tables."""
         if self._interpret:
             table = (self._first + page) * BLOCK + jnp.arange(self._threads, dtype=jnp.int32) % BLOCK
             found = self._ref[jnp.broadcast_to(table[:, None], ids.shape), ids.astype(jnp.int32)]
@@ -93,14 +93,14 @@ class Tables:
         return assembly(look_up(page, sums is None), [ids, self._lane, *([] if sums is None else [sums])], BLOCK, jnp.float32)
 
     def total(self, sums: Array) -> Array:
-        """The sums over the 16 threads that have the same tokens: float32 [T], a token for each thread."""
+        """Sum over the 16 threads that have the same tokens: float32 [T], a token for each thread."""
         if self._interpret:
             return jnp.sum(sums.reshape(-1, BLOCK, BLOCK), axis=1).reshape(self._threads)
         made = jnp.sum(assembly(add_up(), [sums], BLOCK), axis=1, dtype=jnp.int32)
         return lax.bitcast_convert_type(made, jnp.float32)
 
     def after(self, order: Array, total: Array) -> Array:
-        """``order`` int32 [T], but made after ``total`` float32 [T]."""
+        """Return ``order`` int32 [T] as a value that is made after ``total`` float32 [T]."""
         if self._interpret:
             return order
         return assembly("{.reg .b32 none; and.b32 none, $2, 0; or.b32 $0, $1, none;}", [order, total])
@@ -111,13 +111,13 @@ def _wide(x: Array) -> Array:
 
 
 def copying(begin: int, row: Array, pages: int, shares: int) -> tuple[Array, Array, Array]:
-    """What threads copy: their pages, their shares of its tables' entries, and the place of the first entry, -1 for none.
+    """Assign to each thread what it copies: a page, a share of its tables' entries, and the first entry's place or -1.
 
     Args:
-        begin: the first warp's piece of the work, of which there are ``pages`` * ``shares``.
-        row: int32 [T], the number of each thread.
-        pages: of 16 tables each.
-        shares: of `ENTRIES` neighbours each, of every table.
+        begin: the first warp's piece of the work; there are ``pages`` * ``shares`` pieces.
+        row: int32 [T], the index of each thread.
+        pages: the number of pages, of 16 tables each.
+        shares: the number of shares of every table, of `ENTRIES` neighbours each.
     """
     piece = begin + row // _WARP
     page, share = jnp.minimum(piece // shares, pages - 1), piece % shares
@@ -126,9 +126,9 @@ def copying(begin: int, row: Array, pages: int, shares: int) -> tuple[Array, Arr
 
 
 def copy(every: bool) -> str:
-    """Assembly that copies a thread's entries, where it has a place for them, or ``every`` thread has.
+    """Write the assembly that copies a thread's entries, where it has a place for them, or ``every`` thread has.
 
-    Operands: the entries; their first place, 16 times; what is given back, 16 times.
+    Operands: the entries; their first place, 16 times; the values that it returns, 16 times.
     """
     place, order = f"${2 * ENTRIES}", f"${3 * ENTRIES}"
     lines = [f".reg .b32 at; .reg .pred has; setp.ge.s32 has, {place}, 0; mov.b32 at, {SHARED}; add.s32 at, at, {place};"]
@@ -139,12 +139,12 @@ def copy(every: bool) -> str:
 
 
 def ready() -> str:
-    """Assembly that waits until all threads have copied, and gives the byte of a thread's bank."""
+    """Write the assembly that waits until all threads have copied, and returns the byte of a thread's bank."""
     return "{.reg .b32 none; bar.sync 0; and.b32 none, $1, 0; mov.u32 $0, %laneid; mad.lo.s32 $0, $0, 4, none;}"
 
 
 def look_up(page: int, nothing: bool) -> str:
-    """Assembly that finds an entry for each of 16 bytes, and adds them to 16 sums, unless there are ``nothing`` yet.
+    """Write the assembly that finds an entry for each of 16 bytes, and adds it to 16 sums, or starts them if ``nothing``.
 
     Operands: the ids in four words; the byte of the thread's bank, 16 times; the sums.
     """
@@ -163,9 +163,9 @@ def look_up(page: int, nothing: bool) -> str:
 
 
 def add_up() -> str:
-    """Assembly that adds up 16 sums of each of 16 threads: thread i gives sum i in its first result, and zeros.
+    """Write the assembly that adds up 16 sums of each of 16 threads: thread i returns sum i in its first result, and zeros.
 
-    Of the sums that a thread still has, it gives half to another thread and takes the other half of that one's.
+    In each step a thread gives half of its sums to another thread, and takes the other half of that thread's sums.
     """
     lines = [f".reg .b32 lane, bit; .reg .pred upper; .reg .f32 give, keep, got, v<{BLOCK}>; mov.u32 lane, %laneid;"]
     lines += [f"mov.f32 v{i}, ${BLOCK + i};" for i in range(BLOCK)]

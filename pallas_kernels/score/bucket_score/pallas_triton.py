@@ -1,10 +1,10 @@
 """SOCKET's search as two Pallas Triton kernels: the votes of every bucket, then the sums of all tokens.
 
-The second kernel looks up one entry for each byte of ids. Where 32 threads look up words of shared memory at random, some
-of its 32 banks is asked for three or four words, one after the other. So a table is within one bank, with a copy in another,
-and each thread of a warp looks up in a bank of its own: 16 threads have a table each, of the same 16 tokens, and the other
-16 have the copies, of the next tokens. At the end they add up what they found, by exchanges between threads. All tables are
-there at once, or 64 of them. So once they are there no thread waits for another, and ids are on their way all the time.
+The second kernel looks up one entry for each byte of ids. Where 32 threads look up words of shared memory at random, one of
+its 32 banks must serve three or four words, one after the other. So a table is within one bank, with a copy in another, and
+each thread of a warp looks up in a bank of its own. 16 threads have a table each, for the same 16 tokens, and the other 16
+threads have the copies, for the next tokens. At the end they add up what they found, by exchanges between threads. Shared
+memory holds all tables at once, or 64 of them. After they are copied no thread waits for another, and ids are loaded ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.machine import current_machine
 from pallas_kernels.score.bucket_score import lookup
 
-_MULTIPROCESSORS = 132  # of an H100 or H200, each of which holds one program of the second kernel
+_MULTIPROCESSORS = 132  # of an H100 or H200; each holds one program of the second kernel
 _HOPPER = 9, 0
 _START = 2048  # tokens that a program could score in the time that it takes to begin
 _MOST_PAGES = 4  # more would not fit the registers: a page takes four of each thread
@@ -39,7 +39,7 @@ class Config:
     Attributes:
         blocks: programs per list.
         num_warps: warps per program, of 32 tokens at a time each: 8, 16 or 32.
-        ahead: steps whose ids are on their way, 1 or 2. With 2, a step's ids are asked for before the step before it
+        ahead: steps whose ids are loaded ahead, 1 or 2. With 2, a step's ids are requested before the previous step
             begins, but they take registers.
     """
 
@@ -53,7 +53,7 @@ class Config:
 
 
 def default_config(lists: int, searched: int, passes: int = 1) -> Config:
-    """As many programs as are done first, if each multiprocessor has one at a time; of lists of ``searched`` tokens."""
+    """Choose the number of programs that finish first, with one per multiprocessor, for lists of ``searched`` tokens."""
     # Several passes need more registers than each of 32 warps may have, and so does code for older GPUs.
     newer = (current_machine().capability or _HOPPER) >= _HOPPER
     warps = 32 if searched > 512 and passes == 1 and newer else 16
@@ -70,8 +70,8 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables)
     # Of one head: query [G, D], table [L', C'], where what is behind table L is 0. Of all: planes [L, P, D], temperature [1].
     table = pl.program_id(2)
     (group, dim), bits = query_ref.shape, planes_ref.shape[1]
-    # Of a bucket's bits, the first ones are a row and the last ones a column: so the softmax, a product over the bits, is one
-    # of a row's and a column's.
+    # A bucket's first bits are a row and its last bits a column: so the softmax, a product over the bits, is the product of a
+    # row's and a column's value.
     last = bits // 2
     rows, columns = 1 << (bits - last), 1 << last
     bucket = (jnp.arange(rows, dtype=jnp.int32) * columns)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None, :]
@@ -87,13 +87,13 @@ def _tables_kernel(query_ref, planes_ref, temperature_ref, table_ref, *, tables)
         head, side = jnp.minimum(pair // sides, group - 1), jnp.minimum(pair % sides, bits - 1)
         product = jnp.sum(query_ref[head, :].astype(jnp.float32) * planes_ref[table, side, :], axis=1)
         soft = jnp.tanh(product) / dim**0.5 / temperature_ref[0]
-        # The log of a bit's factor: that of the likelier side, and what it costs to be on the other one.
+        # The log of a bit's factor: the log of the likelier side, and how much less the other side has.
         likelier, other = -jnp.log(1 + jnp.exp(-2 * jnp.abs(soft))), 2 * jnp.abs(soft)
         likelier, other, sign = (x.reshape(heads, 1, sides) for x in (likelier, other, (soft >= 0).astype(jnp.int32)))
         side = jnp.arange(sides, dtype=jnp.int32)[None, :]
 
         def part(count, begin, end):
-            """Products over the bits from ``begin`` to ``end - 1``, which count to ``count``: float32 [G, count]."""
+            """Multiply over the bits from ``begin`` to ``end - 1``, which count to ``count``: float32 [G, count]."""
             number = jnp.arange(count, dtype=jnp.int32)[:, None]
             bit = (number >> jnp.clip(end - 1 - side, 0, end - begin - 1)) & 1
             real = jnp.broadcast_to((side >= begin) & (side < end), bit.shape)
@@ -116,8 +116,8 @@ def _sums_kernel(
     near = jnp.minimum(cursor_ref[b] - num_local, slots)
     passes = table_ref.shape[0] // (pages * BLOCK)
     row, column = jnp.arange(threads, dtype=jnp.int32), jnp.arange(BLOCK, dtype=jnp.int32)[None, :]
-    # The steps of this program in which something is searched: from ``low`` to ``high - 1``. The last program has all that is
-    # left, of which mostly nothing is searched.
+    # The steps of this program in which something is searched: from ``low`` to ``high - 1``. The last program has all steps
+    # that are left, and searches little or nothing in them.
     end = jnp.where(pl.program_id(2) == blocks - 1, slots, jnp.minimum(begin + steps * threads, slots))
     low = jnp.maximum(first - begin, 0) // threads
     high = jnp.maximum(jnp.minimum(near, end) - begin + threads - 1, 0) // threads
@@ -127,7 +127,7 @@ def _sums_kernel(
         lookup.reserve(pages, cursor_ref[b] < -1, score_ref)
 
     def ids_of(step, number, page):
-        """Bytes [T, 16] of one table for each thread: its bucket of 16 tokens. They are read only once."""
+        """Load bytes [T, 16] of one table for each thread: the buckets of its 16 tokens. They are read only once."""
         block = jnp.minimum((begin + step * threads) // BLOCK + row // BLOCK, ids_ref.shape[0] - 1)
         table = jnp.minimum((number * pages + page) * BLOCK + row % BLOCK, tables - 1)  # behind the last all votes are 0
         at = ids_ref.at[block[:, None], (table * BLOCK)[:, None] + column]
@@ -139,7 +139,7 @@ def _sums_kernel(
         return plt.load(norm_ref.at[slot], mask=real, other=0), plt.load(position_ref.at[slot], mask=real, other=-1)
 
     def add_tables(number, order):
-        """The sums of one pass over the tokens, and a value that is made last."""
+        """Add up the tables of one pass over the tokens, and return a value that is made last."""
         start = [tuple(ids_of(low + later, number, page) for page in range(pages)) for later in range(ahead)]
         tokens = tokens_of(low)
         look = lookup.Tables(table_ref, number, pages, threads, order, interpret)
@@ -175,7 +175,7 @@ def _sums_kernel(
 
 
 def _pages(tables: int) -> tuple[int, int]:
-    """Passes over all tokens, and pages of `BLOCK` tables in each of them."""
+    """Count the passes over all tokens, and the pages of `BLOCK` tables in each pass."""
     most = _MOST_PAGES
     while most > 1 and lookup.room(most) > current_machine().shared_memory:
         most //= 2
@@ -188,7 +188,7 @@ def bucket_score(
     query, planes, temperature, ids, norm, position, cursor, *, first, num_local,
     config: Config | None = None, interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.score.bucket_score.bucket_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Add up the soft votes for each token's buckets, times its value's norm; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots = position.shape
     tables, bits = planes.shape[:2]
     searched = max(slots - num_local, 1)

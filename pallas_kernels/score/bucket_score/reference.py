@@ -13,7 +13,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def bucket_score(query, planes, temperature, ids, norm, position, cursor, *, first, num_local):
-    """See ``pallas_kernels.score.bucket_score.bucket_score``."""
+    """Add up the soft votes for each token's buckets, times its value's norm, in plain JAX."""
     soft = jnp.tanh(projections(query, planes)) / math.sqrt(query.shape[3])
     exact = product_precision(jnp.float32)
     logits = jnp.einsum("bhglp,cp->bhglc", soft, corners(planes.shape[1]), precision=exact) / temperature

@@ -33,10 +33,13 @@ def column_mass(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Attention probability that each slot receives, summed over the T queries and the G query heads, or the largest.
+    """Sum the attention probabilities that each slot receives over T queries and G query heads, or take the largest.
 
-    The sum is the score of H2O (arXiv 2306.14048), the largest that of KVzip (arXiv 2505.23416). It is a second pass over the
-    keys: the probabilities need the final ``lse``, such as that of ``dense_attention``, called with the same arguments.
+    The sum is the score of H2O (arXiv 2306.14048), the largest is the score of KVzip (arXiv 2505.23416). It is a
+    second pass over the keys: the probabilities need the final ``lse``, which ``dense_attention`` returns for the same
+    arguments.
+
+    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: [B, H, G, T, D].

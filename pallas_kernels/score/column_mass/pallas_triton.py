@@ -24,7 +24,7 @@ STAGES = 3  # depth of Triton's software pipeline over blocks of queries
 
 def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, tile, reduce):
     # Of a row: asked [T], the positions of the queries. Of one head: query [G, T, D], lse [G, T], key [S, D], position [S],
-    # out [S]. Only if there are several blocks of queries: reach [N], the highest position in each block and those before.
+    # out [S]. Only if there are several blocks of queries: reach [N], the highest position up to each block.
     *reach_ref, out_ref = refs
     group, tokens = lse_ref.shape
     slots = position_ref.shape[0]
@@ -58,7 +58,7 @@ def _kernel(asked_ref, query_ref, lse_ref, key_ref, position_ref, *refs, scale, 
 
 
 def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, reduce, interpret=False):
-    """See ``pallas_kernels.score.column_mass.column_mass``; ``interpret=True`` runs anywhere, slowly."""
+    """Sum each slot's attention probability, or take the largest; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, tokens, dim = query.shape
     slots, pairs = key.shape[2], group * tokens
     tile = _tile(query)
@@ -96,7 +96,7 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
 
 
 def check(query, key, lse, *, query_position, key_position, scale, limit, block, reduce):
-    """Raise ``NotImplementedError`` for dtypes and sizes the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
     dim = query.shape[4]
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got {query.dtype}, expected bfloat16, float16 or float32")
@@ -106,7 +106,7 @@ def check(query, key, lse, *, query_position, key_position, scale, limit, block,
 
 
 def _tile(query):
-    """Pairs of a token and a query head per step, a power of two; ``NotImplementedError`` if no number fits the GPU."""
+    """Choose the pairs of a token and a query head per step, a power of two; ``NotImplementedError`` if none fits the GPU."""
     _, _, group, tokens, dim = query.shape
 
     def needed(tile):  # the keys, and the queries of each step that is on its way

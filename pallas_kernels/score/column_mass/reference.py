@@ -10,7 +10,7 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, reduce):
-    """See ``pallas_kernels.score.column_mass.column_mass``."""
+    """Sum each slot's attention probability, or take the largest, in plain JAX."""
     rows, heads, group, length, dim = query.shape
     flat = query.reshape(rows, heads, group * length, dim)
     shift = finite_or_zero(lse.reshape(rows, heads, group * length))

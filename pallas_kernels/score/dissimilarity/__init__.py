@@ -22,7 +22,9 @@ DISSIMILARITY = Operation(
 def dissimilarity(
     key: jax.Array, position: jax.Array, *, implementation: str | None = None, platform: str | None = None
 ) -> jax.Array:
-    """Minus the cosine between every stored key and the mean direction of the stored keys, in float32.
+    """Compute minus the cosine of every stored key and the mean direction of the stored keys, in float32.
+
+    Differentiable: through ``xla``.
 
     Args:
         key: [B, H, S, D], floating point; empty slots may hold anything, NaN included.

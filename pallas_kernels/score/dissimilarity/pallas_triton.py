@@ -1,8 +1,8 @@
 """Minus the cosines with the mean direction, as two Pallas Triton kernels.
 
-The first kernel adds up the directions of a part of the keys per program. The second one adds up these sums, and multiplies
-every direction with their mean. Both read every key, the second one from the L2 cache. They share the function that makes
-directions of keys, so they agree on every direction to the last bit.
+In the first kernel, each program adds up the directions of a part of the keys. The second kernel adds up these sums, and
+multiplies every direction with their mean. Both read every key, the second kernel from the L2 cache. They share the function
+that makes directions of keys, so they agree on every direction to the last bit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.score.dissimilarity.reference import LEAST
 
-PART = 64  # keys of one program
+PART = 64  # keys per program
 
 
 def _directions(key_ref, position_ref):
-    """This program's slots: unit vectors float32 [PART, D] (0 for empty slots), which are held, slots, which exist."""
+    """Load this program's slots: directions float32 [PART, D] (0 for empty slots), which are held, slots, which exist."""
     slot = pl.program_id(2) * PART + jnp.arange(PART, dtype=jnp.int32)
     inside = slot < position_ref.shape[0]
     held = plt.load(position_ref.at[slot], mask=inside, other=-1) >= 0
@@ -55,7 +55,7 @@ def _products_kernel(sums_ref, counts_ref, key_ref, position_ref, out_ref):
 
 
 def dissimilarity(key, position, *, interpret=False):
-    """See ``pallas_kernels.score.dissimilarity.dissimilarity``; ``interpret=True`` runs anywhere, slowly."""
+    """Score each stored key by minus its cosine with the mean direction; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, dim = key.shape
     parts = pl.cdiv(slots, PART)
     grid = (batch, heads, parts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-LEAST = 1e-8  # norms below count as this
+LEAST = 1e-8  # the least norm; smaller norms count as this one
 
 
 def dissimilarity(key, position):
-    """See ``pallas_kernels.score.dissimilarity.dissimilarity``."""
+    """Score each stored key by minus its cosine with the mean direction, in plain JAX."""
     held = position >= 0
     key = jnp.where(held[..., None], key, 0).astype(jnp.float32)
     unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), LEAST)

@@ -26,10 +26,12 @@ def newest_repeat(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """The highest other slot whose key has a product with the slot's own above ``threshold``, for each slot of a KV head.
+    """Find for each slot of a KV head the highest other slot whose key has a product with its own above ``threshold``.
 
     Slots are compared from the highest back, and only until all have found one: at most 2 S^2 D floating-point operations per
     KV head, far fewer where many keys repeat each other.
+
+    Not differentiable: its results are integers and truth values.
 
     Args:
         key: [B, H, S, D], of norm 1 if products are to be cosines; empty slots may hold anything.

@@ -1,9 +1,9 @@
 """The newest slot with a near key as one Pallas Triton kernel that writes no products.
 
 Grid (blocks, B*H): a program has one block of slots and compares it with strips of slots, from the newest strip back, until
-each slot of the block has found one. A strip is a loop of a known number of steps inside a loop that may end: Triton reads
-ahead only in the former. Keys go to the products as they are read, because a mask in between would keep the tensor cores
-waiting: the key of an empty slot, which may be NaN, spoils its own row and column alone, and neither counts.
+each slot of the block has found a near key. A strip is a loop with a known number of steps, inside a loop that may end early:
+Triton loads ahead only in the inner loop. Keys go to the products unmasked, because a mask would keep the tensor cores
+waiting. The key of an empty slot, which may be NaN, spoils only its own row and column, and neither counts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Config:
 
     Attributes:
         block: slots per program, a power of two of at least 16.
-        tile: slots that they are compared with per step, a power of two of at least 16.
-        strip: slots until a program asks whether it is done, a multiple of ``tile``.
+        tile: slots that a block is compared with per step, a power of two of at least 16.
+        strip: slots after which a program checks whether it is done, a multiple of ``tile``.
         num_warps: warps per program.
         num_stages: depth of Triton's software pipeline.
     """
@@ -42,14 +42,14 @@ class Config:
 
 
 def default_config(key: jax.Array) -> Config:
-    """Config for key [B, H, S, D]: smaller tiles for float32, whose products need more registers, and for short caches."""
+    """Choose a config for key [B, H, S, D]: smaller tiles for float32, which needs more registers, and for short caches."""
     if key.dtype == jnp.float32:
         return Config(block=64 if key.shape[3] <= 128 else 32, tile=32)
     return Config() if key.shape[2] > 4096 else Config(block=64, num_warps=4)
 
 
 def fitted(config: Config, key: jax.Array) -> Config:
-    """The config with tiles that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's tiles to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     row = key.dtype.itemsize * key.shape[3]
 
     def needed(tile):
@@ -86,7 +86,7 @@ def _kernel(key_ref, valid_ref, threshold_ref, out_ref, *, block, tile, strip):
 
 
 def newest_repeat(key, valid, *, threshold, config: Config | None = None, interpret: bool = False):
-    """See ``pallas_kernels.score.newest_repeat.newest_repeat``; ``interpret=True`` runs anywhere, slowly."""
+    """Find the newest other slot whose key is near each slot's key; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots, dim = key.shape
     config = fitted(default_config(key), key) if config is None else config
     lists = batch * heads
@@ -110,7 +110,7 @@ def newest_repeat(key, valid, *, threshold, config: Config | None = None, interp
 
 
 def check(key, valid, *, threshold):
-    """Raise ``NotImplementedError`` for dtypes and sizes the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
     if str(key.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {key.dtype}, expected bfloat16, float16 or float32")
     dim = key.shape[3]

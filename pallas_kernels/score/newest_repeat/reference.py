@@ -11,18 +11,18 @@ from jax import lax
 
 from pallas_kernels.numerics import product_precision
 
-WHOLE = 1 << 21  # so many products per KV head are not divided into tiles
-TILES = 1024, 2048  # slots, and slots that they are compared with, in memory at once
+WHOLE = 1 << 21  # up to so many products per KV head are computed at once, without tiles
+TILES = 1024, 2048  # slots per tile, and slots that a tile is compared with at once
 
 
 def newest_repeat(key, valid, *, threshold, whole: int = WHOLE, tiles: tuple[int, int] = TILES):
-    """See ``pallas_kernels.score.newest_repeat.newest_repeat``."""
+    """Find the newest other slot whose key is near each slot's key, in plain JAX."""
     slots = key.shape[2]
     order = jnp.arange(slots, dtype=jnp.int32)
     rows, columns = (slots, slots) if slots * slots <= whole else (min(size, slots) for size in tiles)
 
     def newest(first: jax.Array | int) -> jax.Array:
-        """For the slots from ``first`` on: int32 [B, H, rows]."""
+        """Find the newest repeat of each of the slots from ``first`` on: int32 [B, H, rows]."""
         at = (first + order[:rows])[None, None, :, None]
         own, counts = (lax.dynamic_slice_in_dim(x, first, rows, 2) for x in (key, valid))
 
@@ -36,7 +36,7 @@ def newest_repeat(key, valid, *, threshold, whole: int = WHOLE, tiles: tuple[int
 
         def older(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             number, found = carry
-            begin = jnp.minimum(number * columns, slots - columns)  # the last tile may have slots of the one before
+            begin = jnp.minimum(number * columns, slots - columns)  # the last tile may overlap the tile before it
             return number - 1, jnp.where(found < 0, tile(begin), found)
 
         if columns == slots:

@@ -32,7 +32,9 @@ def packed_score(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Products of queries with packed vectors, each in the basis of its own segment.
+    """Multiply queries with packed vectors, each in the basis of its own segment.
+
+    Differentiable: through ``xla``.
 
     Args:
         parts: [B, H, M, G, N, D], made by `project_query`, in the dtype of the values.

@@ -65,7 +65,7 @@ def _kernel(
 def packed_score(
     parts, values, bitmap, count, last, *, span, unit, owner, reduce, config: Config | None = None, interpret=False
 ):
-    """See ``pallas_kernels.score.packed_score.packed_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Multiply queries with packed vectors in the basis of each segment; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     rows, heads, _, group, _, dim = parts.shape
     blocks, lists, padded = values.shape[2], rows * heads, pl.next_power_of_2(group)

@@ -9,13 +9,13 @@ from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpac
 
 
 def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
-    """See ``pallas_kernels.score.packed_score.packed_score``."""
+    """Multiply queries with packed vectors in the basis of each segment, in plain JAX."""
     query = join_terms(parts)
     rows, blocks, segments = query.shape[0], values.shape[2], query.shape[2]
     number = jnp.arange(blocks, dtype=jnp.int32)
     segment = segments_of(jnp.broadcast_to(number[None], (rows, blocks)), owner, last, span)[:, None, None, None]
     scores, piece = [], span if owner is None else blocks
-    # Where segments are equal pieces of the list, a piece meets its own query only.
+    # Where segments are equal pieces of the list, each piece is multiplied with its own query only.
     for index, first in enumerate(range(0, blocks, piece)):
         at = slice(first, min(first + piece, blocks))
         mean = unpack(values[:, :, at], bitmap[:, :, at], query.shape[-1]).astype(jnp.float32)

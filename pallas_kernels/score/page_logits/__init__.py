@@ -28,9 +28,11 @@ def page_logits(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The logit of each page for each query head, and the log of the sum of their exponentials, in parts.
+    """Compute the logit of each page for each query head, and the log of the sum of their exponentials, in parts.
 
     ``logits[g, p] - log(sum over n of exp(lse[n, g]))`` is the log of a softmax over the pages; `kth_select` takes both.
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D], floating point.

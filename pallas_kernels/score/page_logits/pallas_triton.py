@@ -1,6 +1,6 @@
 """Logits of pages as one Pallas Triton kernel, grid (B, H, splits): every program has every so many-th block of pages.
 
-So all programs have work, whatever part of the pages is in use. Each of them writes the log of the sum of its own pages.
+So all programs have work, whatever part of the pages is in use. Each program writes the log-sum-exp of its own pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_kernels.numerics import finite_or_zero, product_precision
 
 
 def fitted(config: Config, query: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     dim, filled = query.shape[3], pl.next_power_of_2(query.shape[2])
 
     def needed(block):
@@ -32,13 +32,13 @@ def fitted(config: Config, query: jax.Array) -> Config:
 
 
 def _kernel(*refs, structure, scale, block):
-    # A tree of refs of `structure`: query [B, H, G, D]; vector [B, H, P, D]; limit [B]; held [B, H, P], or None. Then logits
-    # [B, H, G, P]; lse [B, H, N, G].
+    # Operands, a tree of `structure`: query [B, H, G, D]; vector [B, H, P, D]; limit [B]; held [B, H, P], or None.
+    # Results: logits [B, H, G, P]; lse [B, H, N, G].
     *refs, logits_ref, lse_ref = refs
     query_ref, vector_ref, limit_ref, held_ref = jax.tree.unflatten(structure, refs)
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, pages, splits = query_ref.shape[2], vector_ref.shape[2], lse_ref.shape[2]
-    # The group is filled up to a power of two by repeating its last head, whose numbers are written again.
+    # The group is filled up to a power of two by repeating its last head, whose results are written again.
     head = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
     query, used = query_ref[b, h, head, :], jnp.clip(limit_ref[b], 0, pages)
 
@@ -78,7 +78,7 @@ def _kernel(*refs, structure, scale, block):
 
 
 def page_logits(query, vector, limit, held=None, *, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.page_logits.page_logits``; ``interpret=True`` runs anywhere, slowly."""
+    """Compute the logits of pages and their log-sum-exp; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, pages, _ = vector.shape
     config = fitted(default_config(rows * heads, pages), query) if config is None else config
     operands, structure = jax.tree.flatten((query, vector, limit, held))

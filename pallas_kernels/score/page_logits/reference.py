@@ -9,7 +9,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def page_logits(query, vector, limit, held, *, scale):
-    """See ``pallas_kernels.score.page_logits.page_logits``."""
+    """Compute the logits of pages and their log-sum-exp, in plain JAX."""
     exact = product_precision(query.dtype)
     product = jnp.einsum("bhgd,bhpd->bhgp", query, vector, precision=exact, preferred_element_type=jnp.float32) * scale
     seen = jnp.arange(vector.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None]

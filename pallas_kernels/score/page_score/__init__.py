@@ -43,8 +43,10 @@ def page_score(
 
     With ``high=None`` it is the plain product with ``low``. Pages that are not in use may hold anything.
 
-    A page of one slot is a token: with ``position`` and ``first`` the scores are those of the tokens between two slots
+    A page of one slot is a token: with ``position`` and ``first`` only the tokens between two slots are scored
     (RetrievalAttention, arXiv:2409.10516).
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D], floating point.

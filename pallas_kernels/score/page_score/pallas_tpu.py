@@ -1,7 +1,7 @@
 """Page scores as one kernel for TPUs that reads each bound in use once.
 
 Grid (B, blocks of pages). A block has the pages of all KV heads. The numbers of pages in use are in scalar memory: blocks
-behind them repeat the number of the last block in use, and what is in fast memory already is not read again.
+behind them repeat the index of the last block in use, and a block in fast memory is not read again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Config:
 
 
 def default_config(low: jax.Array) -> Config:
-    """Config for bounds [B, H, P, D]: blocks of a megabyte."""
+    """Choose a config for bounds [B, H, P, D]: blocks of a megabyte."""
     fits = _BLOCK_BYTES // (low.shape[1] * low.shape[3] * low.dtype.itemsize)
     return Config(block=min(max(fits // LANES, 1) * LANES, _MOST))
 
 
 def _kernel(used_ref, most_ref, query_ref, *refs, bounded, added, reduce, newest, block):
-    # used int32 [B * H], most [B], pages in use of each head and the most of them; query [1, H, G, D]; low [1, H, N, D]; high
-    # likewise if bounded; what is added to the query, if anything; out [1, H, N]
+    # used int32 [B * H], pages in use of each head; most int32 [B], the largest `used` of a row; query [1, H, G, D];
+    # low [1, H, N, D]; high [1, H, N, D] if bounded; added [1, H, G, D] if added; out [1, H, N]
     refs = list(refs)
     bounds = [refs.pop(0) for _ in range(1 + bounded)]
     more_ref = refs.pop(0) if added else None
@@ -79,10 +79,10 @@ def _kernel(used_ref, most_ref, query_ref, *refs, bounded, added, reduce, newest
 
 
 def _product(query, bound, reduce):
-    """Products of query [G, D] with each bound [N, D]: float32 [G, N], or their sum over G [1, N]."""
+    """Multiply query [G, D] with each bound [N, D]: float32 [G, N], or their sum over G [1, N]."""
     if reduce == "sum":
         query = jnp.sum(query.astype(jnp.float32), axis=0, keepdims=True)
-    if query.dtype != bound.dtype:  # float32 holds every value of the others
+    if query.dtype != bound.dtype:  # float32 holds every value of the other dtypes
         query, bound = query.astype(jnp.float32), bound.astype(jnp.float32)
     return products(query, bound)
 
@@ -102,7 +102,7 @@ def page_score(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.score.page_score.page_score``; ``interpret`` as in ``pallas_call`` runs anywhere."""
+    """Score every page for every KV head; ``interpret`` as in ``pallas_call`` runs anywhere."""
     del position, first  # only for "each", which `check` refuses
     config = default_config(low) if config is None else config
     options = {"page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}

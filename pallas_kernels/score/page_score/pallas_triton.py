@@ -1,8 +1,8 @@
 """Page scores as one Pallas Triton kernel that reads each bound in use once.
 
 Grid (B*H, blocks of pages). The maximum over the group, or the score of each query head, needs matrix products of the whole
-group with a block of pages. The sum over the group is linear in the query: the group is added up first, and a block meets
-one float32 vector.
+group with a block of pages. The sum over the group is linear in the query: the group is added up first, and a block is
+multiplied with one float32 vector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Config:
 
 
 def fitted(config: Config, query: jax.Array, low: jax.Array, high: jax.Array | None) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     size = low.dtype.itemsize if query.dtype == low.dtype else 4
     rows, products = pl.next_power_of_2(query.shape[2]), 1 if high is None else 2
 
@@ -45,8 +45,8 @@ def fitted(config: Config, query: jax.Array, low: jax.Array, high: jax.Array | N
 
 
 def _bounds(query, low, high):
-    """The bound on q.k for each query head, float32 [Gp, N]: query [Gp, D], low and high [N, D]."""
-    # Tensor cores need one dtype; float32 holds every value of the others.
+    """Bound q.k for each query head, float32 [Gp, N]: query [Gp, D], low and high [N, D]."""
+    # Tensor cores need one dtype; float32 holds every value of the other dtypes.
     if query.dtype != low.dtype:
         query, low, high = (None if x is None else x.astype(jnp.float32) for x in (query, low, high))
     dot = functools.partial(plt.dot, trans_b=True, precision=product_precision(query.dtype))
@@ -57,7 +57,7 @@ def _bounds(query, low, high):
 
 
 def _summed(query, low, high):
-    """The bound on q.k, float32 [N], summed over the group; arguments as in `_bounds`."""
+    """Bound q.k summed over the group, float32 [N]; arguments as in `_bounds`."""
     query, low = query.astype(jnp.float32), low.astype(jnp.float32)
     if high is None:
         return jnp.sum(low * jnp.sum(query, axis=0)[None, :], axis=1)
@@ -141,7 +141,7 @@ def page_score(
     config: Config | None = None,
     interpret=False,
 ):
-    """See ``pallas_kernels.score.page_score.page_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Score every page for every KV head; ``interpret=True`` runs anywhere, slowly."""
     config = fitted(Config(), query, low, high) if config is None else config
     rows, heads, group, dim = query.shape
     lists, pages, padded = rows * heads, low.shape[2], pl.next_power_of_2(group)
@@ -188,12 +188,12 @@ def page_score(
 
 
 def _list_of(ndim):
-    """The index map of an operand of ``ndim`` axes of which a program reads its own list."""
+    """Map a program to its own list of an operand with ``ndim`` axes."""
     return lambda i, j: (i, *(0,) * (ndim - 1))
 
 
 def check(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
-    """Raise ``NotImplementedError`` for dtypes and head dims the kernel does not take."""
+    """Raise ``NotImplementedError`` for dtypes and head dims that the kernel does not take."""
     dtypes = {str(query.dtype), str(low.dtype)}
     if not dtypes <= {"bfloat16", "float16", "float32"}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16, float16 or float32")

@@ -9,7 +9,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def page_score(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
-    """See ``pallas_kernels.score.page_score.page_score``."""
+    """Score every page for every KV head, in plain JAX."""
     # max(q * low, q * high) = max(q, 0) * high + min(q, 0) * low, so a bound is two matrix products.
     if reduce == "each" and high is None and added is None and query.dtype == low.dtype:
         return _used(_products(query, low, product_precision(low.dtype)), limit, page_size, newest, position, first)
@@ -28,7 +28,7 @@ def _products(query, bound, precision):
 
 
 def _used(score, limit, page_size, newest, position, first):
-    """The scores of pages that are in use and hold something, -inf for others."""
+    """Keep the scores of pages that are in use and hold a token; all other pages get -inf."""
     used = -(-limit // page_size)
     used = used.reshape(*used.shape, *(1,) * (score.ndim - used.ndim))
     page = jnp.arange(score.shape[-1], dtype=jnp.int32).reshape((1,) * (score.ndim - 1) + (-1,))
@@ -39,5 +39,5 @@ def _used(score, limit, page_size, newest, position, first):
 
 
 def _chosen_from(page, position, first):
-    """Whether a page may score at all: bool that broadcasts to the scores of each query head."""
+    """Mask the pages that may score at all: bool that broadcasts to the scores of each query head."""
     return page >= first if position is None else (page >= first) & (position[:, :, None] >= 0)

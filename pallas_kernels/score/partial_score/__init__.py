@@ -36,6 +36,8 @@ def partial_score(
         score[h, s] = mean over g of e[h, g, s]
         near        = number of (h, g, s) with  e[h, g, s] >= max over s of e[h, g, s] - alpha
 
+    Differentiable: through ``xla``, except for the counts.
+
     Args:
         query: [B, H, G, C], floating point.
         key: [B, H, C, N], same dtype, N at least S; empty slots may hold anything, and so may those from S on. The kernels
@@ -64,7 +66,7 @@ def partial_score(
 def check_arrays(
     name: str, query: jax.Array, key: jax.Array, position: jax.Array, cursor: jax.Array, alpha: jax.Array
 ) -> None:
-    """Raise the errors of `partial_score`, as those of the operation ``name``."""
+    """Raise the errors of `partial_score` in the name of the operation ``name``."""
     agree = query.ndim == key.ndim == 4 and key.shape[:3] == (*query.shape[:2], query.shape[3])
     agree = agree and position.shape[:2] == key.shape[:2] and position.ndim == 3 and position.shape[2] <= key.shape[3]
     if not agree or (cursor.shape, alpha.shape) != (key.shape[:1], ()):

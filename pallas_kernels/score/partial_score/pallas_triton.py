@@ -2,11 +2,11 @@
 
 1. ``partial_score``: a program has every P-th block of slots. It reads their keys once, and writes logits, scores, the
    largest logit of each query head in each block, and the number of tokens; for `partial_select` maxima of scores, too.
-2. ``partial_near``: a program compares the logits of a few blocks with the largest of all blocks. It reads those of query
-   heads that come near it in the block. Programs add up what they count, and whole numbers have one sum in any order.
+2. ``partial_near``: a program compares the logits of a few blocks with the largest of all blocks. In each block it reads only
+   query heads whose largest logit comes near. Programs add up their counts, and integers have one sum in any order.
 
-The tokens of a channel are neighbours, so a thread reads up to 16 bytes of each channel, and has all logits of its tokens to
-itself: no thread waits for another. A group of query heads is small, so their products are sums in registers; tensor cores
+The tokens of a channel are neighbours in memory, so a thread reads up to 16 bytes of each channel and computes all logits of
+its tokens: no thread waits for another. A group of query heads is small, so products are sums in registers; tensor cores
 would need keys in shared memory, and compute 16 query heads.
 """
 
@@ -27,8 +27,8 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import NEVER, order_key
 
 MOST_CHANNELS = 256
-MOST_GROUP = 32  # query heads; the program has all of them written out, and a compiler needs long for more
-MOST_HEADS = 8  # whose sums a thread holds at once; of more, the keys are read again
+MOST_GROUP = 32  # query heads; the program is unrolled over them, and takes long to compile for more
+MOST_HEADS = 8  # query heads whose sums a thread holds at once; for more heads the keys are read again
 UNROLLED = 32  # up to so many channels, all loads can begin before the first product
 LOWEST = -3.4028234663852886e38  # the most negative finite float32
 
@@ -38,8 +38,8 @@ class Config:
     """How the work is divided; sizes are powers of two.
 
     Attributes:
-        block: slots per step, of groups of up to 4 query heads; of larger groups half as many, because of the registers.
-        programs: of each kernel over all heads of all rows, approximately.
+        block: slots per step for groups of up to 4 query heads; larger groups take half as many, because of the registers.
+        programs: programs of each kernel over all heads of all rows, approximately.
         num_warps: warps per program.
     """
 
@@ -48,12 +48,12 @@ class Config:
     num_warps: int = 4
 
     def block_of(self, group: int) -> int:
-        """Slots per step for a group of query heads."""
+        """Return the slots per step for a group of query heads."""
         return self.block if group <= 4 else self.block // 2
 
 
 def _sums(query_ref, key_ref, b, h, heads, slot, interpret):
-    """Products of the query ``heads`` with the keys at ``slot``, float32 [block] each; numbers behind the last slot are 0."""
+    """Multiply the query ``heads`` with the keys at ``slot``: float32 [block] each, 0 behind the last slot."""
     channels, inside = key_ref.shape[2], slot < key_ref.shape[3]
 
     def load(channel):
@@ -83,8 +83,9 @@ def _sums(query_ref, key_ref, b, h, heads, slot, interpret):
 
 
 def _score(*refs, scale, block, nodes, interpret):
-    # query [B, H, G, C]; key [B, H, C, N]; position [B, H, S]; cursor [B]; logits [B, H, G, N]; score [B, H, N]; most
-    # [B, H, blocks, G]; count [B, H, P]; near [B], zeros for the next kernel; if there are nodes, node [B, H, P * nodes]
+    # Operands: query [B, H, G, C]; key [B, H, C, N]; position [B, H, S]; cursor [B].
+    # Results: logits [B, H, G, N]; score [B, H, N]; most [B, H, blocks, G]; count [B, H, P]; near [B], zeros for the next
+    # kernel; if there are nodes, node [B, H, P * nodes].
     query_ref, key_ref, position_ref, cursor_ref, logits_ref, score_ref, most_ref, count_ref, near_ref, *node_ref = refs
     program, b, h = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     group, slots, room = query_ref.shape[2], position_ref.shape[2], key_ref.shape[3]
@@ -119,9 +120,9 @@ def _score(*refs, scale, block, nodes, interpret):
 
 
 def count_near(logits_ref, most_ref, alpha, first, last, block):
-    """How many logits in the blocks from ``first`` to before ``last`` come near the largest of their query heads, int32.
+    """Count the logits in blocks ``first`` to ``last - 1`` that come near the largest of their query head, int32.
 
-    The refs are those of a list: logits [G, N]; most [blocks, G].
+    The refs belong to one list: logits [G, N]; most [blocks, G].
     """
     (group, slots), blocks = logits_ref.shape, most_ref.shape[0]
     part = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
@@ -140,7 +141,7 @@ def count_near(logits_ref, most_ref, alpha, first, last, block):
 
 
 def stored_of(count_ref):
-    """The number of tokens before the newest, of count int32 [P]."""
+    """Sum count int32 [P] to the number of tokens before the newest."""
     part, parts = jnp.arange(pl.next_power_of_2(count_ref.shape[0]), dtype=jnp.int32), count_ref.shape[0]
     return jnp.sum(plt.load(count_ref.at[part], mask=part < parts, other=0), dtype=jnp.int32)
 
@@ -158,16 +159,16 @@ def _near(logits_ref, most_ref, count_ref, alpha_ref, _, near_ref, stored_ref, *
 
 
 def score_blocks(query, key, position, cursor, *, scale, config, wanted=0, interpret=False):
-    """The first kernel.
+    """Run the first kernel.
 
     Args:
-        query: and the others as in ``pallas_kernels.score.partial_score.partial_score``.
-        key: likewise.
-        position: likewise.
-        cursor: likewise.
-        scale: likewise.
+        query: [B, H, G, C], floating point.
+        key: [B, H, C, N], same dtype.
+        position: int32 [B, H, S].
+        cursor: int32 [B].
+        scale: factor of the logits.
         config: how the work is divided.
-        wanted: static; where not 0, there are at least as many maxima of scores.
+        wanted: static; if not 0, at least as many maxima of scores are computed.
         interpret: run as plain JAX operations.
 
     Returns:
@@ -198,7 +199,7 @@ def score_blocks(query, key, position, cursor, *, scale, config, wanted=0, inter
 
 
 def partial_score(query, key, position, cursor, alpha, *, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.partial_score.partial_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Score tokens by partial keys, and count those near the largest logit; ``interpret=True`` runs anywhere, slowly."""
     config = Config() if config is None else config
     given = query, key, position, cursor
     logits, score, most, count, near = score_blocks(*given, scale=scale, config=config, interpret=interpret)

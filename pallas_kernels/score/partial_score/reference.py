@@ -8,7 +8,7 @@ from pallas_kernels.numerics import product_precision
 
 
 def partial_score(query, key, position, cursor, alpha, *, scale):
-    """See ``pallas_kernels.score.partial_score.partial_score``."""
+    """Score tokens by partial keys, and count those near the largest logit, in plain JAX."""
     exact = product_precision(key.dtype)
     key = key[..., : position.shape[2]]
     logits = jnp.einsum("bhgc,bhcs->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32) * scale

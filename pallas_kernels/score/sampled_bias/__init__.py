@@ -33,12 +33,14 @@ def sampled_bias(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
-    """What to add to the logits of listed slots: 0 at both ends, -log(w + 0.0001) for a slot ``first`` to ``near - 1``.
+    """Compute the bias of the logits of listed slots: 0 at both ends, -log(w + 0.0001) for a slot ``first`` to ``near - 1``.
 
     w is the chance that the query and the key less the ``centre`` m are in the same bucket in two of L tables or more::
 
         p = 1 - angle(q[h, g], k_i - m_h) / pi
         w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)       K = num_bits, L = num_tables
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, D].

@@ -20,14 +20,14 @@ _BLOCK = 64  # entries per program, or fewer where shared memory is small
 
 
 def _block(group: int, dim: int, dtype) -> int:
-    """Entries per program; ``NotImplementedError`` if shared memory is too small for any."""
+    """Choose the entries per program; raise ``NotImplementedError`` if shared memory is too small for any."""
     filled = max(pl.next_power_of_2(group), 16)
     return fitting_block(_BLOCK, lambda block: dtype.itemsize * dim * (block + filled))
 
 
 def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num_tables, num_bits, block, interpret):
-    # Of one head: query [G, D], key [S, D], centre [D], own [G, K]; of all rows near [B]; slots [K] of one head, if there is
-    # a list; bias [G, K].
+    # Of one head: query [G, D], key [S, D], centre [D], own [G, K], slots [K] if there is a list. Of all rows: near [B].
+    # Result of one head: bias [G, K].
     *slots_ref, bias_ref = refs
     (group, dim), count, near = query_ref.shape, own_ref.shape[1], near_ref[pl.program_id(0)]
     entry = pl.program_id(2) * block + jnp.arange(block, dtype=jnp.int32)
@@ -53,7 +53,7 @@ def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num
         wide, away = query.astype(jnp.float32), key.astype(jnp.float32) - centre[None, :]
         product = product - jnp.sum(wide * centre[None, :], axis=1)[:, None]
         norms = jnp.sqrt(jnp.sum(wide * wide, axis=1))[:, None] * jnp.sqrt(jnp.sum(away * away, axis=1))[None, :]
-        # To correct repeated heads too would take longer than to write the cosines of the others and read them.
+        # To correct repeated heads too would take longer than to write the cosines of the real heads and read them.
         place = [jnp.broadcast_to(x, product.shape) for x in (many[:, None], entry[None, :])]
         plt.store(bias_ref.at[*place], cosine(product, norms), mask=(place[0] < group) & (place[1] < count))
         if not interpret:
@@ -65,7 +65,7 @@ def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num
 
 
 def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num_bits, interpret=False):
-    """See ``pallas_kernels.score.sampled_bias.sampled_bias``; ``interpret=True`` runs anywhere, slowly."""
+    """Compute the corrections of the listed slots' logits; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, entries = own.shape
     block = _block(group, query.shape[3], query.dtype)
     lists = [] if slots is None else [slots]

@@ -15,12 +15,12 @@ _SMOOTH = 1e-4  # keeps the correction of the rarest keys finite
 
 
 def cosine(product: Array, norms: Array) -> Array:
-    """Of the angle, from the product of two vectors and the product of their norms; 0 where that is 0. Kernels use it too."""
+    """Divide the product of two vectors by the product of their norms; 0 where the norms are 0. Kernels use it too."""
     return jnp.where(norms > 0, product / jnp.where(norms > 0, norms, 1.0), 0.0)
 
 
 def correction(cosine: Array, num_tables: int, num_bits: int) -> Array:
-    """-log of the chance that a key at this angle is sampled: float32 in the shape of ``cosine``. Kernels use it too."""
+    """Return -log of the chance that a key at this angle is sampled: float32, shaped like ``cosine``. Kernels use it too."""
     angle = lax.acos(jnp.minimum(jnp.maximum(cosine, -1.0), 1.0))
     same = lax.integer_pow(1 - angle / math.pi, num_bits)  # the chance of equal buckets in one table
     others = lax.integer_pow(1 - same, num_tables - 1)
@@ -29,7 +29,7 @@ def correction(cosine: Array, num_tables: int, num_bits: int) -> Array:
 
 
 def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num_bits):
-    """See ``pallas_kernels.score.sampled_bias.sampled_bias``."""
+    """Compute the corrections of the listed slots' logits, in plain JAX."""
     if slots is None:
         key, slots = whole(key), jnp.arange(key.shape[2], dtype=jnp.int32)[None, None]
     else:
@@ -44,5 +44,5 @@ def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num
 
 
 def _norm(x: Array) -> Array:
-    """The norm of vectors [..., D]: float32 [...]."""
+    """Compute the norm of vectors [..., D]: float32 [...]."""
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))

@@ -36,6 +36,8 @@ def token_vote(
 
     Source: Wu et al., "TokenSelect" (arXiv:2411.02886), head soft vote.
 
+    Differentiable: through ``xla``.
+
     Args:
         query: float32 or bfloat16 [B, H, G, D]. The logits have no factor 1 / sqrt(D).
         key: float32, float16 or bfloat16 [B, H, S, D].

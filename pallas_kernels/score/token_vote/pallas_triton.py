@@ -1,10 +1,10 @@
 """The vote as two Pallas Triton kernels that read the keys once.
 
 The votes need each head's softmax denominator, which is known only after all keys are read. At 131,072 tokens the keys are
-268 MB (8 KV heads of 128 bfloat16 numbers), and two passes would read them twice. The logits of 32 heads are 17 MB, which
+268 MB (8 KV heads of 128 bfloat16 channels), and two passes would read them twice. The logits of 32 heads are 17 MB, which
 stay in the L2 cache of an H100. So the first kernel writes the logits, and the log-sum-exp of each of its programs. The
-second merges the log-sum-exps and adds the heads. For a row without a candidate, the programs of the first kernel end at
-once, and the second only fills in -inf.
+second kernel merges the log-sum-exps and adds the heads. For a row without a candidate, the programs of the first kernel end
+at once, and the second kernel only fills in -inf.
 
 A query of 24 mantissa bits is divided into three bfloat16 parts of 8 bits, which are stacked as rows of one product. Each
 product of a part and a bfloat16 key is exact in float32, so nothing is lost against a float32 product. It costs no more
@@ -36,7 +36,7 @@ class Config:
         block: tokens per step of the first kernel, a power of two of at least 16.
         splits: programs per KV head, a power of two.
         num_warps: warps per program of the first kernel.
-        num_stages: depth of its software pipeline.
+        num_stages: depth of the first kernel's software pipeline.
         merge_block: tokens per program of the second kernel, a power of two.
         merge_warps: warps per program of the second kernel.
     """
@@ -57,18 +57,18 @@ class Config:
 
 
 def default_config(lists: int, tokens: int) -> Config:
-    """Config for B*H ``lists`` of S ``tokens``: enough programs to fill the GPU, and a block or more for each."""
+    """Choose a config for B*H ``lists`` of S ``tokens``: enough programs to fill the GPU, and a block or more for each."""
     blocks = pl.next_power_of_2(pl.cdiv(max(tokens, 1), Config.block))
     fill = pl.next_power_of_2(pl.cdiv(PROGRAMS, lists))
     return Config(splits=max(1, min(fill, blocks, 256)))
 
 
 def fitted(config: Config, query: jax.Array, key: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     group, dim = query.shape[-2:]
     rows, size = pl.next_power_of_2(group), key.dtype.itemsize
-    parts = 4 * 2 if key.dtype == jnp.bfloat16 else 4  # bytes of a number of a query in the product
-    widened = 4 if key.dtype == jnp.float16 else 0  # bytes of a key's number in the product, if it is another than stored
+    parts = 4 * 2 if key.dtype == jnp.bfloat16 else 4  # bytes of a query's channel in the product
+    widened = 4 if key.dtype == jnp.float16 else 0  # bytes of a key's channel in the product, if it is cast
 
     def needed(block):
         # The pipeline's blocks of keys, and one that is widened; the queries; the logits of a block.
@@ -78,7 +78,7 @@ def fitted(config: Config, query: jax.Array, key: jax.Array) -> Config:
 
 
 def _parts(query: jax.Array, rows: int) -> jax.Array:
-    """The parts of a query, bfloat16 [4 * rows, D]: high, middle and low 8 bits of the mantissa, then zeros.
+    """Split a query into parts, bfloat16 [4 * rows, D]: high, middle and low 8 bits of the mantissa, then zeros.
 
     Args:
         query: float32 [4 * rows, D], the same ``rows`` four times.
@@ -108,9 +108,9 @@ def _score_kernel(query_ref, key_ref, stop_ref, *refs, first, group, block, spli
 
 
 def _score(query_ref, key_ref, logits_ref, lse_ref, start, stop, split, splits, group, block):
-    """One program's share of a head's blocks: their logits, and the log-sum-exp over its candidates."""
+    """Score one program's share of a head's blocks: write their logits, and the log-sum-exp over its candidates."""
     rows, tokens = logits_ref.shape[0], key_ref.shape[0]
-    begin = start // block  # the first block with a candidate; those of the row are shared out evenly
+    begin = start // block  # the first block with a candidate; the row's blocks are shared out evenly
     blocks = pl.cdiv(stop, block) - begin
     share = pl.cdiv(blocks, splits)
     exact = key_ref.dtype == jnp.bfloat16
@@ -157,7 +157,7 @@ def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
     real = (jnp.arange(rows, dtype=jnp.int32) < group)[:, None]
 
     def add_heads():
-        """Votes of this block: probabilities of every head, added up in the order of the heads."""
+        """Add up the probabilities of all heads for this block, in the order of the heads."""
         vote = jnp.zeros((block,), jnp.float32)
         for head in range(heads):
             parts = lse_ref[head]
@@ -174,7 +174,7 @@ def _merge_kernel(logits_ref, lse_ref, stop_ref, *refs, first, group, block):
 
 
 def token_vote(query, key, *, start, stop, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.score.token_vote.token_vote``; ``interpret=True`` runs anywhere, slowly."""
+    """Add up the softmax of every query head over the candidates; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     tokens, rows = key.shape[2], pl.next_power_of_2(group)
     config = fitted(default_config(batch * heads, tokens), query, key) if config is None else config
@@ -219,7 +219,7 @@ def token_vote(query, key, *, start, stop, config: Config | None = None, interpr
 
 
 def check(query, key, *, start, stop):
-    """Raise ``NotImplementedError`` for dtypes, head dims and groups the kernels do not take."""
+    """Raise ``NotImplementedError`` for dtypes, head dims and groups that the kernels do not take."""
     if str(query.dtype) not in ("float32", "bfloat16") or str(key.dtype) not in ("float32", "float16", "bfloat16"):
         raise NotImplementedError(
             f"got query {query.dtype} and key {key.dtype}, "

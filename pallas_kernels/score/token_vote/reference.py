@@ -9,14 +9,14 @@ from pallas_kernels.numerics import finite_or_zero
 
 
 def token_vote(query: jax.Array, key: jax.Array, *, start: jax.Array | int, stop: jax.Array) -> jax.Array:
-    """See ``pallas_kernels.score.token_vote.token_vote``. Where no row has a candidate, no key is read."""
+    """Add up the softmax of every query head over the candidates, in plain JAX; without a candidate no key is read."""
     rows, _, tokens, _ = key.shape
     place = jnp.arange(tokens, dtype=jnp.int32)[None]
     candidate = (place >= jnp.asarray(start, jnp.int32).reshape(-1, 1)) & (place < stop[:, None])
 
     def votes() -> jax.Array:
         wide = candidate[:, None, None]
-        # Other keys are set to zero here, and not only masked afterwards: a NaN of theirs must not reach a sum.
+        # Other keys are set to zero here, and not only masked afterwards: a NaN in them must not reach a sum.
         keys = jnp.where(candidate[:, None, :, None], key, 0).astype(jnp.float32)
         full = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), keys, precision=full)

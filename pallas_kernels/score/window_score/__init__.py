@@ -29,10 +29,12 @@ def window_score(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Attention probability that each slot receives from a window of queries, summed over the window, per query head.
+    """Sum the attention probability that each slot receives over a window of queries, for each query head.
 
     A query sees the tokens at its position or before; the softmax is over all of them, in float32. There are two passes over
     the keys. Logits are in memory for one block at a time, or never.
+
+    Differentiable: through ``xla``.
 
     Args:
         query: [B, H, G, W, D].
@@ -41,7 +43,7 @@ def window_score(
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty.
         scale: factor of the logits, a Python number.
         axis: of the mesh whose devices have parts of the slots of each row, inside `jax.shard_map`: the softmax is then over
-            the slots of all of them, and the result is for those of this device. None if all slots are here.
+            the slots of all of them, and the result is for this device's slots. None if all slots are here.
         implementation: "pallas_triton" (GPU; D a power of two, G * W at most 512), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
 

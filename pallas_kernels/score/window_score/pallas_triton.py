@@ -1,8 +1,8 @@
 """Attention probabilities of a window of queries, as two Pallas Triton kernels; both read every key once and write no logits.
 
 All G * W queries of a KV head are the rows of one tile. In the first kernel, grid (B*H, splits), a program writes the maximum
-and the sum of each row over its share of the slots. In the second, grid (B*H, blocks), a program joins them and adds up the
-probabilities of its block of slots.
+and the sum of each row over its share of the slots. In the second kernel, grid (B*H, blocks), a program joins the shares and
+adds up the probabilities of its block of slots.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Config:
 
 
 def default_config(lists: int, slots: int) -> Config:
-    """Config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, and a block or more for each."""
+    """Choose a config for B*H ``lists`` of S ``slots``: enough splits to fill the GPU, and a block or more for each."""
     splits = pl.next_power_of_2(max(1, min(pl.cdiv(PROGRAMS, lists), slots // Config.block)))
     return Config(splits=splits)
 
 
 def fitted(config: Config, query: jax.Array) -> Config:
-    """The config with blocks that fit the GPU's shared memory; ``NotImplementedError`` if none do."""
+    """Shrink the config's blocks to fit the GPU's shared memory; raise ``NotImplementedError`` if none fits."""
     group, window, dim = query.shape[2:]
 
     def needed(block):
@@ -59,12 +59,12 @@ def fitted(config: Config, query: jax.Array) -> Config:
 
 
 def _tile(group: int, window: int) -> int:
-    """Rows of the tile of all queries of a KV head."""
+    """Count the rows of the tile that has all queries of a KV head."""
     return pl.next_power_of_2(max(group, 4)) * pl.next_power_of_2(max(window, 4))
 
 
 def _logits(first, query, asked, key_ref, position_ref, *, scale, block):
-    """Logits [M, block] of slots from ``first`` on, -inf where a query does not see one; the slots; which of them exist."""
+    """Compute logits [M, block] of slots from ``first`` on, -inf where hidden; return them, the slots, and which exist."""
     slot = first + jnp.arange(block, dtype=jnp.int32)
     real = slot < key_ref.shape[0]
     at = jnp.minimum(slot, key_ref.shape[0] - 1)
@@ -93,9 +93,20 @@ def _totals_kernel(query_ref, asked_ref, key_ref, position_ref, maximum_ref, tot
     total_ref[...], maximum_ref[...] = jax.lax.fori_loop(0, steps, add_block, carry)
 
 
-def _votes_kernel(query_ref, asked_ref, maximum_ref, total_ref, key_ref, position_ref, out_ref, *, group, block, scale):
-    # Of one list: query [M, D]; asked [M]; maximum, total [splits, M]; key [S, D]; position [S]; out [G, S]. Rows of the tile
-    # belong to `group` heads, of which the last may be padding.
+def _votes_kernel(
+    query_ref,  # [M, D]
+    asked_ref,  # [M]
+    maximum_ref,  # [splits, M]
+    total_ref,  # [splits, M]
+    key_ref,  # [S, D]
+    position_ref,  # [S]
+    out_ref,  # [G, S]
+    *,
+    group,
+    block,
+    scale,
+):
+    # The refs are one list's. Rows of the tile belong to `group` heads; the last heads may be padding.
     query, asked = query_ref[...], asked_ref[...]
     # Join the splits: the denominator of each row, relative to its greatest maximum.
     maximum = maximum_ref[...]
@@ -124,7 +135,7 @@ def window_score(
     config: Config | None = None,
     interpret: bool = False,
 ):
-    """See ``pallas_kernels.score.window_score.window_score``; ``interpret=True`` runs anywhere, slowly."""
+    """Sum the attention probability of each slot over the window of queries; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape
     lists, num_slots = rows * heads, key.shape[2]
     config = fitted(default_config(lists, num_slots), query) if config is None else config
@@ -181,7 +192,7 @@ def window_score(
 
 
 def check(query, key, *, query_position, key_position, scale, axis):
-    """Raise ``NotImplementedError`` for dtypes and sizes the kernels do not take."""
+    """Raise ``NotImplementedError`` for dtypes and sizes that the kernels do not take."""
     if str(query.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
     group, window, dim = query.shape[2:]

@@ -12,13 +12,13 @@ BLOCK = 4096  # slots per step: the logits in memory are [B, H, G, W, BLOCK] flo
 
 
 def of_all(total, maximum, axis):
-    """The denominators of all devices' slots and the shift that they are relative to, from those of this device's slots."""
+    """Combine the softmax denominators and maxima of each device's slots: the total, and the shift it is relative to."""
     own, maximum = maximum, axes.most(maximum, axis)
     return axes.total(total * jnp.exp(own - finite_or_zero(maximum)), axis), maximum
 
 
 def window_score(query, key, *, query_position, key_position, scale, axis=None, block: int = BLOCK):
-    """See ``pallas_kernels.score.window_score.window_score``."""
+    """Sum the attention probability of each slot over the window of queries, in plain JAX."""
     rows, heads, group, window, _ = query.shape
     num_slots = key.shape[2]
     block = max(min(block, num_slots), 1)

@@ -32,6 +32,8 @@ def encode(
 
     The codes of a vector do not depend on the other vectors, nor on how many there are, to the last bit.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         key: [B, H, T, D], any float dtype, D a power of two of at least 8.
         valid: bool [B, H or 1, T]; other vectors may hold anything, and their codes are zero.

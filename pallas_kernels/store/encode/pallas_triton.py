@@ -44,7 +44,7 @@ def _kernel(key_ref, valid_ref, *refs, part, scale):
 
 
 def encode(key, valid, signs, *, scale, config: Config | None = None, interpret=False):
-    """See ``pallas_kernels.store.encode.encode``; ``interpret=True`` runs anywhere, slowly."""
+    """Encode vectors in 4 bits per channel; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, tokens, dim = key.shape
     config = Config() if config is None else config
     shared = valid.shape[1] == 1

@@ -34,10 +34,10 @@ class Kept(NamedTuple):
 
 
 def direction_sum(key: jax.Array, position: jax.Array) -> jax.Array:
-    """The sum of the directions of all stored keys, in whole numbers.
+    """Sum the directions of all stored keys, in integers.
 
-    A sum of whole numbers does not depend on the order. What is added and taken away again leaves no error behind. A number
-    has two of them: of directions rounded to about 2^-19 (of 1,024 slots), and of what is then missing.
+    A sum of integers does not depend on the order, and adding and subtracting a key leaves no error. A channel has two
+    integers: the direction rounded to about 2^-19 (with 1,024 slots), and the rounded remainder.
 
     Args:
         key: [B, H, S, D], floating point; empty slots may hold anything, NaN included.
@@ -64,9 +64,11 @@ def evict_alike(
 ) -> Kept:
     """Evict one token of every head in rows with more than ``budget`` slots in use; other rows stay as they are.
 
-    The key with the largest cosine to the sum of all directions goes, that of the newest token included. All else is as in
+    The key with the largest cosine to the sum of all directions goes, and the newest token may go too. All else is as in
     `evict_token`: of equal cosines the newest token goes, and the newest token of all, in slot ``cursor - 1`` of every head,
     moves to the free slot.
+
+    Differentiable: through ``xla``, the keys and values only.
 
     Args:
         key: [B, H, S, D], an array or codes; empty slots may hold anything, NaN included.

@@ -1,9 +1,9 @@
 """Online eviction of the key most alike to the mean direction, as one Pallas Triton kernel.
 
-Cosines are the work of many programs, since one alone would read slowly. Each finds the worst slot of its part. The last
-program of a row to be done, which an atomic counter tells, chooses among the parts and moves the tokens of all heads. By then
-all programs have read what it writes: the cursor, the sum of the directions and the counter too, so these are in place, and
-the counter is zero again.
+Cosines are the work of many programs, since one alone would read slowly. Each program finds the worst slot of its part. The
+row's last program to finish, which an atomic counter tells, chooses among the parts and moves the tokens of all heads. By
+then all programs have read what it writes. So it updates the cursor, the sum of the directions and the counter in place, too,
+and sets the counter to zero again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels.score.dissimilarity.reference import LEAST
 from pallas_kernels.store.evict_alike.reference import number, unit, words
 
-PART = 64  # keys of one program
+PART = 64  # keys per program
 MOST_SLOTS = 2**14  # as in `evict_token`
 TOGETHER = 2**11  # numbers of the heads whose tokens are moved at once, held in registers
 
 
 def _kernel(*refs, structure, dtype, interpret):
     # Operands: budget [1], newest [B], then the arrays in place: a tree of key, value, position, cursor, total, done.
-    # Results: these, and of each part [B, H, parts] its least score, and the position and the slot of the token with it.
+    # Results: the arrays in place, and for each part [B, H, parts] its least score and that token's position and slot.
     budget_ref, newest_ref, *refs = refs
     count = structure.num_leaves
     given, written = (jax.tree.unflatten(structure, x) for x in (refs[:count], refs[count : 2 * count]))
@@ -50,7 +50,7 @@ def _kernel(*refs, structure, dtype, interpret):
     cursor, stored = cursor_ref[b], newest_ref[b] >= 0
     full, last = cursor > budget_ref[0], jnp.clip(cursor - 1, 0, slots - 1)
     total = number(total_ref[b, h, 0, :], total_ref[b, h, 1, :], slots) + unit(jnp.where(stored, keys(h, last), 0.0))
-    # One division for a key, not for each of its numbers. An empty slot may hold NaN.
+    # One division for a key, not for each of its channels. An empty slot may hold NaN.
     score = -jnp.sum(key * total[None, :], axis=1) / jnp.maximum(jnp.sqrt(jnp.sum(key * key, axis=1)), LEAST)
     for ref, x in zip(least_refs, _worst(jnp.where(held, score, jnp.inf), position, slot, axis=0), strict=True):
         ref[b, h, part] = x
@@ -77,7 +77,7 @@ def _kernel(*refs, structure, dtype, interpret):
         def _():
             for ref, rest, x in zip(jax.tree.leaves(written[:2]), rests, moved, strict=True):
                 ref[(b, head, worst, *rest)] = x
-            # If the newest token goes itself, its slot is written twice, with the same number.
+            # If the newest token goes itself, its slot is written twice, with the same value.
             position_of[b, head, worst] = jnp.where(worst == last, -1, carried)
             position_of[b, head, end] = jnp.full(head.shape, -1, jnp.int32)
 
@@ -91,7 +91,7 @@ def _kernel(*refs, structure, dtype, interpret):
 
 
 def _worst(score, position, slot, axis):
-    """Along an axis: the least score, the newest position with it, and its last slot; 0 if no token is held.
+    """Find the least score along an axis, the newest position that has it, and its last slot; 0 if no token is held.
 
     ``score`` is infinite where no token is held, and ``position`` negative.
     """
@@ -111,7 +111,7 @@ def _wait(interpret):
 
 
 def evict_alike(key, value, position, cursor, total, done, *, newest, budget, interpret=False):
-    """See ``pallas_kernels.store.evict_alike.evict_alike``; ``interpret=True`` runs anywhere, slowly."""
+    """Evict the key of each head that is most alike to the mean direction; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, slots = position.shape
     parts = pl.cdiv(slots, PART)
     arrays, structure = jax.tree.flatten((key, value, position, cursor, total, done))
@@ -132,7 +132,7 @@ def evict_alike(key, value, position, cursor, total, done, *, newest, budget, in
 
 
 def check(key, value, position, cursor, total, done, *, newest, budget):
-    """Raise ``NotImplementedError`` for what is no block of the kernel, and for more slots than it holds."""
+    """Raise ``NotImplementedError`` for sizes that are no block of the kernel, and for more slots than it holds."""
     slots, dim = key.shape[2:]
     if dim & (dim - 1) or dim < 16:
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two of at least 16")

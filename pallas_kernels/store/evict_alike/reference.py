@@ -10,14 +10,14 @@ from pallas_kernels.store.evict_token.reference import evict_token, worst_slot
 
 
 def unit(key):
-    """The direction of keys float32 [..., D]; 0 of a zero."""
+    """Normalise keys float32 [..., D] to directions; the direction of a zero key is 0."""
     return key / jnp.maximum(jnp.sqrt(jnp.sum(key * key, axis=-1, keepdims=True)), LEAST)
 
 
 def words(direction, slots):
-    """Two whole numbers int32 for each number of a direction: it rounded, and what is missing, rounded too.
+    """Split each channel of a direction into two int32: the channel, rounded, and the rest, rounded too.
 
-    The sum of as many as there are ``slots`` fits into int32.
+    The sum over ``slots`` directions fits into int32.
     """
     one = _one(slots)
     near = jnp.floor(direction * one + 0.5)
@@ -26,7 +26,7 @@ def words(direction, slots):
 
 
 def number(near, rest, slots):
-    """The float32 number of two `words`, or of their sums."""
+    """Join two `words`, or their sums, to a float32."""
     one = _one(slots)
     return near.astype(jnp.float32) / one + rest.astype(jnp.float32) / one**2
 
@@ -36,13 +36,13 @@ def _one(slots):
 
 
 def direction_sum(key, position):
-    """See ``pallas_kernels.store.evict_alike.direction_sum``."""
+    """Sum the directions of the stored keys, in plain JAX."""
     key = jnp.where((position >= 0)[..., None], key, 0).astype(jnp.float32)
     return jnp.stack([jnp.sum(x, axis=2, dtype=jnp.int32) for x in words(unit(key), position.shape[2])], axis=2)
 
 
 def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
-    """See ``pallas_kernels.store.evict_alike.evict_alike``."""
+    """Evict the key of each head that is most alike to the mean direction, in plain JAX."""
     batch, heads, slots = position.shape
     b, h, held = jnp.arange(batch)[:, None], jnp.arange(heads)[None], position >= 0
     direction = unit(jnp.where(held[..., None], whole(key), 0).astype(jnp.float32))

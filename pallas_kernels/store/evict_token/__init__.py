@@ -52,6 +52,8 @@ def evict_token(
     ``cursor - 1`` of every head, moves to its slot, so bounded storage stays dense without a shift. If no token may go, the
     token in slot 0 goes.
 
+    Differentiable: through ``xla``, the keys, values and scores only.
+
     Args:
         key: [B, H, S, D], an array or codes.
         value: [B, H, S, D], same dtype.

@@ -3,8 +3,8 @@
 A program per head finds the slot of its worst token and moves the newest token there, in place.
 
 The cursor is moved in place, too, because a loop of steps would copy it in every layer, which takes a third of the kernel's
-time. So a head's program reads the row's cursor before or after it was moved. Its own positions tell which: behind the slots
-in use none holds a token.
+time. So a head's program may read the row's cursor before or after it was moved. The head's own positions tell which: no slot
+behind the slots in use holds a token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _kernel(*refs, tokens, scored, gained, first, any_age):
     behind = plt.load(position_ref.at[jnp.clip(found, 0, num_slots - 1)])
     cursor = found + ((found < num_slots) & (behind >= 0)).astype(jnp.int32)  # as it was before any program
     full, last = cursor > limits_ref[0], jnp.clip(cursor - 1, 0, num_slots - 1)
-    # Read before another thread may write them: a number by its slot needs no reduction.
+    # Read before another thread may write them: a value at a known slot needs no reduction.
     carried, at_last = position_ref[last], sum(ref[last] for ref in score_refs)
 
     slot = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
@@ -74,7 +74,7 @@ def _kernel(*refs, tokens, scored, gained, first, any_age):
 def evict_token(
     key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0, num_warps: int = 8, interpret=False
 ):
-    """See ``pallas_kernels.store.evict_token.evict_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Evict the token of each head with the lowest score; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = position.shape[:2]
     limits = jnp.stack([jnp.asarray(budget, jnp.int32), jnp.asarray(recent, jnp.int32)])
     tokens, structure = jax.tree.flatten((key, value))
@@ -108,7 +108,7 @@ def evict_token(
 
 
 def _of_head(x, heads):
-    """The block of one head of x [B, H, ...], or of all heads, [B, 1, ...]."""
+    """Show a program its head of x [B, H, ...], or the only entry of x [B, 1, ...], which all heads share."""
     rest, shared = x.shape[2:], x.shape[1] < heads
     return pl.BlockSpec((None, None, *rest), lambda b, h: (b, 0 if shared else h) + (0,) * len(rest))
 

@@ -9,9 +9,9 @@ EMPTY = -1
 
 
 def worst_slot(score, valid, position):
-    """The slot to evict, int32 [B, H]: that of the lowest ``score`` [B, H, S] where ``valid``; slot 0 if none is valid.
+    """Find the slot to evict, int32 [B, H]: the lowest ``score`` [B, H, S] where ``valid``; slot 0 if none is valid.
 
-    Of equal scores the newest goes and the older one stays, as it does where the best slots are listed in order.
+    Of equal scores the newest token goes and older tokens stay, as they do where the best slots are listed in order.
     """
     score = jnp.where(valid, score, jnp.inf)
     lowest = valid & (score == score.min(axis=2, keepdims=True))
@@ -19,7 +19,7 @@ def worst_slot(score, valid, position):
 
 
 def evict_token(key, value, position, cursor, score, *, budget, gain=None, first=0, recent=0):
-    """See ``pallas_kernels.store.evict_token.evict_token``."""
+    """Evict the token of each head with the lowest score, in plain JAX."""
     batch, heads, slots = position.shape
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
     last = jnp.broadcast_to(jnp.clip(cursor - 1, 0, slots - 1)[:, None], (batch, heads))
@@ -32,7 +32,7 @@ def evict_token(key, value, position, cursor, score, *, budget, gain=None, first
     target = jnp.where(full[:, None], worst, last)
     moved = position.at[b, h, target].set(carried)
     moved = moved.at[b, h, last].set(jnp.where(full[:, None], EMPTY, carried))
-    if score is not None and score.shape[1] < heads:  # that of all heads does not move
+    if score is not None and score.shape[1] < heads:  # a score that all heads share does not move
         score = None
     if score is not None:
         freed = score.at[b, h, last].set(jnp.where(full[:, None], 0, score[b, h, last]))

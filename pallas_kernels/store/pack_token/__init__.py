@@ -38,6 +38,8 @@ def pack_token(
 
     The r channels of the largest size are kept, and of equal channels the lower one.
 
+    Differentiable: through ``xla``, the values only.
+
     Args:
         key: [B, H, R, D], keys of the buffer; its slot i holds the token at position ``packed + i``.
         value: [B, H, R, D], values of the buffer.

@@ -1,9 +1,9 @@
-"""Packing one token and the mean of its block, as one Pallas Triton kernel that writes in place.
+"""One token and the mean of its block, packed by one Pallas Triton kernel that writes in place.
 
 A list has three programs: for its key, its value and its block mean. A program projects one vector onto the basis of its
-segment. For every channel it counts the channels that rank before it: a larger one does, and of equal ones the lower one. A
-channel with fewer than r before it is kept. The program stores the kept values and the bitmap. In jnp this is some twenty
-launches.
+segment. For every channel it counts the channels that rank before it: larger channels, and lower channels of equal size. A
+channel with fewer than r channels before it is kept. The program stores the kept values and the bitmap. In jnp this takes
+some twenty launches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _kernel(*refs, granule, channels):
 
 
 def _largest(y, rank, channels):
-    """Which channels of y float32 [D] are kept, as int32 0 or 1; of equal channels the lower one is kept."""
+    """Mark the channels of y float32 [D] that are kept, int32 0 or 1; of equal channels the lower one is kept."""
     channel = jnp.arange(y.shape[0], dtype=jnp.int32)
     # Sizes are not negative, so -1 ranks the channels that may not be kept last.
     score = jnp.where(channel < channels, jnp.abs(y), -1.0)
@@ -75,7 +75,7 @@ def _largest(y, rank, channels):
 def pack_token(
     key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels, interpret=False
 ):
-    """See ``pallas_kernels.store.pack_token.pack_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Pack one token of a buffer and the mean of its block into a store; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = key.shape[:2]
     lists = rows * heads
     per_row = [x.reshape(rows, 1) for x in (place, packed, last)]

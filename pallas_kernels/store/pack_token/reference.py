@@ -1,4 +1,4 @@
-"""Packing one token in plain JAX: the largest channels by sorting."""
+"""One token, packed in plain JAX: the largest channels by sorting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pallas_kernels.formats.packed_vectors import pack_channels, words_of
 
 
 def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels):
-    """See ``pallas_kernels.store.pack_token.pack_token``."""
+    """Pack one token of a buffer and the mean of its block into a store, in plain JAX."""
     rank = store[0].shape[-1]
     at, number = jnp.maximum(place - packed, 0), jnp.arange(place.shape[0])
     first = at // granule * granule

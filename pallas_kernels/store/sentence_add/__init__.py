@@ -34,6 +34,8 @@ def sentence_add(
 
     If the token closes the sentence, the mean key of the sentence is written, and another sentence begins.
 
+    Differentiable: through ``xla``, the means and sums only.
+
     Args:
         key: [B, H, S, D], with the token's key in it; with ``rows`` the copies [B, H, R, D].
         query: [B, H, G, D], queries of the token.

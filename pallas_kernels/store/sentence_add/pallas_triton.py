@@ -17,7 +17,7 @@ from pallas_kernels.host import copy_row, sinks_of
 def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
     # Of all rows: cursor, event [B]. Of one list: key [S, D], or copies [R, D]; query [G, D]. Then the state, before and
     # after, in the same memory: sentence [S], mean [N, D], query_sum [G, D], key_sum [D] of this list; count, length [L] of
-    # all.
+    # all lists.
     before, (sentence_ref, mean_ref, count_ref, query_sum_ref, key_sum_ref, length_ref) = refs[:6], refs[6:]
     old_count_ref, old_query_ref, old_key_ref, old_length_ref = before[2:]
     index = pl.program_id(0)
@@ -49,7 +49,7 @@ def _kernel(cursor_ref, event_ref, key_ref, query_ref, *refs, heads, sinks):
 
 
 def sentence_add(key, query, cursor, event, state, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.sentence_add.sentence_add``; ``interpret=True`` runs anywhere, slowly."""
+    """Add a token to the open sentence, and close the sentence where it ends; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = query.shape[:2]
     lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, query, *state)]

@@ -9,7 +9,7 @@ from pallas_kernels.host import copy_row
 
 
 def sentence_add(key, query, cursor, event, state, *, rows=None):
-    """See ``pallas_kernels.store.sentence_add.sentence_add``."""
+    """Add a token to the open sentence, and close the sentence where it ends, in plain JAX."""
     sentence, mean, count, query_sum, key_sum, length = state
     batch, heads, num_slots = sentence.shape
     active, ends = event > 0, (event == CLOSES)[:, None]

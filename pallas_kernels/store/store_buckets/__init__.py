@@ -35,6 +35,8 @@ def store_buckets(
 ) -> tuple[Array, Array]:
     """Put tokens that were just stored into the hash tables; in place where arrays are donated.
 
+    Differentiable: through ``xla``, the norms only.
+
     Args:
         key: [B, H, S, D], the cache with the tokens in it; with ``rows`` the copies [B, H, R, D].
         value: like ``key``; R may be another number.

@@ -40,7 +40,7 @@ def _kernel(key_ref, value_ref, active_ref, cursor_ref, planes_ref, _, __, ids_r
 
 
 def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.store_buckets.store_buckets``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the buckets of new tokens and the norms of their values; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = norm.shape[:2]
     index = [of_head(ids), of_head(norm)]
     return triton_call(

@@ -1,4 +1,4 @@
-"""Plain JAX: as many tokens as there are, and those without a slot are dropped."""
+"""Plain JAX, for any number of tokens; tokens without a slot are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.host import Rows, copy_row
 
 
 def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
-    """See ``pallas_kernels.store.store_buckets.store_buckets``."""
+    """Store the buckets of new tokens and the norms of their values, in plain JAX."""
     slots, real = norm.shape[2], active >= 0
     order = jnp.arange(active.shape[1], dtype=jnp.int32)[None] - jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
     slot = jnp.where(real, cursor[:, None] + order, slots)
@@ -25,7 +25,7 @@ def store_buckets(key, value, active, cursor, planes, ids, norm, *, rows=None):
 
 
 def _at(store: Array, slot: Array, slots: int, rows: Rows | None) -> Array:
-    """Of ``store`` [B, H, S or R, D] what is in ``slot`` int32 [B, T]: [B, H, T, D]; anything where there is no such slot."""
+    """Take ``slot`` int32 [B, T] of ``store`` [B, H, S or R, D]: [B, H, T, D]; anything where there is no such slot."""
     at = jnp.minimum(slot, slots - 1)
     at = at if rows is None else copy_row(at, rows.sinks, store.shape[2])
     return jnp.take_along_axis(store, at[:, None, :, None], axis=2, mode="clip")

@@ -44,6 +44,8 @@ def store_codes(
     A token that leaves the local window is counted in ``waiting``. When ``buffer`` tokens wait, all of them are added to
     ``counts``, and the end of the zone moves behind them.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         key: [B, H, S, D], the cache with the tokens in it; with ``rows``, for T = 1 only, the copies [B, H, R, D].
         position: int32 [B, H, S], negative for an empty slot.
@@ -59,7 +61,7 @@ def store_codes(
         buffer: number of tokens that are added to the zone together.
         scale: see `encode`.
         rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
-        implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are those of `encode`.
+        implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are made by `encode`.
         platform: see ``Operation.run``.
 
     Returns:

@@ -1,7 +1,7 @@
 """Upkeep of the index in a decode step as one Pallas Triton kernel, in place.
 
 One program per row of the batch. It encodes the new key of every head, and counts the older key of every head that just left
-the local window: as many counts as there are slices. All counts are moved only when a buffer is full.
+the local window, in one count per slice. The waiting counts are moved only when the buffer is full.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _kernel(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, num_lo
     ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref = refs[-5:]  # results; the operands stand before them
     b = pl.program_id(0)
     heads, slots, slices = ids_ref.shape
-    # The size of a block is a power of two: the last head is repeated, and written again with the same numbers.
+    # The size of a block is a power of two: the last head is repeated, and written again with the same values.
     head = jnp.minimum(jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32), heads - 1)
     cursor, stop = cursor_ref[b], stop_ref[b]
     arrived = (active_ref[b, 0] >= 0).astype(jnp.int32)
@@ -86,7 +86,7 @@ def store_codes(
     key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
     rows=None, interpret=False,
 ):  # fmt: skip
-    """See ``pallas_kernels.store.store_codes.store_codes``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the codes of new tokens, and count tokens that left the window; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, _, slices = ids.shape
     flat = (batch, heads, slices * CLUSTERS)
     small = [key, position, active, cursor, *(() if signs is None else (signs,))]

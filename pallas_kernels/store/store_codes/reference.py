@@ -14,7 +14,7 @@ def store_codes(
     key, position, active, cursor, signs, ids, code_rows, counts, waiting, stop, *, num_local, buffer, scale,
     rows=None,
 ):  # fmt: skip
-    """See ``pallas_kernels.store.store_codes.store_codes``."""
+    """Store the codes of new tokens, and count tokens that left the local window, in plain JAX."""
     tokens, slots = active.shape[1], position.shape[2]
     order = jnp.arange(tokens, dtype=jnp.int32)[None]
     arrived = jnp.sum(active >= 0, axis=1, dtype=jnp.int32)
@@ -38,7 +38,7 @@ def store_codes(
 
 
 def _put(store: Array, new: Array, slot: Array) -> Array:
-    """``store`` [B, H, S, X] with ``new`` [B, H, T, X] at ``slot`` int32 [B, T]; what goes to slot S is dropped."""
+    """Put ``new`` [B, H, T, X] into ``store`` [B, H, S, X] at ``slot`` int32 [B, T]; a write to slot S is dropped."""
     if slot.shape == (1, 1):  # a slice update, which writes in place; a slot that does not exist keeps the old row
         start = jnp.minimum(slot[0, 0], store.shape[2] - 1)
         old = lax.dynamic_slice_in_dim(store, start, 1, 2)

@@ -34,6 +34,8 @@ def store_ids(
 ) -> jax.Array:
     """Add the codes of tokens that were just stored; in place where the array is donated.
 
+    Not differentiable: its results are integers and truth values.
+
     Args:
         key: [B, H, S, D], the cache with the tokens in it; with ``rows`` the copies [B, H, R, D], all tokens' among them.
         active: int32 [B, T], negative for padding, which stands behind the real tokens.

@@ -53,7 +53,7 @@ def _kernel(key_ref, active_ref, cursor_ref, centroid_ref, _, ids_ref, *, sinks)
 
 
 def store_ids(key, active, cursor, centroids, ids, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.store_ids.store_ids``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the codes of new tokens; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = ids.shape[:2]
     flat = ids.reshape(batch, heads, -1)
     own_row = pl.BlockSpec((1,), lambda b, h: (b,))
@@ -79,5 +79,5 @@ def check(key, active, cursor, centroids, ids, *, rows=None):
     if pl.next_power_of_2(count) * pl.next_power_of_2(width) > MOST_ELEMENTS:
         raise NotImplementedError(f"got {count} centroids of {width} channels, expected at most {MOST_ELEMENTS} elements")
     if bit_codes.together(parts * bit_codes.bits_of(count))[1] > 4:
-        raise NotImplementedError(f"got {parts} parts of {count} centroids, expected codes of which some fill up to 4 bytes")
+        raise NotImplementedError(f"got {parts} parts of {count} centroids, expected groups of codes of up to 4 bytes")
     check_bytes(ids)

@@ -1,4 +1,4 @@
-"""The nearest centroids of keys, and their numbers in the index, in plain JAX."""
+"""The nearest centroids of keys, and the store of their codes, in plain JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.host import copy_row
 
 
 def nearest(key: Array, centroids: Array) -> Array:
-    """The centroid that is nearest to each part of vectors; of equally near ones the first.
+    """Find the centroid that is nearest to each part of vectors; of equally near centroids the first.
 
     Args:
         key: [B, H, N, D].
@@ -29,13 +29,13 @@ def nearest(key: Array, centroids: Array) -> Array:
 
 
 def code_of(numbers: Array, count: int) -> Array:
-    """Numbers of ``count`` centroids int32 [..., M] as one number int32 [...], the first in the lowest bits."""
+    """Join indices of centroids int32 [..., M], below ``count``, to one code int32 [...], the first in the lowest bits."""
     bits = bit_codes.bits_of(count)
     return functools.reduce(operator.or_, (numbers[..., part] << part * bits for part in range(numbers.shape[-1])))
 
 
 def store_ids(key, active, cursor, centroids, ids, *, rows=None):
-    """See ``pallas_kernels.store.store_ids.store_ids``."""
+    """Store the codes of new tokens, in plain JAX."""
     parts, count = centroids.shape[2:4]
     bits = parts * bit_codes.bits_of(count)
     end = ids.shape[2] * bit_codes.together(bits)[0]

@@ -38,7 +38,10 @@ def store_partial(
     Of partial keys the slots are the last axis (`pallas_kernels.score.partial_score`).
 
     A row without tokens, a full row that could not store its token, and a head without the newest token change no key. The
-    query replaces that of an earlier step in rows whose step has a token.
+    query replaces the query of an earlier step in rows whose step has a token.
+
+    Differentiable: through ``xla``.
+
     Args:
         key: [B, H, S, D], floating point; with ``rows`` the copies [B, H, R, D].
         position: int32 [B, H, S], negative for an empty slot.
@@ -47,7 +50,7 @@ def store_partial(
         query: [B, H, G, D] in the dtype of the key, of this step.
         place: int32 [B], negative in a row whose step has no token.
         partial: [B, H, C, N] in the dtype of the key, N at least S. Rewritten in place where the caller gives it up.
-        last: [B, H, G, D] in the dtype of the key, the query of the last step that had a token; likewise.
+        last: [B, H, G, D] in the dtype of the key, the query of the last step that had a token. Rewritten in place too.
         rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
         platform: see ``Operation.run``.

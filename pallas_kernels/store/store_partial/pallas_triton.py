@@ -1,4 +1,4 @@
-"""Storing the newest partial key and query as one Pallas Triton kernel: a program per list, which writes them in place."""
+"""The store of the newest partial key and query by one Pallas Triton kernel, in place: a program per list."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _kernel(cursor_ref, place_ref, key_ref, position_ref, matrix_ref, query_ref,
 
     @pl.when(place_ref[pl.program_id(0)] >= 0)
     def _():
-        # The size of a block is a power of two: the last head is repeated, and written again with the same numbers.
+        # The size of a block is a power of two: the last head is repeated, and written again with the same values.
         group = query_ref.shape[0]
         head = jnp.minimum(jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32), group - 1)
         last_ref[head, :] = query_ref[head, :]
 
 
 def store_partial(key, position, cursor, matrix, query, place, partial, last, *, rows=None, interpret=False):
-    """See ``pallas_kernels.store.store_partial.store_partial``; ``interpret=True`` runs anywhere, slowly."""
+    """Store the partial key of the newest token and the step's query; ``interpret=True`` runs anywhere, slowly."""
     lists, stored = (key, position, matrix, query), (partial, last)
     return triton_call(
         functools.partial(_kernel, sinks=sinks_of(rows)),

@@ -1,4 +1,4 @@
-"""Storing the newest partial key and query in plain JAX."""
+"""The store of the newest partial key and query in plain JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pallas_kernels.host import copy_row
 
 
 def store_partial(key, position, cursor, matrix, query, place, partial, last, *, rows=None):
-    """See ``pallas_kernels.store.store_partial.store_partial``."""
+    """Store the partial key of the newest token and the step's query, in plain JAX."""
     batch, heads, num_slots = position.shape
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
     slot = jnp.clip(cursor - 1, 0, num_slots - 1)[:, None]

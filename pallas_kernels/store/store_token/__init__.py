@@ -54,6 +54,8 @@ def store_token(
     A row with a negative ``place`` keeps its cache and its cursor. A full row, whose cursor is S or more, stores nothing, but
     its cursor moves.
 
+    Differentiable: through ``xla``, the keys, values and query only.
+
     Args:
         key: [B, H, D], float32 or bfloat16.
         value: [B, H, D], same dtype.

@@ -1,4 +1,4 @@
-"""Storing a token as one Pallas Triton kernel, where XLA takes six launches: rotations and guarded writes.
+"""The store of a token as one Pallas Triton kernel, where XLA takes six launches: rotations and guarded writes.
 
 One program per row of the batch: no other program reads the row's cursor, so it is written in place too. Query, key and value
 are passed as one array. They are slices of one projection, and so XLA passes the projection without copying them apart.
@@ -22,9 +22,12 @@ MOST_ELEMENTS = 1 << 14  # elements of one row's query, held in registers
 
 
 def _kernel(*refs, structure, group, rotating, sinks):
-    # packed [B, H, P, D] with P = group + 2 (query heads, key, value); place, cursor [B]; inv_freq [D/2] if rotating. Then
-    # the arrays of the cache, as operands and as results, which are the same memory; the moved cursor; the query. The arrays
-    # are key, value and position in a tree of `structure`, since keys and values may be codes with scales.
+    # Operands:
+    #   packed [B, H, P, D] with P = group + 2 (query heads, key, value)
+    #   place, cursor [B]
+    #   inv_freq [D/2] if rotating
+    #   key, value and position of the cache, a tree of `structure`, since keys and values may be codes with scales
+    # Results: the arrays of the cache, in the operands' memory; the moved cursor; the query.
     packed_ref, place_ref, cursor_ref, *refs = refs
     inv_freq_ref = refs.pop(0) if rotating else None
     count = structure.num_leaves
@@ -65,7 +68,7 @@ def _kernel(*refs, structure, group, rotating, sinks):
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):
                 new, scale = _quantised(new, ref.kind)
-                ref.scale[b, head, at] = scale  # all slots have theirs on the device
+                ref.scale[b, head, at] = scale  # all slots have their scales on the device
                 ref = ref.codes
             for part, x in zip(halves, new, strict=True):
                 ref[b, head, row, part] = x
@@ -73,21 +76,21 @@ def _kernel(*refs, structure, group, rotating, sinks):
 
 
 def _quantised(halves, kind):
-    """The codes of the rows of which the halves [N, D/2] are given, in halves too, and their scales [N]."""
+    """Quantise rows that are given as halves [N, D/2]: codes in halves too, and scales [N]."""
     halves = [x.astype(jnp.float32) for x in halves]
     scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
     return [codes_of(x, scale[:, None], kind) for x in halves], scale.astype(jnp.bfloat16)
 
 
 def _counted(count):
-    """0..count-1 as a block, whose size is a power of two: the last number is repeated, and its row written again."""
+    """Count 0..count-1 in a block, whose size is a power of two: the last index is repeated, and its row written again."""
     return jnp.minimum(jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32), count - 1)
 
 
 def store_token(
     key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None, interpret=False
 ):
-    """See ``pallas_kernels.store.store_token.store_token``; ``interpret=True`` runs anywhere, slowly."""
+    """Store one token per row, and rotate its key and query; ``interpret=True`` runs anywhere, slowly."""
     batch = key.shape[0]
     rotating = query is not None
     # In the shapes of the projection's slices, [B, 1, H, P, D]: XLA then sees that neighbours are joined again, and copies

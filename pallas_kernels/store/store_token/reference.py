@@ -1,4 +1,4 @@
-"""Storing a token in plain JAX: a slice update for one row, a scatter for several; both write in place."""
+"""The store of a token in plain JAX: a slice update for one row, a scatter for several; both write in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels.numerics import rotate_halves
 
 
 def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
-    """See ``pallas_kernels.store.store_token.store_token``; returns the fields of `Stored`."""
+    """Store one token per row, and rotate its key and query, in plain JAX; return the fields of `Stored`."""
     batch, heads, _ = key.shape
     slots = cache_position.shape[2]
     if query is not None:
@@ -42,7 +42,7 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
 
 
 def _rotate(x, place, inv_freq):
-    """[B, ..., D] rotated at ``place`` int32 [B]."""
+    """Rotate ``x`` [B, ..., D] at ``place`` int32 [B]."""
     angle = place.astype(jnp.float32)[:, None] * inv_freq[None]
     angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), angle.shape[1])
     return rotate_halves(x, angle).astype(x.dtype)

@@ -33,6 +33,8 @@ def widen_page(
 ) -> tuple[jax.Array, jax.Array]:
     """Widen the bounds of a page by the key in slot ``cursor - 1``; a key that is within the bounds changes nothing.
 
+    Differentiable: through ``xla``.
+
     Args:
         key: [B, H, S, D]; with ``rows`` the copies [B, H, R, D].
         position: int32 [B, H, S], negative for an empty slot, which changes nothing.

@@ -1,4 +1,4 @@
-"""Widening the bounds of the newest page as one Pallas Triton kernel: a program per list, which writes them in place."""
+"""The bounds of the newest page, widened in place by one Pallas Triton kernel: a program per list."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _kernel(
 
 
 def widen_page(key, position, cursor, low, high, *, page_size, rows=None, interpret=False):
-    """See ``pallas_kernels.store.widen_page.widen_page``; ``interpret=True`` runs anywhere, slowly."""
+    """Widen the bounds of the newest page by the newest key; ``interpret=True`` runs anywhere, slowly."""
     batch, heads = key.shape[:2]
     lists = batch * heads
     lines = [x.reshape(lists, *x.shape[2:]) for x in (key, position, low, high)]

@@ -1,4 +1,4 @@
-"""Widening the bounds of the newest page in plain JAX."""
+"""The bounds of the newest page, widened in plain JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pallas_kernels.host import copy_row
 
 
 def widen_page(key, position, cursor, low, high, *, page_size, rows=None):
-    """See ``pallas_kernels.store.widen_page.widen_page``."""
+    """Widen the bounds of the newest page by the newest key, in plain JAX."""
     batch, heads, num_slots = position.shape
     b, h = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
     slot = jnp.clip(cursor - 1, 0, num_slots - 1)[:, None]

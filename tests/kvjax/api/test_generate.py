@@ -276,7 +276,7 @@ def test_padding_does_not_matter():
 # ---- inside the user's transformations ----------------------------------------------------------------------------
 
 
-def test_vmap_over_a_hyper_parameter():
+def test_mapping_a_hyper_parameter_equals_calls_one_by_one():
     def run(budget):
         method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
         return kvjax.generate(tiny_params(), read(method), max_new_tokens=5, eos_token_ids=()).tokens

@@ -32,7 +32,7 @@ def test_what_exists_is_not_replaced_even_if_it_came_meanwhile(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_folders_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
+def test_only_folders_of_killed_processes_are_removed(tmp_path):
     for name in ("killed.partial-a", "others.partial-b"):
         (tmp_path / name / "arrays").mkdir(parents=True)
         (tmp_path / name / ".saving").touch()

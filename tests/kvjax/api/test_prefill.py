@@ -1,4 +1,4 @@
-"""`prefill_each`: several methods read a prompt together."""
+"""`prefill_each`: several methods share one prefill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_each(methods, **options):
         pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
     ],
 )
-def test_each_cache_is_that_of_its_method_alone(names, options):
+def test_each_cache_equals_its_method_alone(names, options):
     methods = [example(name) for name in names]
     for method, together in zip(methods, read_each(methods, **options), strict=True):
         alone = read(method, **options)
@@ -67,8 +67,8 @@ def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
     assert kvjax.memory_needed(methods[:1], TINY, **sizes) == alone[0]
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged - 1)
     TRACES.clear()
-    said = r"2 methods that read a prompt together need [\d.]+ MiB of .* \(Quest [\d.]+ MiB; SnapKV [\d.]+ MiB\), "
-    said += r"got [\d.]+ MiB of free device memory; read it for fewer methods at once, shorten the prompt"
+    said = r"2 methods that share one prefill need [\d.]+ MiB of .* \(Quest [\d.]+ MiB; SnapKV [\d.]+ MiB\), "
+    said += r"got [\d.]+ MiB of free device memory; prefill fewer methods at once, shorten the prompt"
     with pytest.raises(MemoryError, match=said):
         read_each(methods, chunk_size=16)
     assert not TRACES

@@ -107,7 +107,7 @@ def test_rows_end_at_eos():
     assert int(got.num_tokens[0]) == first + 1 and not got.tokens[0, first + 1 :].any()
 
 
-def test_sweep_refuses():
+def test_wrong_arguments_of_a_sweep_are_refused():
     with pytest.raises(ValueError, match="at least one method, got none"):
         run([])
     with pytest.raises(ValueError, match="questions must have 3 rows like the prompts, got 1"):

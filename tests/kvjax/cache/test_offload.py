@@ -122,7 +122,7 @@ def test_offloaded_in_8_bits_equals_resident_in_8_bits(name, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
 def test_a_share_of_the_layers(name):
-    """The rows of the last layers are in host memory, those of the others are not, and nobody sees it."""
+    """Only the last layers have their rows in host memory, and the tokens are the same."""
     got = go_on(chunked(make(name, offload=0.5)))
     np.testing.assert_array_equal(got.tokens, go_on(read(make(name))).tokens)
     assert [layer_kinds(x) for x in got.cache.layers] == [{"device"}, {"device", "pinned_host"}]
@@ -132,7 +132,7 @@ def offloaded_layers(method, num_layers):
     return [is_offloaded(method.for_layer(layer, num_layers), layer, num_layers) for layer in range(num_layers)]
 
 
-def test_which_layers_a_share_is():
+def test_a_share_is_the_nearest_number_of_last_layers():
     """To the nearest layer, and inside of wrappers too; where a method keeps a layer as it is, so does a share."""
     quest = example("quest", num_dense_layers=2, offload=0.7)
     made = offloaded_layers(quest, 4)
@@ -180,8 +180,8 @@ def test_the_least_share_that_fits(monkeypatch):
         kvjax.offload_share(example("pariskv"), model, **sizes)
 
 
-def test_the_least_share_of_a_wrapper_is_that_of_the_method_in_it():
-    """Its bytes are those of the wrapper, which may have more of its own."""
+def test_a_wrapper_has_the_least_share_of_its_method():
+    """The wrapper's bytes count, because a wrapper may store more than its method."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")
 
@@ -319,7 +319,7 @@ def test_layers_of_one_model_may_differ():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group("quest"), group("pariskv")], but=("quest",)))
-def test_forks_and_streams(name):
+def test_forks_and_streams_go_on_alike_from_host_memory(name):
     method = make(name, offload=True)
     alone, cache = (chunked(method, rows, config=model(name)) for rows in ([prompts()[0]], None))
     again = kvjax.fork(cache)
@@ -342,7 +342,7 @@ def test_generation_stops_early():
     assert got.num_tokens.tolist() == counts and max(counts) < 8
 
 
-def test_sweeps_refuse():
+def test_sweeps_refuse_offloaded_methods():
     with pytest.raises(ValueError, match="offload must be False, got Quest"):
         kvjax.sweep(tiny_params(), [[1, 2, 3]], [example("quest", offload=True)], config=TINY, max_new_tokens=2)
 

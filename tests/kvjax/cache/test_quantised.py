@@ -47,7 +47,7 @@ SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 
 def but_own(params, slow):
-    """Parameters without the methods in `OWN`; that of the name ``slow`` runs with the slow tests, the others thoroughly."""
+    """Parameters without the methods in `OWN`: the name ``slow`` runs with the slow tests, all other names thoroughly."""
     marks = {True: pytest.mark.slow, False: pytest.mark.thorough}
     return [
         pytest.param(*x.values, marks=[*x.marks, marks[x.values[0] == slow]]) for x in params if x.values[0] not in OWN
@@ -187,7 +187,7 @@ def test_a_sweep_gives_what_single_runs_give():
         np.testing.assert_array_equal(result.stats.kv_bytes, once.stats.kv_bytes)
 
 
-def test_bytes():
+def test_a_slot_takes_its_codes_and_two_scales():
     """A slot of D numbers takes D bytes and a scale of 2, for the key and for the value."""
     config = dataclasses.replace(TINY, head_dim=128, dtype="bfloat16")
     full, small = (kvjax.memory_needed("full", config, **SIZES, kv_dtype=kind).device for kind in (None, "int8"))
@@ -214,13 +214,13 @@ def test_bytes():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_takes_it(name):
+def test_a_class_and_its_layers_agree_on_quantising(name):
     """What the class says is what its layers say; the message about another method's refusal asks the classes."""
     layers = layer_methods(example(name), TINY)
     assert all(layer.quantisable for layer in layers) == bool(example(name).quantisable) == (name not in OWN)
 
 
-def test_refusals():
+def test_unknown_dtypes_and_own_storages_are_refused():
     with pytest.raises(ValueError, match="kv_dtype must be 'int8' or 'float8_e4m3fn', or None .*, got 'int4'"):
         kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int4")
     for name in OWN:

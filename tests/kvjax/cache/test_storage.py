@@ -171,7 +171,7 @@ def test_top_slots_keeps_valid_slots_of_any_score():
 
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_smooth(pooling, kernel):
+def test_smoothing_averages_or_takes_the_largest_neighbour(pooling, kernel):
     x = np.random.default_rng(0).normal(size=(2, 7)).astype(np.float32)
     want = np.zeros_like(x)
     for row, i in np.ndindex(x.shape):
@@ -180,7 +180,7 @@ def test_smooth(pooling, kernel):
     np.testing.assert_allclose(smooth(jnp.asarray(x), kernel, pooling), want, atol=1e-6)
 
 
-def test_page_slots():
+def test_pages_name_their_slots():
     assert page_slots(jnp.asarray([[2, 0]], jnp.int32), 3).tolist() == [[6, 7, 8, 0, 1, 2]]
 
 

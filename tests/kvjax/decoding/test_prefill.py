@@ -122,7 +122,7 @@ def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(pattern):
     assert check_equal(method, 3, OTHERS) == [(1, 16)] * sum(-(-n // 16) for n in OTHERS)
 
 
-def test_order():
+def test_passes_hold_at_most_chunk_size_tokens_in_equal_groups():
     def order(method, batch, padded, chunk_size):
         return reading_order([layer_methods(method, MODEL)], batch, padded, chunk_size)
 
@@ -141,7 +141,7 @@ def test_order():
     assert order(offloaded, 16, 32768, 1024) == dataclasses.replace(together, rows=16)
 
 
-def test_memory_of_a_batch():
+def test_a_batch_needs_one_whole_prompt_and_what_all_rows_keep():
     def needed(name, batch):
         sizes = {"prompt_slots": 4096, "max_new_tokens": 8, "chunk_size": 1024}
         return kvjax.memory_needed(example(name), MODEL, batch=batch, **sizes)

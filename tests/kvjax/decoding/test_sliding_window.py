@@ -133,7 +133,7 @@ def test_windows_of_a_model_of_ones_own():
     assert layer_windows(Silent()) == (None, None)
 
 
-def test_memory_is_that_of_the_window():
+def test_memory_covers_the_window_alone():
     sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8, "chunk_size": 16}
     full, some, every = (kvjax.memory_needed("full", x, **sizes).device for x in (TINY, FIRST, EVERY))
     slot = TINY.num_kv_heads * (2 * TINY.head_dim * 4 + 4)  # key, value and position
@@ -192,7 +192,7 @@ def check_windows(config, cache):
             assert type(state) is LayerCache and state.key.shape[2] == state.position.shape[2] == window
 
 
-def test_prompt_logits_are_those_of_the_masked_model():
+def test_prompt_logits_equal_the_masked_model():
     """Full, one chunk; what follows the prompt, chunks and all methods are below, under --thorough."""
     cache = read(FIRST, "full")
     logits = np.asarray(reference(FIRST, padded(prompts())[0]))
@@ -291,7 +291,7 @@ def test_saved_forked_swept_and_streamed(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["chess", "pariskv", "quest", "tokenselect"])
-def test_offloaded_layers_beside_windows(name):
+def test_offloaded_layers_beside_windows_equal_resident_layers(name):
     resident, away = (asked(FIRST, example(name, offload=share)) for share in (False, True))
     np.testing.assert_array_equal(resident.tokens, away.tokens)
     assert away.stats.host_bytes > 0

@@ -143,7 +143,7 @@ def test_tape_plays_what_was_recorded():
     np.testing.assert_array_equal(after.logits, logits[np.arange(len(LENGTHS)), np.array(LENGTHS) + 4])
 
 
-@pytest.mark.thorough  # test_many_steps and test_triggers compare with the oracle at one size
+@pytest.mark.thorough  # the tests of many steps and of triggers compare with the oracle at one size
 @pytest.mark.parametrize("layers, heads, groups, dim", [(2, 2, 2, 16), (3, 2, 4, 16), (2, 2, 1, 64), (1, 1, 8, 128)])
 def test_random_rows_at_every_edge(layers, heads, groups, dim):
     traces = compare({"ratios": (0.7, 0.7, 0.6)}, recording(groups, layers, heads, groups, dim))
@@ -156,7 +156,7 @@ def test_random_rows_at_every_edge(layers, heads, groups, dim):
 @pytest.mark.parametrize("rope", ["post", "pre"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.thorough
-def test_vectors(rope, normalize):
+def test_page_vectors_equal_the_oracles(rope, normalize):
     knobs = {"page_vec_rope": rope, "normalize": normalize}
     data = recording(11, 2, 2, 2, 16)
     data = (data[0], data[1] * np.array([1, 7])[:, None, None, None, None].astype(np.float32), *data[2:])
@@ -179,7 +179,7 @@ def thresholds(data):
 @pytest.mark.parametrize(
     "trigger", ["and", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("or", "never", "fixed"))]
 )  # below are many steps of "or"; the other tests have the default, which is "fixed"
-def test_triggers(trigger):
+def test_every_trigger_reconstructs_when_the_oracle_does(trigger):
     data = recording(12, 2, 2, 2, 16)
     knobs = {"trigger": trigger, "interval": 3, **thresholds(data)}
     traces = compare(knobs, data)
@@ -209,7 +209,7 @@ def test_and_or_differ_per_row():
 
 @pytest.mark.parametrize("knobs", [{}, {"normalize": True}, {"page_vec_rope": "pre"}])
 @pytest.mark.thorough
-def test_ties_and_zero_keys(knobs):
+def test_ties_go_to_the_older_page(knobs):
     """Pages of one repeated key from a small alphabet and no rotation: scores tie exactly, and the older page wins."""
     q, k, v, logits = recording(13, 2, 2, 2, 16)
     rng = np.random.default_rng(2)
@@ -228,7 +228,7 @@ def test_ties_and_zero_keys(knobs):
     {"pages_per_chunk": 1, "chunks_per_grid": 4, "num_sink_pages": 2, "window": 3, "interval": 1},
 ])  # fmt: skip
 @pytest.mark.thorough
-def test_geometry(knobs):
+def test_every_geometry_equals_the_oracle(knobs):
     traces = compare(knobs, recording(14, 2, 2, 2, 16))
     if knobs.get("ratios") == (1.0, 1.0, 1.0):
         assert all(len(step) == max(step) + 1 for trace in traces for step in trace.attended)
@@ -304,7 +304,7 @@ def same_vectors(grown, built, rows):
         *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False), ("pre", True))),
     ],
 )
-def test_many_steps(steps, rope, normalize):
+def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)
     data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps, vocab=2037)  # entropies do not depend on the steps
@@ -321,8 +321,8 @@ def test_many_steps(steps, rope, normalize):
 
 
 @pytest.mark.slow
-def test_extend():
-    """Several tokens at once, ragged: pages complete in the middle of a call, and the list is that of a prompt's end."""
+def test_several_tokens_at_once_leave_the_list_of_a_prompt():
+    """Several tokens at once, ragged: pages complete in the middle of a call, and the list equals a prompt's last list."""
     q, k, v, _ = data = recording(22, 2, 2, 2, 16)
     player, params = tape.record(*data)
     more = np.resize(np.array([9, 0, 2, 4, 11]), ROWS)
@@ -367,7 +367,7 @@ def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_ch
 
 
 @pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (0.1, 0.9, 0.2), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
-def test_cascade(ratios):
+def test_the_cascade_keeps_the_best_of_every_count(ratios):
     """Every count up to 50, scores of both signs with many ties, and high scores where there is nothing."""
     rng, pages = np.random.default_rng(3), 50
     counts = np.arange(pages + 1)

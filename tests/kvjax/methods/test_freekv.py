@@ -22,7 +22,7 @@ LENGTHS = np.array([30, 8, 30])  # the second has no pages to leave out, the thi
 
 
 def test_the_share_of_corrected_heads():
-    """Of the steps that could choose; whether the query before was that of a step or the last of several tokens."""
+    """Only steps that could choose count; the query before comes from a step, or from the last of several tokens."""
     q, k, v = random_tokens(1, 3, 2, 2, SLOTS, 8)
     q[:, :, :, 1::2] = 0.7 * q[:, :, :, ::2] + 0.3 * q[:, :, :, 1::2]
     q, k, v = (jnp.asarray(x) for x in (q, k, v))

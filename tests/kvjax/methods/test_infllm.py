@@ -22,7 +22,7 @@ SPEC = LayerSpec(
 )
 
 
-def test_what_a_step_reads():
+def test_a_step_reads_its_tokens_and_a_representative_per_block():
     """Of every row length from 1 to 120: the last step's tokens, and a representative per block."""
     method = InfLLM(budget=17, num_sink=3, num_local=20, block_size=8, num_repr=2, chunk=16)  # two blocks
     made = method.init(SPEC)
@@ -38,7 +38,7 @@ def test_what_a_step_reads():
     assert made.representative.shape[3] == (120 - 3 - 20) // 8 >= max(blocks)
 
 
-def test_metadata_per_token():
+def test_metadata_takes_two_bytes_per_query_head_and_token():
     """2G bytes per token and KV head at 128 channels, and the window's float32 numbers."""
     spec = dataclasses.replace(SPEC, batch=1, head_dim=128, prompt_slots=1 << 17, max_new_tokens=128 + 4096)
     state = jax.eval_shape(lambda: InfLLM().init(spec))
@@ -66,6 +66,6 @@ def test_the_oracle_is_the_released_code():
         ({"budget": 127}, "InfLLM: budget must be .* at least 128 tokens .one block of block_size=128., got 127"),
     ],
 )
-def test_refusals(knobs, message):
+def test_wrong_knobs_are_refused(knobs, message):
     with pytest.raises(ValueError, match=message):
         InfLLM(**knobs)

@@ -1,4 +1,4 @@
-"""KeyDiff: the sum of directions that each layer keeps is that of the keys it holds, whatever stored them."""
+"""KeyDiff: the sum of directions that each layer keeps equals the sum over the keys it holds, whatever stored them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = len(prompts())
 
 
 def check(cache):
-    """All sums are those of what is held, and a step's counter is at zero again."""
+    """Every sum equals the sum over the held keys, and a step's counter is at zero again."""
     for layer in cache.layers:
         held, kept = layer.cache, layer.aux
         want, got = (np.asarray(x, np.int64) for x in (direction_sum(held.key, held.position), kept.total))

@@ -76,7 +76,7 @@ def test_chunks_of_the_first_reading_change_nothing_and_later_tokens_see_what_is
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_ties(layerwise):
+def test_ties_go_where_the_oracle_puts_them(layerwise):
     compare({**oracle.KNOBS, "layerwise": layerwise}, ties=True)
 
 
@@ -146,7 +146,7 @@ def test_the_second_reading_is_a_pass_behind_the_prompt(windows):
 
 @pytest.mark.thorough
 def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
-    """Of 1024 tokens 24 slots stay in each head; those of SnapKV are compressed inside the layers, before."""
+    """Of 1024 tokens 24 slots stay in each head; SnapKV's slots are compressed earlier, inside the layers."""
     tiny = TinyModel(num_layers=2)
     params = jax.eval_shape(lambda: tiny.random_params(0))
     tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
@@ -226,7 +226,7 @@ def test_what_it_cannot_do_is_refused():
     tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
     with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
         kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)
-    told = r"prompt of 100 \+ 107 tokens in which KVzip reads it again = 207 tokens exceeds .*max_position_embeddings=160"
+    told = r"KVzip rereads the prompt in chunks of 107 tokens: 100 \+ 107 = 207 exceeds .*max_position_embeddings=160"
     with pytest.raises(ValueError, match=told):
         check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11))
     check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11, chunk=40))

@@ -47,7 +47,7 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
     ids=lambda changed: ",".join(f"{name}={value}" for name, value in changed.items()) or "plain",
 )
 @pytest.mark.thorough
-def test_knobs(changed):
+def test_every_knob_equals_the_oracle(changed):
     lengths = EDGES if not changed else [7, 9, 24, 40]
     if changed.get("per_vector") is False:
         lengths = [9, 24, 40]  # without a segment nothing says which channels are common ones
@@ -56,7 +56,7 @@ def test_knobs(changed):
 
 @pytest.mark.parametrize("heads, groups, dim", [(2, 1, 64), (1, 4, 128), (1, 8, 64)])
 @pytest.mark.thorough
-def test_head_dims_and_groups(heads, groups, dim):
+def test_every_head_dim_and_group_equals_the_oracle(heads, groups, dim):
     lengths = [13, 40]
     check(mosaickv.KNOBS, rows(lengths, heads=heads, groups=groups, dim=dim, seed=dim + groups), lengths)
 
@@ -175,7 +175,7 @@ def specification(prompt, room, *, batch=1, heads=1, groups=1, dim=16, dtype="fl
 
 
 def inputs(q, k, v, first, count, start=None, active=None):
-    """`Inputs` for tokens [first, first + count) of every row, those of inactive rows being padding."""
+    """`Inputs` for tokens [first, first + count) of every row; the tokens of inactive rows are padding."""
     batch, dim = q.shape[0], q.shape[-1]
     position = jnp.broadcast_to(jnp.arange(first, first + count, dtype=jnp.int32)[None], (batch, count))
     if active is not None:

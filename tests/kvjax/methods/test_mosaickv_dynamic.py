@@ -32,7 +32,7 @@ DYNAMIC_STEPS = 150
 def uneven():
     """Rows whose KV heads want different strategies, and whose decoded tokens lie in other directions than the prompt.
 
-    Keys of head 0 drift slowly and lie in few directions, those of head 1 jump and are nearly isotropic.
+    Keys of head 0 drift slowly and lie in few directions; keys of head 1 jump and are nearly isotropic.
     """
     lengths, dim = (150, 40), 32
     total = max(lengths) + DYNAMIC_STEPS
@@ -82,7 +82,7 @@ def test_dynamic_strategy_follows_the_oracle():
     ids=str,
 )
 @pytest.mark.thorough
-def test_dynamic_knobs(changed):
+def test_every_dynamic_knob_equals_the_oracle(changed):
     data, lengths = uneven()
     steps = 70
     q, k, v = (x[..., : max(lengths) + steps, :] for x in data)

@@ -13,7 +13,7 @@ from tests.oracles import mosaickv
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def test_bytes_are_those_of_the_paper():
+def test_bytes_equal_the_paper():
     """170 bytes a token against 512 of bfloat16 keys and values: the 3x that the paper reports."""
     assert packing.bytes_per_token(128, 32, 1, 8) == 170
     assert round(2 * 128 * 2 / packing.bytes_per_token(128, 32, 1, 8), 2) == 3.01

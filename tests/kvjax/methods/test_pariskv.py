@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 WIDE = {"max_beta": 0.6, "capacity": 6}  # allocated for the shares and budgets of several tests, which share a program
 
 
-STREAM = 100  # decode steps of `test_regions_stream`
+STREAM = 100  # decode steps of `test_regions_follow_the_stream`
 
 
 # ---- regions ------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ STREAM = 100  # decode steps of `test_regions_stream`
 @pytest.mark.parametrize(
     "num_local, buffer", [(8, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((4, 4), (2, 7), (2, 1)))]
 )
-def test_regions_stream(num_local, buffer):
+def test_regions_follow_the_stream(num_local, buffer):
     """A hundred steps with the buffer shorter than, as long as, and longer than the local window."""
     lengths = np.array([33, 5])
     q, k, v = random_tokens(buffer, 2, 1, 2, 33 + STREAM, 16)
@@ -78,7 +78,7 @@ def test_prompts_around_every_edge(knobs):
 
 
 @pytest.mark.thorough
-def test_a_zone_must_exist():
+def test_rows_without_a_zone_stay_dense():
     """Long enough by count but nothing in the zone yet: dense, until the first flush."""
     q, k, v = random_tokens(4, 1, 1, 1, 50, 8)
     knobs = {"num_sink": 2, "num_local": 3, "buffer": 20, "budget": 1, "dense_below": 0}
@@ -90,7 +90,7 @@ def test_a_zone_must_exist():
 
 @pytest.mark.parametrize("dim, heads, groups", [(8, 2, 1), (16, 1, 4), (64, 1, 8), (128, 2, 4)])
 @pytest.mark.thorough
-def test_head_dims_and_groups(dim, heads, groups):
+def test_every_head_dim_and_group_equals_the_oracle(dim, heads, groups):
     lengths = np.array([45, 18, 16])
     q, k, v = random_tokens(dim, 3, heads, groups, 45 + 14, dim)
     against_oracle(q, k, v, lengths)
@@ -98,7 +98,7 @@ def test_head_dims_and_groups(dim, heads, groups):
 
 @pytest.mark.parametrize("knobs", [{"rotate": False}, {"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0}])
 @pytest.mark.thorough
-def test_other_knobs(knobs):
+def test_every_knob_equals_the_oracle(knobs):
     q, k, v = random_tokens(11, 2, 2, 2, 60 + 12, 16)
     against_oracle(q, k, v, np.array([60, 30]), **knobs)
 
@@ -150,7 +150,7 @@ def test_shares_are_swept():
 @pytest.mark.parametrize("length", [17, 4999, 5000, 9999, 10_000, 29_999, 30_000])
 @pytest.mark.thorough
 def test_schedule_by_zone_length(length):
-    """The shares that the zone's length decides are those of the oracle's schedule: their budgets show in the cost."""
+    """The zone's length decides the shares, as in the oracle's schedule: their budgets show in the cost."""
     method = ParisKV(budget=6, num_sink=0, num_local=2, buffer=1, dense_below=0)
     cache = store(*np.ones((2, 1, 1, length + 1, 8), np.float32))
     slots, metadata = jax.jit(method.count)(cache, index(method, cache), None)
@@ -170,7 +170,7 @@ def test_metadata_equals_rebuilt(steps):
 
 
 def check_metadata(state, lengths, steps, num_local, buffer):
-    """After many decode steps, exactly; and the zone's clusters are those of the oracle's identifiers."""
+    """Metadata after many decode steps are exact, and the zone's clusters follow from the oracle's identifiers."""
     method = example("pariskv", num_local=num_local, buffer=buffer)
     assert_equal_trees(state.aux, jax.jit(type(method).index)(method, state.cache, state.aux.stop))
     for row, length in enumerate(lengths.tolist()):
@@ -206,7 +206,7 @@ def feed(method, state, q, k, v, at, active, start=None):
 
 @pytest.mark.parametrize("num_local, buffer", [(4, 4), (9, 2), (2, 5)])
 @pytest.mark.thorough
-def test_tokens_at_once(num_local, buffer):
+def test_several_tokens_at_once_leave_the_metadata_of_single_tokens(num_local, buffer):
     """Pieces of many lengths, some rows shorter or idle, leave the metadata that tokens one by one leave."""
     dim, prompt = 8, 9
     method = example("pariskv", num_local=num_local, buffer=buffer)
@@ -414,6 +414,6 @@ def test_head_dim_must_be_a_power_of_two(dim):
         ({"budget": 7, "capacity": 6}, "budget must be at most capacity=6, got 7"),
     ],
 )
-def test_knobs_are_checked(knobs, text):
+def test_wrong_knobs_are_refused(knobs, text):
     with pytest.raises(ValueError, match=text):
         ParisKV(**knobs)

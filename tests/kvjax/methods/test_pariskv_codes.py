@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 @pytest.mark.parametrize("rotate", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dim", DIMS)
-def test_codes_are_the_oracles(dim, rotate):
+def test_codes_equal_the_oracle(dim, rotate):
     """Identifiers, magnitudes and weights of random keys of very different length."""
     rng = np.random.default_rng(dim)
     keys = (rng.normal(size=(48, dim)) * 10.0 ** rng.uniform(-3, 3, (48, 1))).astype(np.float32)
@@ -43,7 +43,7 @@ def test_codes_are_the_oracles(dim, rotate):
     assert_same_codes(codes, keys, rotate=rotate)
 
 
-def test_codes_of_another_seed():
+def test_another_seed_gives_other_codes():
     keys = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
     codes = encoded(keys, seed=7)
     assert_same_codes(codes, keys, seed=7)
@@ -51,7 +51,7 @@ def test_codes_of_another_seed():
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_zero_key(dim):
+def test_a_zero_key_weighs_nothing(dim):
     """Zero counts as positive in all channels, and weighs nothing."""
     keys = np.stack([np.zeros(dim), -np.zeros(dim)]).astype(np.float32)
     codes = encoded(keys)
@@ -78,7 +78,7 @@ def test_bytes_per_token_and_head():
     assert sum(x.nbytes for x in (aux.ids, aux.rows)) == 2 * 40 * (112 + 32)
 
 
-def test_estimator_figures():
+def test_the_estimator_has_its_bias_and_error_on_gaussian_keys():
     """Gaussian keys: mean alpha .992, slope 1.000 (.992 without alpha), error .074 of the deviation of q.k."""
     rng = np.random.default_rng(0)
     dim, count = 128, 20_000
@@ -98,7 +98,7 @@ def test_estimator_figures():
     assert (got * exact).sum() / (exact**2).sum() == pytest.approx(0.992, abs=1.5e-3)
 
 
-def test_estimate_is_the_oracles():
+def test_estimates_equal_the_oracle():
     rng = np.random.default_rng(3)
     keys, query = rng.normal(size=(40, 64)).astype(np.float32), rng.normal(size=(2, 64)).astype(np.float32)
     got = np.asarray(estimated(query, encoded(keys)))
@@ -141,7 +141,7 @@ def low_rank(rng, keys, queries, dim):
     [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)],
 )
 @pytest.mark.slow
-def test_recall(make, coarse, final):
+def test_most_of_the_true_best_keys_are_picked(make, coarse, final):
     """Share of the true 100 best of 32,768 keys among the candidates (a tenth) and among the 100 picked."""
     size, count, dim = 32_768, 100, 128
     keys, queries = (x.astype(np.float32) for x in make(np.random.default_rng(23), size, 24, dim))

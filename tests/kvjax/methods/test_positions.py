@@ -29,6 +29,6 @@ def test_pi_divides_every_frequency():
         (lambda: PI(factor=float("nan")), "PI: factor must be .* at least 1, got nan"),
     ],
 )
-def test_refusals(make, message):
+def test_wrong_factors_and_windows_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

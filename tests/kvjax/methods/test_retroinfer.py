@@ -85,7 +85,7 @@ def test_estimates_of_equal_keys_are_exact():
     np.testing.assert_allclose(got.outputs, full.outputs, atol=1e-5)
 
 
-def test_refusals():
+def test_wrong_sizes_are_refused():
     for name in ("segment", "buffer"):
         with pytest.raises(ValueError, match=f"RetroInfer: {name} must be at least cluster_size=16.*, got 15"):
             RetroInfer(**{name: 15})

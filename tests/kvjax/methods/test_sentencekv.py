@@ -62,7 +62,7 @@ def positions(mask):
     ),
 )
 @pytest.mark.thorough
-def test_every_combination(mode, prefilter, segment, query):
+def test_every_combination_of_modes_equals_the_oracle(mode, prefilter, segment, query):
     got = check((3, 25, 40), seed=1, mode=mode, prefilter=prefilter, segment=segment, query=query, chunk=6)
     sizes = got.attended[:, 2].sum(axis=-1)
     if prefilter == "global":  # one common set, if not one selection
@@ -96,7 +96,7 @@ def test_sentences_of_one_token(mode):
 
 
 @pytest.mark.parametrize("mode", ["paper", "code"])
-def test_no_boundary_at_all(mode):
+def test_without_a_boundary_the_prompt_is_one_sentence(mode):
     """The prompt is one sentence, of which the first tokens by position are taken; what follows never closes."""
     got = check((40, 5), mode=mode, boundary=table([]))
     for step, head in itertools.product(range(1, 10), range(2)):
@@ -415,7 +415,7 @@ def test_default_fixed_part_is_64_tokens():
         ("keep_factor", 0.5, "at least 1"),
     ],
 )
-def test_refused_values(field, value, limit):
+def test_knobs_beyond_their_limits_are_refused(field, value, limit):
     with pytest.raises(ValueError, match=rf"SentenceKV: {field} must be .*{limit}.*got {value!r}"):
         SentenceKV(**{**KNOBS, field: value})
 

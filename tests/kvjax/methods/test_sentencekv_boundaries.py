@@ -126,7 +126,7 @@ def test_a_vocabulary_without_any_mark():
         assert not boundary_table(plain_words(["one", "two"]), 3, mode=mode).any()
 
 
-def test_tables_that_are_refused():
+def test_unknown_modes_and_empty_vocabularies_are_refused():
     with pytest.raises(ValueError, match="mode must be one of robust, code, got 'strict'"):
         boundary_table(shipped(), 5120, mode="strict")
     with pytest.raises(ValueError, match="vocab_size must be at least 1 token, got 0"):

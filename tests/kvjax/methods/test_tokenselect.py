@@ -108,7 +108,7 @@ def test_budget_below_its_capacity(budget):
     np.testing.assert_array_equal(got.attended[:, :, 0].sum(axis=2), np.minimum(seen, SINK + budget + LOCAL))
 
 
-def test_twenty_times_the_limit():
+def test_prompts_of_twenty_times_the_limit_stay_finite():
     lengths = np.array([20 * LIMIT, 100])
     q, k, v = random_tokens(23, 2, 1, 2, lengths.max() + 8, DIM)
     got = against_oracle(q, k, v, lengths)
@@ -213,7 +213,7 @@ def marked():
 
 
 @pytest.mark.parametrize("chunk", [8, often(5)])
-def test_slot_geometry(chunk):
+def test_tokens_are_seen_at_the_distances_of_their_slots(chunk):
     """Who is seen, and at which distance, in every prompt chunk and decode step; nothing depends on N."""
     q, k, inv_freq = marked()
     prompt, total = 37, k.shape[1]
@@ -335,7 +335,7 @@ def test_selection_is_reused_while_the_query_stays_near(theta):
 
 
 @pytest.mark.parametrize("steps", [200, often(2000)])
-def test_many_tokens(steps):
+def test_every_step_of_a_long_generation_follows_the_definition(steps):
     """Every step of a long generation against the definition, on arrays; a near-tie in the vote may fall either way."""
     lengths, theta = np.array([30, 10]), 0.9
     q, k, v = random_tokens(38, 2, 2, 2, lengths.max() + steps, DIM)
@@ -360,7 +360,7 @@ def test_many_tokens(steps):
 
 
 def check_step(got, row, step, q, k, v, t, refreshed, inv_freq):
-    """Assert one decode step of `test_many_tokens`: the token at ``t`` has just been stored."""
+    """Assert one decode step of a long generation: the token at ``t`` has just been stored."""
     seen = np.flatnonzero(got.attended[step, row, 0])
     assert (got.attended[step, row] == got.attended[step, row, :1]).all()
     assert np.flatnonzero(got.kept[step, row, 0]).tolist() == list(range(t + 1))

@@ -44,7 +44,7 @@ def test_budgets_of_heads_have_the_mean_that_is_asked_for(budget, window, beta):
 
 
 @pytest.mark.thorough
-def test_a_traced_budget_of_heads_is_that_of_numbers():
+def test_a_traced_budget_of_heads_equals_a_static_budget():
     method = HeadKV(budget=900, capacity=900, scores=SCORES)
 
     def traced(budget):
@@ -167,7 +167,7 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, text, message):
     assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
 
 
-def test_no_file_of_scores(tmp_path):
+def test_a_missing_or_empty_file_of_scores_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no head scores in .*heads.json: expected a file, which experiments.insight"):
         kvjax.head_scores(tmp_path / "heads.json", CONFIG)
     table = tmp_path / "heads.tsv"
@@ -179,7 +179,7 @@ def test_no_file_of_scores(tmp_path):
 # ---- LayerBudgets -------------------------------------------------------------------------------------------------
 
 
-def test_shares_are_those_of_the_best_groups():
+def test_shares_belong_to_the_best_groups():
     """Against all ways to give each layer a group."""
     rng = np.random.default_rng(1)
     for size in (3, 4, 6, 7):
@@ -258,7 +258,7 @@ def test_a_traced_budget_is_shared():
         ({"shares": (0.5, 1.5, 1.0)}, "LayerBudgets: shares must have a number for each of the model's 2 layers, got 3"),
     ],
 )
-def test_layer_budgets_that_are_refused(make, message):
+def test_wrong_layer_budgets_are_refused(make, message):
     with pytest.raises(ValueError, match=message) as error:
         kvjax.LayerBudgets(**{"method": SnapKV(), "shares": (1.0, 1.0), **make}).for_layer(0, 2)
     assert "\n" not in str(error.value)

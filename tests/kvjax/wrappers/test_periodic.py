@@ -70,7 +70,7 @@ def knorm_rule(row, tokens, t, budget):
 
 
 def expectedattention_rule(row, tokens, t, **knobs):
-    """The moments are those of all queries; the shares are among the tokens that are left."""
+    """The moments cover all queries; the shares are among the tokens that are left."""
     given = row.q, row.rotated_k, row.v
     return [expectedattention.keep(*given, h, own, t + 1, row.inv_freq, **knobs) for h, own in enumerate(tokens)]
 
@@ -160,7 +160,7 @@ def positions(methods, q, k, v, inv_freq):
 
 @pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
 def test_what_is_kept_again_is_what_the_oracles_keep(cases):
-    """Each row counts its own tokens: it goes on while others are evicted. By default those of `ALONE`."""
+    """Each row counts its own tokens, and continues while other rows are evicted. By default, the cases in `ALONE` run."""
     methods = [example(at) if at in ALONE else CASES[at][0] for at in cases]
     found = positions([method.for_layer(0, 2) for method in methods], *rows())
     for at, method, (position, outputs) in zip(cases, methods, found, strict=True):
@@ -191,7 +191,7 @@ def wanted(at, row, length):
 
 
 @pytest.mark.thorough
-def test_redundancy_is_that_of_the_oracle():
+def test_redundancy_equals_the_oracle():
     """Also with keys that repeat each other, and empty slots behind them."""
     key = np.array(rows()[1][:1, :, :40])
     key[:, :, 20:] = key[:, :, :20]
@@ -344,7 +344,7 @@ def test_rkv_is_periodic_by_itself():
         (lambda: kvjax.Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
         (lambda: kvjax.Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "capacity is that of budget, .*, got capacity=64"),
+        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "budget must be given .*, got budget=None, capacity=64"),
         (lambda: kvjax.Periodic(evict=SnapKV(), interval=0), "Periodic: interval must be .* of at least 1, got 0"),
         (lambda: RKV(budget=7), "RKV: budget must be .* at least 8 tokens .the obs_window=8.*, got 7"),
         (lambda: kvjax.Stages(evict=kvjax.Periodic(evict=SnapKV()), retrieve=Quest()), "Periodic moves slots while decoding"),

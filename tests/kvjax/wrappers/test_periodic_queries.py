@@ -72,7 +72,7 @@ RUN = jax.jit(blocks_of, static_argnums=0)
 
 
 @pytest.mark.parametrize("evict", [TriAttention(budget=9, interval=None), ExpectedAttention(budget=9, num_sink=2)])
-def test_moments_at_an_eviction_are_those_of_all_queries_one_by_one(evict):
+def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
     """Rows of other lengths get other numbers of tokens; a row that is not due keeps its moments to the bit."""
     q, k, v, inv_freq = tokens_of_rows()
     found = RUN(kvjax.Periodic(evict=evict, interval=OFTEN), q, k, v, inv_freq)
@@ -97,7 +97,7 @@ def test_moments_at_an_eviction_are_those_of_all_queries_one_by_one(evict):
     assert (after.aux.moments.scatter is None) == (not evict.reads_covariance)
 
 
-def test_a_window_among_the_queries_since_the_last_eviction_is_that_of_the_window_alone():
+def test_a_window_since_the_last_eviction_equals_the_window_alone():
     """Moments need more queries than the window has, and the ring is as long as the longer of both."""
     for window in (3, 9):
         kinds = (kind(budget=12, obs_window=window, kernel=3) for kind in (SnapKV, Remembers))

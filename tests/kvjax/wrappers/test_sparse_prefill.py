@@ -235,7 +235,7 @@ def test_what_cannot_be_wrapped_is_refused():
         lambda x: kvjax.Stages(evict=SnapKV(), retrieve=x),
         lambda x: Prefill(method=x),
     ):
-        with pytest.raises(ValueError, match="must not read its prompt sparsely: Prefill goes around all others"):
+        with pytest.raises(ValueError, match="must not prefill sparsely, got Prefill, which must be the outer wrapper"):
             wrap(Prefill(method=Quest()))
 
 
@@ -274,7 +274,7 @@ def test_a_chunk_that_begins_inside_of_a_block_is_refused():
     """Another layer may have pieces of its own."""
     prompt = Prefill(method=Full(), **SMALL_PATTERNS).for_layer(0, 1).sparse_prompt
     query, key = np.zeros((1, 1, 1, 6, 8)), np.zeros((1, 1, 20, 8))
-    with pytest.raises(ValueError, match="pieces of whole blocks of 4 tokens, but another layer reads 6 at once"):
+    with pytest.raises(ValueError, match="whole blocks of 4 tokens, got chunks of 6 tokens, which another layer needs"):
         prompt.attend(query, key, key, start=np.int32(6), length=np.array([6]))
 
 

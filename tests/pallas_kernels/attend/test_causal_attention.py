@@ -16,7 +16,7 @@ from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, dense_oracle, po
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("blocked", [False, True])
-def test_attention_and_gradient_are_those_of_float64(dtype, blocked, monkeypatch):
+def test_attention_and_gradient_equal_float64(dtype, blocked, monkeypatch):
     if blocked:
         monkeypatch.setattr(causal, "WHOLE", 8)
         monkeypatch.setattr(causal, "BLOCK", 16)
@@ -59,7 +59,7 @@ def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
         run(window=0)
 
 
-def test_unknown_and_impossible_implementations():
+def test_unknown_and_impossible_implementations_are_refused():
     short = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16)
     run = functools.partial(causal_attention, short, short[:, :, 0], short[:, :, 0])
     with pytest.raises(ValueError, match=r"implementation='fast' is unknown, expected one of \['cudnn', 'xla'\]"):
@@ -96,7 +96,7 @@ def test_without_cudnn_the_next_implementation_runs(monkeypatch):
         ("gpu", "bfloat16", 80, "cudnn"),
     ],
 )
-def test_resolve_from_shapes_alone(platform, dtype, dim, whole):
+def test_shapes_alone_choose_the_implementation(platform, dtype, dim, whole):
     rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
     query = jax.ShapeDtypeStruct((1, 2, 4, 32, dim), dtype)
     assert CAUSAL_ATTENTION.resolve(query, rows, rows, scale=SCALE, platform=platform) == whole
@@ -111,7 +111,7 @@ def test_cudnn_is_in_the_compiled_program_and_agrees():
     close(run(*args), np.asarray(causal_attention(*args, implementation="xla"), np.float64), "bfloat16")
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     (query, key, value), _ = positioned_cache(1)
     with pytest.raises(ValueError, match="causal_attention: got dtypes .* expected the same dtype"):
         causal_attention(query, *(x[:, :, :5].astype(jnp.bfloat16) for x in (key, value)))

@@ -35,7 +35,7 @@ def clusters(seed, count, group=3, dim=16, dtype="float32"):
 @every_body
 @pytest.mark.parametrize(("count", "dim"), one_shape((128, 16), (1, 16), (50, 64)))
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_estimates_are_those_of_float64(name, count, dim, dtype):
+def test_estimates_equal_float64(name, count, dim, dtype):
     logits, chosen, left_out, size, sums = clusters(count, count, dim=dim, dtype=dtype)
     out, lse = compiled(ESTIMATE[name])(logits, chosen, left_out, size, sums)
     assert np.isfinite(out).all() and out.dtype == lse.dtype == jnp.float32
@@ -52,14 +52,14 @@ def test_estimates_are_those_of_float64(name, count, dim, dtype):
 
 @pytest.mark.thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     arrays = [jnp.stack(x) for x in zip(clusters(1, 40), clusters(2, 40), strict=True)]
     for i, many in enumerate(zip(*mapped(ESTIMATE[name])(*arrays), strict=True)):
         for one, other in zip(compiled(ESTIMATE[name])(*(x[i] for x in arrays)), many, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     logits, chosen, left_out, size, sums = clusters(0, 20)
     with pytest.raises(ValueError, match="cluster_estimate: got logits"):
         cluster_estimate(logits[..., 1:], chosen, left_out, size, sums)

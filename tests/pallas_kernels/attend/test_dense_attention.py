@@ -16,7 +16,7 @@ from tests.pallas_kernels.cases import SCALE, close, compiled, dense_oracle, one
 @pytest.mark.parametrize("block", [7, 1024])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "length"), one_shape((4, 64, 5), (1, 128, 1)))
-def test_attention_and_column_mass_are_those_of_float64(block, dtype, group, dim, length):
+def test_attention_and_column_mass_equal_float64(block, dtype, group, dim, length):
     (query, key, value), positions = positioned_cache(group, group, dim, length, dtype=dtype)
     expected = dense_oracle(query, key, value, **positions)
     run = compiled(dense_attention, scale=SCALE, block=block)
@@ -56,7 +56,7 @@ def test_chunks_of_a_prompt_skip_the_future():
     close(out, dense_oracle(query, key, value, **positions)[0], "float32")
 
 
-def test_vmap():
+def test_a_mapped_call_equals_calls_one_by_one():
     pairs = [positioned_cache(seed) for seed in (1, 2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(dense_attention, scale=SCALE, block=16)
@@ -66,7 +66,7 @@ def test_vmap():
             np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     (query, key, value), positions = positioned_cache(1)
     with pytest.raises(ValueError, match="dense_attention: got query"):
         dense_attention(query, key[..., 1:], value, **positions, scale=SCALE)

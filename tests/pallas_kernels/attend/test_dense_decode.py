@@ -55,7 +55,7 @@ def cache(seed, group=3, dim=32, slots=75, dtype="float32", rows=3, heads=2, hol
     ("group", "dim", "slots"),
     one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130), (4, 128, 300), (1, 128, 128)),
 )
-def test_attention_is_that_of_float64(name, dtype, group, dim, slots):
+def test_attention_equals_float64(name, dtype, group, dim, slots):
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
     run = compiled(DENSE[name], scale=SCALE)
     out, lse = run(*arrays, **rest)
@@ -145,7 +145,7 @@ def test_what_each_slot_receives(name, group, slots, splits):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "slots"), one_shape((3, 32, 75), (4, 128, 300)))
-def test_rotated_keys(name, dtype, group, dim, slots):
+def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, slots):
     """Against complex numbers in float64; in one row all tokens are before the position, in another none is."""
     (query, key, value), rest, seen = cache(7, group, dim, slots, dtype)
     later = jnp.asarray([0, 0, 40], jnp.int32)[:, None, None]
@@ -192,7 +192,7 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
 
 
 @on_gpu_and_thorough_tpu
-def test_vmap_and_loop(name):
+def test_mapped_and_looped_calls_equal_calls_one_by_one(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
     arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(DENSE[name], scale=SCALE)
@@ -257,14 +257,14 @@ def test_merge_partials_of_disjoint_parts():
         ("gpu", "bfloat16", 64, 8, "xla"),
     ],
 )
-def test_resolve_from_shapes_alone(platform, dtype, dim, slots, expected):
+def test_shapes_alone_choose_the_implementation(platform, dtype, dim, slots, expected):
     query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
     rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
     rest = {"position": jax.ShapeDtypeStruct(rows.shape[:3], "int32"), "limit": jax.ShapeDtypeStruct((1,), "int32")}
     assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
 
 
-def test_impossible_implementations(monkeypatch):
+def test_impossible_implementations_are_refused(monkeypatch):
     arrays, rest, _ = cache(1)
     run = functools.partial(dense_decode, **rest, scale=SCALE, platform="gpu")
     with pytest.raises(ValueError, match="implementation='cudnn' is unknown, expected one of .'pallas_triton', 'jax_triton'"):
@@ -299,7 +299,7 @@ def test_impossible_implementations(monkeypatch):
         run(*arrays, implementation="jax_triton")
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     (query, key, value), rest, _ = cache(1)
     with pytest.raises(ValueError, match="dense_decode: got query"):
         dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)

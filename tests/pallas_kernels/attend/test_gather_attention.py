@@ -77,7 +77,7 @@ def gather_oracle(query, key, value, slots, mask, bias=None):
     ("group", "dim", "listed", "biased"),
     one_shape((3, 32, 37, True), (1, 64, 37, False), (4, 64, 37, True), (8, 128, 64, False), (3, 128, 5, True)),
 )
-def test_attention_is_that_of_float64(name, dtype, group, dim, listed, biased):
+def test_attention_equals_float64(name, dtype, group, dim, listed, biased):
     *args, bias = lists(group, group, dim, listed, dtype)
     bias = bias if biased else None
     run = compiled(GATHER[name], scale=SCALE)
@@ -112,7 +112,7 @@ def test_parts_beside_the_list_join(name, config):
 
 @every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(pallas_triton.Config(block=16), marks=thorough)])
-def test_logits_are_those_of_the_softmax(name, config):
+def test_logits_belong_to_the_softmax(name, config):
     *args, bias = lists(4)
     query, key, _, slots, mask = args
     options = {"config": config} if name == "interpreted" else {}
@@ -182,7 +182,7 @@ def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group
     ("page", "shared"),
     [(8, False), (16, True), *(pytest.param(*x, marks=thorough) for x in ((64, True), (10, False)))],
 )
-def test_pages(name, page, shared):
+def test_lists_of_pages_equal_float64(name, page, shared):
     args, position, seen = pages(page, page, shared)
     query, key, value = (np.asarray(x) for x in args[:3])
     expected = softmax_attention(
@@ -244,14 +244,14 @@ def test_cosine_and_sine_of_large_angles(most):
 
 
 @every_body
-def test_nothing_listed(name):
+def test_an_empty_list_gives_zeros(name):
     query, key, value, slots, mask, _ = lists(1)
     out, lse = GATHER[name](query, key, value, slots[..., :0], mask[..., :0], scale=SCALE)
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
 
 
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
     stacked = [jnp.stack(x) for x in zip(*sets)]
     fn = compiled(GATHER[name], scale=SCALE)
@@ -294,7 +294,7 @@ def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
         close(lse, expected[1], "float32")
 
 
-def test_unknown_and_impossible_implementations():
+def test_unknown_and_impossible_implementations_are_refused():
     query, key, value, slots, mask, bias = lists(1)
     run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
     names = r"\['pallas_triton', 'jax_triton', 'pallas_tpu', 'xla'\]"
@@ -315,7 +315,7 @@ def test_unknown_and_impossible_implementations():
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
         gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place, host rows, parts beside or logits"):
+    with pytest.raises(NotImplementedError, match="got bias, place, host rows, partials or logits"):
         run(bias=bias, implementation="jax_triton", platform="gpu")
 
 
@@ -338,14 +338,14 @@ def test_a_missing_package_is_named(monkeypatch):
         ("gpu", "bfloat16", 80, "xla"),
     ],
 )
-def test_resolve_from_shapes_alone(platform, dtype, dim, expected):
+def test_shapes_alone_choose_the_implementation(platform, dtype, dim, expected):
     query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
     rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
     slots, mask = (jax.ShapeDtypeStruct((1, 2, 8), x) for x in ("int32", "bool"))
     assert GATHER_ATTENTION.resolve(query, rows, rows, slots, mask, scale=SCALE, platform=platform) == expected
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     query, key, value, slots, mask, bias = lists(1)
     run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
     with pytest.raises(ValueError, match="gather_attention: got query"):
@@ -392,7 +392,7 @@ def test_the_kernel_is_in_the_compiled_program():
     ("sinks", "recent", "page"),
     one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)),
 )
-def test_rows_in_host_memory(name, values_only, sinks, recent, page):
+def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recent, page):
     """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
     query, key, value, slots, mask, _ = lists(9, slots=96)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)

@@ -1,7 +1,7 @@
 """Attention over lists of pages by the kernel for TPUs, interpreted, against float64 NumPy.
 
-The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a copy has arrived there, a copy is done only
-when it is waited for, and what is read outside of an array or while it is written is an error.
+The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a copy has arrived there, and a copy is done only
+when the kernel waits for it. A read outside of an array, or while the array is written, is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CASES = [  # dtype, page size, listed pages, slots, one list for all heads, grou
 
 
 @pytest.mark.parametrize(("dtype", "page_size", "listed", "slots", "shared", "group", "dim", "config"), CASES)
-def test_attention_is_that_of_float64(dtype, page_size, listed, slots, shared, group, dim, config):
+def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group, dim, config):
     """Rows with lists of several lengths, an empty list, holes, a last page that is cut; NaN in all that is not seen."""
     args, position, seen = pages(page_size, page_size, shared, listed, slots=slots, dim=dim, group=group)
     mask = np.array(args[4])
@@ -81,7 +81,7 @@ def test_blocks_and_buffers_change_nothing_but_rounding():
 
 
 @pytest.mark.thorough
-def test_under_vmap():
+def test_a_mapped_call_equals_calls_one_by_one():
     sets = [pages(seed, 16, False, slots=96, rows=1, dim=128)[:2] for seed in (1, 2)]
     args, position = jax.tree.map(lambda *x: jnp.stack(x), *sets)
     together = jax.jit(jax.vmap(lambda args, position: attend(args, position, 16, interpret=True)))(args, position)
@@ -90,7 +90,7 @@ def test_under_vmap():
             np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_listed():
+def test_an_empty_list_gives_zeros():
     (query, key, value, slots, mask), position, _ = pages(1, 16, False)
     out, lse = pallas_tpu.gather_attention(
         query, key, value, slots[..., :0], mask[..., :0], scale=SCALE, page_size=16, position=position
@@ -98,7 +98,7 @@ def test_nothing_listed():
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
 
 
-def test_what_the_kernel_takes_and_what_it_refuses():
+def test_the_kernel_takes_whole_tiles_and_refuses_other_shapes():
     def given(dtype="bfloat16", dim=128, slots=512, listed=8, page_size=16, **changes):
         query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
         rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
@@ -117,7 +117,7 @@ def test_what_the_kernel_takes_and_what_it_refuses():
         ({"page_size": 1024, "slots": 4096}, "got page_size 1024, .* or a multiple of 128 up to 512"),
         ({"page_size": 1}, "got page_size 1, expected a multiple of 16"),
         ({"dtype": "float16"}, "got dtypes .'float16'., expected bfloat16 or float32"),
-        ({"position": None}, "got no position, expected one"),
+        ({"position": None}, "got position=None, expected an array"),
         ({"listed": 1 << 17}, "got 1,048,576 bytes of page numbers, expected at most 262,144"),
     ):
         args, options = given(**refused)

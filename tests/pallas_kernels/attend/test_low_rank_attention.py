@@ -79,7 +79,7 @@ SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16,
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
-def test_attention_is_that_of_float64(name, dtype, group, dim, rank, page, listed, slots):
+def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, slots):
     args, rest, seen = given(slots, group, dim, rank, page, listed, slots, dtype)
     run = compiled(RUN[name], scale=SCALE, page_size=page)
     out, lse = run(*args, **rest)
@@ -107,7 +107,7 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     pairs = [given(seed)[:2] for seed in (1, 2)]
     args, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
@@ -138,7 +138,7 @@ def test_values_in_host_memory(name):
         ("gpu", "float32", 256, 1024, "xla"),  # a megabyte of the right factor
     ],
 )
-def test_resolve_from_shapes_alone(platform, dtype, dim, rank, expected):
+def test_shapes_alone_choose_the_implementation(platform, dtype, dim, rank, expected):
     shape = jax.ShapeDtypeStruct
     factors = shape((1, 64, rank), dtype), shape((1, 2, rank, dim), dtype)
     lists = shape((1, 2, 4), "int32"), shape((1, 2, 4), bool)
@@ -147,7 +147,7 @@ def test_resolve_from_shapes_alone(platform, dtype, dim, rank, expected):
     assert LOW_RANK_ATTENTION.resolve(*args, **rest, platform=platform) == expected
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     args, rest, _ = given(1)
     run = functools.partial(low_rank_attention, scale=SCALE)
     with pytest.raises(ValueError, match=r"page_size=0, expected .B, H, G, D., .B, S, R., .B, H, K. and at least 1"):

@@ -33,7 +33,7 @@ def partials(seed, parts, dim=64, lists=3, group=3):
 @every_body
 @pytest.mark.parametrize(("parts", "dim"), one_shape((5, 80), (1, 64), (49, 128)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merge_is_that_of_float64(name, parts, dim, dtype):
+def test_merge_equals_float64(name, parts, dim, dtype):
     out, lse = partials(parts, parts, dim)
     merged, whole = compiled(MERGE[name], dtype=dtype)(out, lse)
     weight = np.exp(np.float64(lse))
@@ -47,7 +47,7 @@ def test_merge_is_that_of_float64(name, parts, dim, dtype):
 
 
 @every_body
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     out, lse = (jnp.stack(x) for x in zip(partials(1, 5, 80), partials(2, 5, 80)))
     for i, (merged, whole) in enumerate(zip(*mapped(MERGE[name])(out, lse))):
         for a, b in zip(compiled(MERGE[name], dtype="float32")(out[i], lse[i]), (merged, whole)):
@@ -60,7 +60,7 @@ def test_more_parts_than_a_program_holds_take_the_plain_way():
     assert MERGE_SPLITS.resolve(out, lse, dtype=jnp.float32, platform="gpu") == "xla"
 
 
-def test_bad_arguments():
+def test_wrong_shapes_and_dtypes_are_refused():
     query = jnp.zeros((3, 2, 4, 64))
     with pytest.raises(ValueError, match="merge_splits: got out"):
         merge_splits(query, query)

@@ -160,7 +160,7 @@ def run_attention(run, given, parts, span=None, granule=None):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_projection_scores_and_attention_are_those_of_float64(name, dtype, shape):
+def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
     parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
@@ -195,7 +195,7 @@ def test_nothing_to_attend_to_is_zero(name):
 
 
 @on_gpu
-def test_vmap_in_a_loop(name):
+def test_a_mapped_call_in_a_loop_equals_calls_one_by_one(name):
     cases = [problem(seed, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)[0] for seed in (1, 2)]
     cases[1]["span"] = cases[0]["span"]
     arrays = [{k: v for k, v in x.items() if k not in ("span", "granule", "owner")} for x in cases]
@@ -217,7 +217,7 @@ def test_vmap_in_a_loop(name):
         np.testing.assert_allclose(together[i], alone(x), atol=1e-6, rtol=0)
 
 
-def test_bad_arguments_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     given, _ = problem(0)
     parts = project_query(given["query"], given["basis_key"], dtype="float32")
     scores = functools.partial(packed_score, span=given["span"])

@@ -122,7 +122,7 @@ def _sizes(line):
     return [math.prod(int(n) for n in x.split("x")[:-1]) for x in re.findall(r"tensor<((?:\d+x)+\w+)>", line)]
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     args, more, _ = given(0)
     more = {**more, "block": 32, "scale": SCALE}
     query, key, value = args

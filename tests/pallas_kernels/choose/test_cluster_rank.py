@@ -55,7 +55,7 @@ def expected(query, centroid, size, best, considered, room, capacity):
     one_shape((50, 0.2, 0.5, 35, 12), (50, 0.2, 0.5, 400, 8), (64, 1.0, 1.0, 100, 70), (33, 0.01, 0.01, 1, 1)),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_ranks_are_those_of_float64(name, count, best, considered, room, capacity, dtype):
+def test_ranks_equal_float64(name, count, best, considered, room, capacity, dtype):
     arrays = clusters(count, count, dtype=dtype)
     logits, listed, ends, among, exact = compiled(RANK[name], capacity=capacity, room=room)(
         *arrays, jnp.float32(best), jnp.float32(considered)
@@ -94,7 +94,7 @@ def test_of_equal_clusters_the_first_have_room(name):
 
 @pytest.mark.thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     arrays, run = clusters(1, 40), compiled(RANK[name], capacity=10, room=40)
     shares = jnp.asarray([0.1, 0.25]), jnp.asarray([0.3, 0.9])
     both = jax.jit(jax.vmap(lambda *x: RANK[name](*x, capacity=10, room=40), in_axes=(*[None] * 4, 0, 0)))(*arrays, *shares)
@@ -103,7 +103,7 @@ def test_vmap(name):
             np.testing.assert_array_equal(one, many[i])
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     arrays, shares = clusters(0, 20), (jnp.float32(0.1), jnp.float32(0.2))
     query, centroid, size, used = arrays
     with pytest.raises(ValueError, match="cluster_rank: got query"):

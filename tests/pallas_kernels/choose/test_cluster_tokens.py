@@ -33,7 +33,7 @@ def lists(seed, entries, slots=240):
 @pytest.mark.parametrize(
     ("entries", "first", "most", "newest"), one_shape((13, 4, 50, 9), (1, 0, 7, 3), (16, 3, 20, 0), (39, 1, 90, 1))
 )
-def test_tokens_are_those_of_loops(name, entries, first, most, newest):
+def test_tokens_equal_loops(name, entries, first, most, newest):
     arrays = lists(entries, entries)
     slots, mask = compiled(TOKENS[name], first=first, most=most, newest=newest)(*arrays)
     listed, ends, start, order, near, count = map(np.asarray, arrays)
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_loops(name, entries, first, most, newest):
 
 @pytest.mark.thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sizes = {"first": 2, "most": 30, "newest": 5}
     arrays = [jnp.stack(x) for x in zip(lists(1, 7), lists(2, 7), strict=True)]
     for i, many in enumerate(zip(*mapped(functools.partial(TOKENS[name], **sizes))(*arrays), strict=True)):
@@ -59,7 +59,7 @@ def test_vmap(name):
             np.testing.assert_array_equal(one, other)
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     arrays, sizes = lists(0, 5), {"first": 1, "most": 1, "newest": 1}
     with pytest.raises(ValueError, match="cluster_tokens: got listed"):
         cluster_tokens(arrays[0][..., 1:], *arrays[1:], **sizes)

@@ -60,7 +60,7 @@ def expected(query, centroids, numbers, stop, length, wanted, first, capacity, r
     ),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_lists_are_those_of_float64(name, count, parts, slots, first, capacity, room, dtype):
+def test_lists_equal_float64(name, count, parts, slots, first, capacity, room, dtype):
     query, centroids, ids, numbers = coded(count + slots, count, parts, slots, dtype=dtype)
     length = np.array([slots, slots * 3 // 4, first + 1, max(first - 1, 0)])
     stop = np.maximum(length - 1 - np.array([room // 2, room, 0, 0]), first)
@@ -88,7 +88,7 @@ def test_of_equal_scores_the_lower_slots_are_listed(name):
 
 @pytest.mark.thorough
 @every_kernel
-def test_vmap_and_sixteen_rows(name):
+def test_sixteen_rows_equal_rows_alone_and_mapped_rows(name):
     """A row has the list that it has alone, also where the rows are an axis of `jax.vmap`."""
     query, centroids, ids, _ = coded(5, 4, 2, 300, rows=16)
     stop = jnp.arange(16, dtype=jnp.int32) * 15 + 4
@@ -117,7 +117,7 @@ def test_the_kernel_lists_what_plain_jax_lists():
         assert len(set(np.asarray(listed[r, h])) ^ set(np.asarray(other[r, h]))) <= 4
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     query, centroids, ids, _ = coded(0, 4, 2, 20, rows=1)
     vectors, sizes = [jnp.array([x]) for x in (18, 20, 3)], {"first": 1, "capacity": 4, "room": 2}
     with pytest.raises(ValueError, match=r"code_select: got query .*expected \[B, H, G, D\]"):

@@ -103,7 +103,7 @@ def oracle(query, ids, zone, capacity):
     ],
     ids=["two rows", "holes", "unrotated", "long"],
 )
-def test_candidates_are_those_of_loops(name, sizes):
+def test_candidates_equal_loops(name, sizes):
     arrays, zone = problem(1, **sizes)
     first, capacity = sizes.get("first", 3), 40 if zone.shape[2] < 1000 else 300
     query, slots, count = run(name, first=first, capacity=capacity)(*arrays)
@@ -138,7 +138,7 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
 @pytest.mark.parametrize(
     "sizes", [{"holes": True, "stop": (200, 3)}, *(pytest.param(x, marks=thorough) for x in ({}, {"stop": (70, 90)}))]
 )
-def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
+def test_candidates_of_parts_equal_the_whole(name, sizes):
     """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
     (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
     want_query, want, number = run(name, first=3, capacity=40)(query, signs, counts, ids, position, stop, shares)
@@ -166,7 +166,7 @@ def test_candidates_of_parts_are_those_of_the_whole(name, sizes):
 
 
 @on_gpu
-def test_all_votes_equal(name):
+def test_equal_votes_choose_the_first_keys_of_the_zone(name):
     """Every key in one cluster: the candidates are the first keys of the zone, and no more than there is room for."""
     arrays, _ = problem(2, stop=(200, 200))  # the program of the test above
     query, signs, counts, ids, *rest = arrays
@@ -190,7 +190,7 @@ def test_blocks_of_any_size_agree_interpreted(sizes):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
     one = run(name, first=3, capacity=20)
     together = jax.jit(jax.vmap(one))(*(jnp.stack(x) for x in zip(*sets)))
@@ -214,7 +214,7 @@ def test_default_blocks_cover_and_stay_few(lists, slots):
     assert -(-slots // config.block) <= pallas_triton.MOST_BLOCKS
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     arrays, _ = problem(6)
     query, signs, counts, ids, position, stop, rows = arrays
     with pytest.raises(ValueError, match="collision: got query .* expected"):

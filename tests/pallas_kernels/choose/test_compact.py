@@ -41,7 +41,7 @@ def test_lists_are_the_true_entries(name, slots, capacity):
     np.testing.assert_array_equal(flat, listed[1, 0])
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     mask = jnp.zeros((2, 64), bool)
     with pytest.raises(ValueError, match="compact: got mask int32"):
         compact(mask.astype(jnp.int32), 4)

@@ -107,7 +107,7 @@ KINDS = [
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
 )
-def test_lists_are_those_of_a_stable_sort(name, kind):
+def test_lists_equal_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
     run = selecting(name, 13)
     budgets = [np.asarray([[0, 3], [7, 13]], np.int32)]
@@ -137,7 +137,7 @@ def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     "name",
     ["interpreted", *(pytest.param(x, marks=thorough) for x in ("xla", *DIVIDED)), SELECT_NAMES[-2]],
 )
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
     budget = jnp.asarray([2, 9, 5], jnp.int32)
     together = jax.jit(jax.vmap(lambda s, b: SELECT[name](s, b, 9)))(jnp.asarray(score), budget)
@@ -151,7 +151,7 @@ def test_vmap(name):
 @pytest.mark.parametrize(
     "name", ["xla", "interpreted", *(pytest.param(x, marks=thorough) for x in DIVIDED), *SELECT_NAMES[-2:]]
 )
-def test_in_a_loop(name):
+def test_a_call_in_a_loop_equals_calls_one_by_one(name):
     score = scores("normal", (1, 2, 80))
     run = SELECT[name]
 
@@ -226,7 +226,7 @@ def test_selection_of_valid_slots_of_any_score():
     assert np.all(keep)
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     score = jnp.zeros((1, 2, 64), jnp.float32)
     with pytest.raises(ValueError, match=r"got score bfloat16 \(1, 2, 64\), expected float32 \[B, H, S\]"):
         kth_select(score.astype(jnp.bfloat16), 3, 4)

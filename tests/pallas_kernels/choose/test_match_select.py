@@ -82,7 +82,7 @@ def ragged(slots, first, room):
         (2, 1, 90, 5, 1, 30, 4),
     ),
 )
-def test_lists_are_those_of_loops(name, tables, bits, slots, group, first, capacity, room):
+def test_lists_equal_loops(name, tables, bits, slots, group, first, capacity, room):
     query, ids = wide(hashed(tables, tables, bits, slots, group=group))
     near, length = ragged(slots, first, room)
     sizes = {"first": first, "capacity": capacity, "room": room}
@@ -122,7 +122,7 @@ def test_numbers_that_have_no_kernel(bits):
 
 
 @every_kernel
-def test_all_tokens_are_equal(name):
+def test_equal_tokens_are_listed_from_the_first(name):
     """They have one count, so the first ones are listed; in the other row no token is sampled at all."""
     query, ids = jnp.ones((2, 1, 2, 6), jnp.uint16), jnp.ones((2, 1, 6, 1024), jnp.uint16).at[1].set(2)
     near, length = jnp.array([1000, 1000], jnp.int32), jnp.array([1003, 1003], jnp.int32)
@@ -136,7 +136,7 @@ def test_all_tokens_are_equal(name):
 
 @pytest.mark.thorough
 @every_kernel
-def test_vmap_and_sixteen_rows(name):
+def test_sixteen_rows_equal_rows_alone_and_mapped_rows(name):
     query, ids = wide(hashed(5, 8, 3, 700, rows=16))
     near = jnp.arange(16, dtype=jnp.int32) * 40 + 4
     args = query, ids, near, near + 20
@@ -151,7 +151,7 @@ def test_vmap_and_sixteen_rows(name):
 
 @pytest.mark.thorough
 @every_kernel
-def test_many_blocks(name):
+def test_many_blocks_equal_the_plain_version(name):
     """More than `match_cut` reads together, under the division that a GPU gets."""
     query, ids = wide(hashed(6, 150, 4, 40_000, rows=1, group=2))
     args = query, ids, jnp.array([39_000], jnp.int32), jnp.array([39_100], jnp.int32)
@@ -191,7 +191,7 @@ def corrected(query, key, centre, slots, own, near, first, num_tables, num_bits)
 
 @every_body
 @pytest.mark.parametrize(("dtype", "group", "bits"), one_shape(("float32", 3, 3), ("bfloat16", 4, 10), ("float32", 1, 1)))
-def test_biases_are_those_of_float64(name, dtype, group, bits):
+def test_biases_equal_float64(name, dtype, group, bits):
     query, key, centre, slots, own, every, near = keyed(bits, dtype, group)
     sizes = {"first": 4, "num_tables": 12, "num_bits": bits}
     run, near_of = compiled(BIAS[name], **sizes), np.asarray(near)
@@ -207,7 +207,7 @@ def test_biases_are_those_of_float64(name, dtype, group, bits):
 
 
 @on_gpu
-def test_biases_under_vmap(name):
+def test_mapped_biases_equal_biases_of_all_rows(name):
     query, key, centre, slots, own, _, near = keyed(7)
     run = functools.partial(BIAS[name], first=4, num_tables=12, num_bits=3)
     apart = jax.jit(jax.vmap(run))(*(x[:, None] for x in (query, key, centre, slots, own, near)))
@@ -224,7 +224,7 @@ def test_biases_of_keys_in_8_bits():
     assert biases.SAMPLED_BIAS.resolve(query, codes, centre, slots, own, near, **sizes, platform="gpu") == "xla"
 
 
-def test_what_the_kernels_take():
+def test_shapes_that_the_kernels_cannot_take_go_to_xla():
     def resolved(bits=10, group=4, tables=150, slots=1 << 17, rows=1):
         kind = jnp.uint8 if bits <= 8 else jnp.uint16
         query, ids = ((rows, 8, group, tables), kind), ((rows, 8, tables, slots), kind)
@@ -248,7 +248,7 @@ def test_programs_are_large_where_there_are_enough_of_them():
     assert scan.default_config(1, 100, 2000).block == scan.bins_of(2000) == 2048
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     query, ids = wide(hashed(0, 4, 3, 40, rows=1))
     near = jnp.array([30], jnp.int32)
     sizes = {"first": 2, "capacity": 4, "room": 3, "num_bits": 3}

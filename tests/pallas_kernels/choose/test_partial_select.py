@@ -78,7 +78,7 @@ def same(got, lists):
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 150), (1, 16, 97), (4, 25, 130), (12, 51, 160)))
-def test_lists_are_those_of_plain_loops(name, dtype, group, channels, slots):
+def test_lists_equal_plain_loops(name, dtype, group, channels, slots):
     args, call = given(slots, group, channels, slots, dtype), run(name, capacity=21, query_heads=4 * group)
     for alpha, budget in ((1.0, 20), (100.0, 20), (3.0, 5), (0.0, 20), (100.0, 0)):
         got = call(*args, jnp.float32(alpha), jnp.int32(budget))
@@ -97,7 +97,7 @@ def test_a_short_list_is_cut_and_a_long_one_holds_all(name):
 
 @thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets, alphas, budgets = [given(seed) for seed in (1, 2)], jnp.asarray([0.5, 2.0]), jnp.asarray([20, 7], jnp.int32)
     call = run(name, capacity=21, query_heads=12)
     both = jax.jit(jax.vmap(call))(*(jnp.stack(x) for x in zip(*sets)), alphas, budgets)
@@ -106,7 +106,7 @@ def test_vmap(name):
             np.testing.assert_array_equal(a, b[at])
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     args, static = given(0), {"scale": 1.0, "capacity": 20, "total": twice, "query_heads": 12}
     numbers = jnp.float32(1), jnp.int32(19)
     with pytest.raises(ValueError, match=r"partial_select: got query .*expected \[B, H, G, C\]"):

@@ -80,7 +80,7 @@ def oracle(query, listed, count, rows, position, cursor, stop, budget, enough):
 
 @every_body
 @pytest.mark.parametrize("dim", one_shape(32, 128))
-def test_estimates_alone(name, dim):
+def test_estimates_equal_float64(name, dim):
     """Against float64. Behind the candidates they are -inf, and an estimate that is no number cannot be chosen."""
     query, listed, count, rows, *_ = problem(3, dim=dim)
     magnitudes, weight = (np.asarray(x) for x in parts_of_rows(rows))
@@ -118,13 +118,13 @@ def compare(arrays, got, budget, enough):
 @every_body
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("dim", "budget"), one_shape((32, 10), (128, 7)))
-def test_list_is_that_of_loops(name, ties, dim, budget):
+def test_list_equals_loops(name, ties, dim, budget):
     arrays = problem(dim, dim=dim, ties=ties)
     compare(arrays, run(name)(*arrays, jnp.int32(budget), jnp.int32(60)), budget, 60)
 
 
 @every_body
-def test_dense_rows(name):
+def test_rows_with_few_tokens_list_all_tokens(name):
     """A row with few tokens and a row without a zone list all their tokens."""
     arrays = problem(1, cursor=(45, 45), stop=(40, 3), count=((20, 20), (0, 0)))
     compare(arrays, run(name)(*arrays, 5, 46), 5, 46)
@@ -147,7 +147,7 @@ def test_programs_of_any_size_agree_interpreted(part, parts):
         pytest.param("pallas_triton", (16, 1, 1, 4), marks=NEEDS_GPU),
     ],
 )
-def test_chunks_first(kind, name, config):
+def test_searching_chunks_first_finds_the_same_candidates(kind, name, config):
     """Searching chunks by their best estimate, then their candidates, finds what one search finds."""
     rng = np.random.default_rng(0)
     heads, room, stored, dim = 2, 900, 1200, 32
@@ -197,7 +197,7 @@ def test_infinite_and_undefined_estimates(name):
 
 
 @every_kernel
-def test_vmap_over_budgets(name):
+def test_mapped_budgets_equal_budgets_one_by_one(name):
     arrays = problem(4)
     together = jax.jit(jax.vmap(lambda budget: run(name)(*arrays, budget, 60)))(jnp.arange(1, 4, dtype=jnp.int32))
     for i in range(3):
@@ -225,7 +225,7 @@ def test_default_config_leaves_few_entries(candidates, best, lists, parts):
     assert (config and config.parts) == parts
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     query, listed, count, rows, *_ = problem(6)
     with pytest.raises(ValueError, match="estimates: got query, count, rows .* expected"):
         estimates(query, listed, count[:1], rows, scale=SCALE)

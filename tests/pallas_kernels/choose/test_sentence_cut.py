@@ -75,7 +75,7 @@ def check_cut(name, arrays, cursor, lengths, events, budget, rules):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("rules", [PAPER, CODE], ids=["paper", "code"])
 @pytest.mark.parametrize("budget", [8, 12, 30, 66, 300])
-def test_lists_are_those_of_loops(name, ties, rules, budget):
+def test_lists_equal_loops(name, ties, rules, budget):
     """Open sentences of 1, 8 and 21 tokens, the last of which closes in one of two calls."""
     arrays, cursor = sentences(budget, ties=ties)
     check_cut(name, arrays, cursor, (0, 7, 20), (JOINS, JOINS, JOINS), budget, rules)
@@ -92,7 +92,7 @@ def test_sentences_of_no_number_rank_last(name, budget):
 
 
 @every_kernel
-def test_vmap_over_all_arguments(name):
+def test_mapping_all_arguments_equals_calls_one_by_one(name):
     """The budget is mapped over too."""
     sets = [sentences(seed, rows=1) for seed in (1, 2)]
     event, length = jnp.full((1,), JOINS, jnp.int32), jnp.full((1, 2), 2, jnp.int32)
@@ -104,7 +104,7 @@ def test_vmap_over_all_arguments(name):
             np.testing.assert_array_equal(alone, both[at])
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     (score, sentence, position, count), cursor = sentences(0)
     rest = count, cursor, cursor, 12
     with pytest.raises(ValueError, match="sentence_cut: got score, sentence, position"):

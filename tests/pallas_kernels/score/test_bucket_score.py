@@ -68,7 +68,7 @@ def oracle(query, planes, temperature, ids, norm, position, cursor, first=FIRST,
     ("bits", "group", "dtype"),
     one_shape((4, 3, "float32"), (8, 4, "bfloat16"), (3, 1, "float32"), (2, 8, "bfloat16"), (5, 7, "float32")),
 )
-def test_scores_are_those_of_float64_loops(name, bits, group, dtype):
+def test_scores_equal_float64_loops(name, bits, group, dtype):
     arrays = problem(bits, bits=bits, group=group, dtype=dtype)
     got = np.asarray(scoring(name)(*arrays))
     want = oracle(*arrays)
@@ -77,7 +77,7 @@ def test_scores_are_those_of_float64_loops(name, bits, group, dtype):
 
 
 @on_gpu
-def test_sixteen_rows(name):
+def test_sixteen_rows_equal_the_oracle(name):
     arrays = problem(1, rows=16, slots=70, bits=3, cursor=np.arange(16) * 5, more=10)
     np.testing.assert_allclose(scoring(name)(*arrays), oracle(*arrays), rtol=1e-5)
 
@@ -135,7 +135,7 @@ def test_nothing_is_searched_in_a_row_that_is_new(name):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [problem(seed, rows=1, slots=40) for seed in (4, 5)]
     run = scoring(name)
     together = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*sets)))
@@ -165,7 +165,7 @@ def resolved(bits=8, dim=32, rows=1, slots=200):
     return BUCKET_SCORE.resolve(*structs, first=FIRST, num_local=LOCAL, platform="gpu")
 
 
-def test_what_the_kernels_take():
+def test_shapes_that_the_kernels_cannot_take_go_to_xla():
     assert resolved() == "pallas_triton"
     assert resolved(dim=48) == "xla"
     assert resolved(rows=40, slots=1 << 17) == "xla", "offsets into bytes between 2 and 4 GiB wrap"
@@ -176,7 +176,7 @@ def test_each_multiprocessor_has_a_program():
     assert sizes == [16, 16, 8, 1, 1]
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     arrays = list(problem(7))
     with pytest.raises(ValueError, match="bucket_score: got query .* expected"):
         bucket_score(*arrays[:4], arrays[4][:, :1], *arrays[5:], first=FIRST, num_local=LOCAL)

@@ -25,7 +25,7 @@ RUN = implementations(
         (1, 300, 300, "bfloat16"), (8, 9, 70, "float32"),
     ),
 )  # fmt: skip
-def test_mass_is_that_of_float64(name, group, tokens, slots, dtype, reduce):
+def test_mass_equals_float64(name, group, tokens, slots, dtype, reduce):
     rng = np.random.default_rng(slots)
     # The first row's queries stand in order with padding behind; the second row has none but padding, or is in no order.
     asked = np.stack([20 + np.arange(tokens), rng.integers(-1, 60, tokens) if tokens > 1 else [-1]])
@@ -52,7 +52,7 @@ def ask(dim, **options):
     return column_mass(query, key, lse, query_position=asked, key_position=position, scale=1.0, **options)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     with pytest.raises(NotImplementedError, match="got head_dim 48 and 21 slots, expected a power of two"):
         ask(48, implementation="pallas_triton", platform="gpu")
     with pytest.raises(ValueError, match="column_mass: got reduce='mean', expected 'sum' or 'max'"):

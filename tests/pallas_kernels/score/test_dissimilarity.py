@@ -17,7 +17,7 @@ RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilari
 @every_body
 @pytest.mark.parametrize("slots", one_shape(70, 5, 64))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_are_those_of_float64(name, slots, dtype):
+def test_scores_equal_float64(name, slots, dtype):
     rng = np.random.default_rng(slots)
     position = rng.integers(-1, 3, (2, 3, slots))
     position[1, 2] = -1
@@ -33,7 +33,7 @@ def test_scores_are_those_of_float64(name, slots, dtype):
     np.testing.assert_allclose(got, -np.einsum("bhsd,bhd->bhs", unit, mean), atol=2e-6)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     key, position = jnp.zeros((3, 2, 21, 16)), jnp.zeros((3, 2, 21), jnp.int32)
     with pytest.raises(ValueError, match="dissimilarity: got key"):
         dissimilarity(key, position[:1])

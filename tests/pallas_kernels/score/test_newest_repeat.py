@@ -53,7 +53,7 @@ def oracle(key, valid, threshold):
 @with_tiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("slots", one_shape(75, 64, 33, 7, 1))
-def test_slots_are_those_of_float64(name, dtype, slots):
+def test_slots_equal_float64(name, dtype, slots):
     run = compiled(RUN[name])
     for kind in KINDS:
         key, valid = given(slots, kind, slots, dtype)
@@ -67,7 +67,7 @@ def test_slots_are_those_of_float64(name, dtype, slots):
 
 
 @with_tiles
-def test_thresholds_and_keys_under_vmap(name):
+def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
     """A sweep maps the threshold alone."""
     key, valid = given(3, "random", 40)
     thresholds = jnp.asarray([0, 0.4, 0.7], jnp.float32)
@@ -84,7 +84,7 @@ def test_thresholds_and_keys_under_vmap(name):
         np.testing.assert_array_equal(got[at], oracle(*arrays, float(thresholds[at])))
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     key, valid = jnp.zeros((2, 3, 20, 16)), jnp.zeros((2, 3, 20), bool)
     for held in (valid[:1], valid.astype(jnp.int32)):
         with pytest.raises(ValueError, match=r"newest_repeat: got key .* expected \[B, H, S, D\] and bool"):

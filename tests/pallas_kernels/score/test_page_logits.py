@@ -42,7 +42,7 @@ def oracle(query, vector, seen):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "dim", "pages"), one_shape((3, 16, 90), (1, 64, 5), (8, 128, 200), (4, 32, 48)))
-def test_logits_and_denominators_are_those_of_float64(name, dtype, group, dim, pages):
+def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     (query, vector, limit), held, seen = given(pages, group, dim, max(pages, 8), dtype)
     run = compiled(RUN[name])
     logits, lse = run(query, vector, limit, held=held)
@@ -57,7 +57,7 @@ def test_logits_and_denominators_are_those_of_float64(name, dtype, group, dim, p
 
 @thorough
 @every_kernel
-def test_all_pages_in_use_and_vmap(name):
+def test_pages_equal_float64_also_when_mapped(name):
     sets = [given(seed)[0] for seed in (1, 2)]
     run = compiled(RUN[name])
     both = jax.jit(jax.vmap(RUN[name]))(*(jnp.stack(x) for x in zip(*sets)))
@@ -69,7 +69,7 @@ def test_all_pages_in_use_and_vmap(name):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     (query, vector, limit), held, _ = given(0)
     with pytest.raises(ValueError, match=r"page_logits: got query .*expected \[B, H, G, D\]"):
         page_logits(query[..., :8], vector, limit, scale=1.0)

@@ -85,7 +85,7 @@ def oracle(query, low, high, limit, reduce, newest):
         pytest.param(4, 128, 300, True, True, True, marks=thorough),
     ],
 )
-def test_scores_are_those_of_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
+def test_scores_equal_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
     args = given(group, group=group, dim=dim, pages=pages, dtype=dtype, bounds=bounds, per_head=per_head)
     run = compiled(RUN[name], reduce=reduce, newest=newest)
     got = run(*args)
@@ -137,14 +137,14 @@ def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
 
 
 @every_body_and_thorough_tpu
-def test_under_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [given(seed, rows=1) for seed in (1, 2)]
     together = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
     for at, one in enumerate(sets):
         np.testing.assert_allclose(compiled(RUN[name])(*one), together[at], rtol=1e-6, atol=1e-5)
 
 
-def test_inside_a_loop():
+def test_the_limit_of_pages_may_change_inside_a_loop():
     query, low, high, _ = given(3, rows=1)
     low, high = jnp.nan_to_num(low), jnp.nan_to_num(high)
 
@@ -155,7 +155,7 @@ def test_inside_a_loop():
     assert (np.asarray(got[..., :1]) == np.inf).all() and (np.asarray(got[..., 3:]) == -np.inf).all()
 
 
-def test_resolve_on_a_tpu():
+def test_whole_tiles_choose_the_tpu_kernel():
     for dim, pages, chosen in ((128, 48, "pallas_tpu"), (128, 50, "xla"), (64, 48, "xla")):
         query, low, high = (jax.ShapeDtypeStruct((1, 2, n, dim), "bfloat16") for n in (4, pages, pages))
         options = PLAIN | {"page_size": 16, "newest": True}
@@ -163,7 +163,7 @@ def test_resolve_on_a_tpu():
         assert PAGE_SCORE.resolve(query, low, high, limit, **options, platform="tpu") == chosen
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     query, low, high, limit = given(0)
     with pytest.raises(ValueError, match=r"page_score: got query .*expected \[B, H, G, D\]"):
         page_score(query[..., :16], low, high, limit)

@@ -55,7 +55,7 @@ def oracle(query, key, position, cursor):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
-def test_scores_and_counts_are_those_of_float64(name, dtype, group, channels, slots):
+def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     args = given(slots, group, channels, slots, dtype)
     run = compiled(RUN[name])
     got = run(*args, jnp.asarray(ALPHA))
@@ -70,7 +70,7 @@ def test_scores_and_counts_are_those_of_float64(name, dtype, group, channels, sl
 
 @thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [given(seed) for seed in (1, 2)]
     alphas = jnp.asarray([0.5, 2.0])
     both = jax.jit(jax.vmap(RUN[name]))(*(jnp.stack(x) for x in zip(*sets)), alphas)
@@ -79,7 +79,7 @@ def test_vmap(name):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     args, alpha = given(0), jnp.asarray(ALPHA)
     with pytest.raises(ValueError, match=r"partial_score: got query .*expected \[B, H, G, C\]"):
         partial_score(args[0][..., :4], *args[1:], alpha, scale=1.0)

@@ -44,7 +44,7 @@ def oracle(query, key, start, stop):
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("heads", "group", "dim"), one_shape((2, 3, 16), (1, 1, 64), (2, 4, 32)))
-def test_votes(name, dtype, heads, group, dim):
+def test_votes_equal_float64(name, dtype, heads, group, dim):
     query, key, start, stop = rows(group, heads, group, dim, dtype=dtype)
     run = compiled(VOTE[name])
     vote = run(query, key, start=start, stop=stop)
@@ -80,7 +80,7 @@ def test_large_logits_and_one_loud_head(name):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [rows(seed, bounds=bounds) for seed, bounds in ((1, ((5, 77),)), (2, ((0, 101),)))]
     stacked = [jnp.stack(x) for x in zip(*sets, strict=True)]
     together = jax.jit(jax.vmap(lambda q, k, a, b: VOTE[name](q, k, start=a, stop=b)))(*stacked)
@@ -88,7 +88,7 @@ def test_vmap(name):
         np.testing.assert_allclose(got, compiled(VOTE[name])(query, key, start=start, stop=stop), rtol=1e-6)
 
 
-def test_bad_arguments_and_what_the_kernel_takes():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     query, key, start, stop = rows(3)
     with pytest.raises(ValueError, match="token_vote: got query"):
         token_vote(query[..., 1:], key, start=start, stop=stop)

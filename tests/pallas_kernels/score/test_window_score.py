@@ -52,7 +52,7 @@ def oracle(query, key, query_position, key_position):
     ("group", "window", "dim", "slots"),
     one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7)),
 )
-def test_probabilities_are_those_of_float64(name, dtype, group, window, dim, slots):
+def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
     arrays, positions = given(window, group=group, window=window, dim=dim, slots=slots, dtype=dtype)
     got = compiled(RUN[name], scale=SCALE)(*arrays, **positions)
     assert got.dtype == jnp.float32
@@ -62,7 +62,7 @@ def test_probabilities_are_those_of_float64(name, dtype, group, window, dim, slo
 
 
 @with_blocks
-def test_under_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     (one, two), positions = zip(*(given(seed) for seed in (1, 2)))
     together = mapped(RUN[name], scale=SCALE)(
         *(jnp.stack(x) for x in zip(one, two)), **jax.tree.map(lambda *x: jnp.stack(x), *positions)
@@ -71,7 +71,7 @@ def test_under_vmap(name):
         np.testing.assert_allclose(compiled(RUN[name], scale=SCALE)(*arrays, **where), together[at], rtol=1e-6, atol=1e-7)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     (query, key), positions = given(0)
     with pytest.raises(ValueError, match=r"window_score: got query .*expected \[B, H, G, W, D\]"):
         window_score(query[..., :16], key, scale=SCALE, **positions)

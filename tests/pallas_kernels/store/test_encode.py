@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 @every_body
 @pytest.mark.parametrize(("dim", "rotate"), [(16, True), *one_shape((64, False), (128, True))])
-def test_codes_are_the_oracles(name, dim, rotate):
+def test_codes_equal_the_oracle(name, dim, rotate):
     key, valid = keys_to_encode(dim, dim)
     ids, rows = encoding(name, dim, rotate)(jnp.asarray(key), jnp.asarray(valid), signs_of(dim, rotate))
     assert ids.dtype == rows.dtype == jnp.uint8 and rows.shape == key.shape
@@ -49,14 +49,14 @@ def test_codes_do_not_depend_on_the_batch(name):
 
 
 def test_both_implementations_agree_to_the_bit_where_divisions_do():
-    """Interpreted, divisions are those of the plain version, so everything must be equal."""
+    """The interpreter divides as the plain version does, so everything must be equal."""
     key, valid = keys_to_encode(5, 16)
     args = jnp.asarray(key), jnp.asarray(valid), signs_of(16)
     for a, b in zip(encoding("xla", 16)(*args), encoding("interpreted", 16)(*args)):
         np.testing.assert_array_equal(a, b)
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     key, valid = keys_to_encode(1, 16)
     with pytest.raises(ValueError, match="encode: got valid"):
         encode(jnp.asarray(key), jnp.asarray(valid[..., 1:]), None, scale=1.0)

@@ -118,7 +118,7 @@ def test_codes_are_evicted_as_what_they_read_back(name, kind):
 
 
 @every_kernel
-def test_budgets_under_vmap(name):
+def test_mapped_budgets_equal_budgets_one_by_one(name):
     (*stored, position, cursor), newest = case(slots=70)
     total, done = sums(stored[0], position, cursor, newest), jnp.zeros(cursor.shape, jnp.int32)
 
@@ -160,7 +160,7 @@ def test_the_sum_keeps_no_error_of_10000_steps(name):
     np.testing.assert_allclose(numbers(total, slots), numbers(direction_sum(key, position), slots), atol=1e-7)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     (*stored, position, cursor), newest = case()
     total, done = sums(stored[0], position, cursor, newest), jnp.zeros(cursor.shape, jnp.int32)
     with pytest.raises(ValueError, match="evict_alike: got key .* total .4, 3, 2, 31., expected"):

@@ -70,7 +70,7 @@ KNOBS = {
 
 @every_body
 @pytest.mark.parametrize("label", KNOBS)
-def test_a_score_of_all_heads_is_that_of_each_and_does_not_move(name, label):
+def test_a_score_of_all_heads_equals_each_head_and_does_not_move(name, label):
     args, (score, _) = case()
     got = evict(name, *args, score[:, :1], **KNOBS[label])
     want = evict(name, *args, jnp.broadcast_to(score[:, :1], score.shape), **KNOBS[label])
@@ -93,7 +93,7 @@ def test_evict_token_matches_a_loop(name, label, scores):
 
 
 @every_kernel
-def test_evict_token_under_vmap_over_budgets(name):
+def test_mapped_budgets_equal_budgets_one_by_one(name):
     args, (score, _) = case(dtype="bfloat16")
     budgets = jnp.asarray([6, 12, 20], jnp.int32)
     run = jax.jit(jax.vmap(lambda budget: EVICT[name](*args, score, budget=budget, recent=budget // 2)))
@@ -103,7 +103,7 @@ def test_evict_token_under_vmap_over_budgets(name):
             np.testing.assert_array_equal(np.asarray(x[lane], np.float64), want)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     args, (score, gain) = case()
     with pytest.raises(ValueError, match="evict_token: got key .* cursor .2,., expected"):
         evict_token(*args[:3], args[3][:2], score, budget=3)

@@ -39,7 +39,7 @@ def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("granule", "rank", "channels"), one_shape((8, 16, 64), (5, 8, 48), (4, 64, 64)))
-def test_pack_token(name, dtype, granule, rank, channels):
+def test_packed_tokens_equal_float64(name, dtype, granule, rank, channels):
     args = buffers(granule, dtype, granule, rank)
     key, value, _, place, packed, last, basis_key, basis_value, store = args
     got = compiled(PACK[name], granule=granule, channels=channels)(*args)
@@ -71,7 +71,7 @@ def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
         np.testing.assert_array_equal(one[0], many[0])
 
 
-def test_bad_arguments_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     args = buffers(0, "float32", 8, 16)
     with pytest.raises(ValueError, match="pack_token: got"):
         pack_token(*args[:-1], args[-1][:4], granule=8, channels=64)

@@ -57,7 +57,7 @@ def add_oracle(key, query, cursor, event, state):
 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_is_that_of_loops(name, dtype):
+def test_state_equals_loops(name, dtype):
     args = book(0, dtype=dtype)
     got, want = compiled(ADD[name])(*args), add_oracle(*args)
     for new, right, old in zip(got, want, args[-1]):
@@ -78,7 +78,7 @@ def test_past_the_end_nothing_is_written(name):
 
 
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [book(seed) for seed in (1, 2)]
     together = mapped(ADD[name])(*jax.tree.map(lambda *x: jnp.stack(x), *sets))
     for at, one in enumerate(sets):
@@ -95,7 +95,7 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
         np.testing.assert_array_equal(a, b)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     key, query, cursor, event, state = book(0)
     with pytest.raises(ValueError, match="sentence_add: got key"):
         sentence_add(key, query[..., :8], cursor, event, state)

@@ -62,14 +62,14 @@ def test_one_token_is_stored_where_there_is_one(name, bits, dtype):
 
 
 @on_gpu
-def test_sixteen_rows(name):
+def test_sixteen_rows_equal_the_oracle(name):
     cursor = np.arange(1, 17)
     key, value, cursor, *index = problem(2, cursor, slots=20)
     got = storing(name)(key, value, cursor[:, None] - 1, cursor, *index)
     compare(got, oracle(key, value, [[int(x) - 1] for x in cursor], *index))
 
 
-def test_several_tokens():
+def test_several_tokens_are_stored_at_once():
     key, value, cursor, *index = problem(3, [17, 9, 42], more=8)
     active = jnp.asarray([[14, 15, 16], [8, -1, -1], [39, 40, 41]], jnp.int32)
     got = storing("xla")(key, value, active, cursor, *index)
@@ -86,7 +86,7 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = []
     for seed in (5, 6):
         key, value, cursor, *index = problem(seed, [10])
@@ -98,7 +98,7 @@ def test_vmap(name):
             np.testing.assert_array_equal(got[i], want)
 
 
-def test_what_the_kernel_takes_and_errors():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     key, value, cursor, *index = problem(7, [10, 5])
 
     def resolved(tokens, dim=16):

@@ -67,7 +67,7 @@ def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
 
 
 @on_gpu
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     dim, slots = 16, 24
     sets = []
     for seed in (1, 2):

@@ -28,7 +28,7 @@ def numbers_of(key, centroids):
     one_shape((6, 2, 24, None), (64, 2, 16, 5), (4, 3, 12, None), (2, 1, 8, 7), (5, 4, 16, 5)),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_codes_are_those_of_float64(name, count, parts, dim, copies, dtype):
+def test_codes_equal_float64(name, count, parts, dim, copies, dtype):
     """Tokens come one by one; rows wait at times, one never has a token, and one is full from the beginning."""
     rng, slots = np.random.default_rng(count), 24
     key, centroids = rng.normal(size=(4, 3, slots, dim)), rng.normal(size=(4, 3, parts, count, dim // parts))
@@ -69,7 +69,7 @@ def test_several_tokens_at_once_are_plain_jax():
     assert chosen == ["pallas_triton", "xla"]
 
 
-def test_errors():
+def test_wrong_shapes_and_dtypes_are_refused():
     key, centroids, ids = jnp.zeros((1, 2, 8, 8)), jnp.zeros((1, 2, 2, 4, 4)), jnp.zeros((1, 2, 4, 1), jnp.uint8)
     with pytest.raises(ValueError, match=r"store_ids: got key .*expected \[B, H, S, D\].* \[B, H, N, 1\]"):
         store_ids(key[..., 1:], jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), centroids, ids)

@@ -78,7 +78,7 @@ def test_copies_of_an_offloaded_cache(name):
 
 @thorough
 @every_kernel
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [given(seed) for seed in (1, 2)]
     both = mapped(STORE[name])(*(jnp.stack(x) for x in zip(*sets)))
     for at, args in enumerate(sets):
@@ -86,7 +86,7 @@ def test_vmap(name):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
 
 
-def test_errors_and_resolution():
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     args = given(0)
     with pytest.raises(ValueError, match="store_partial: got position, cursor, .* partial, last of .* expected"):
         store_partial(*args[:3], args[3][..., :4], *args[4:])

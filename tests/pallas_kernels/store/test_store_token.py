@@ -82,7 +82,7 @@ def test_matches_a_loop_over_rows_and_heads(name, label):
 
 
 @every_kernel
-def test_under_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     args, kwargs = case(batch=2, heads=2, group=4)
     del kwargs["cursor"], kwargs["query"]
     cursors = jnp.asarray([[0, 1], [2, 3], [4, 8]], jnp.int32)

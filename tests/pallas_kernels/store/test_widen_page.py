@@ -55,7 +55,7 @@ def test_bounds_take_the_newest_key_in(name, dtype, cursor):
 
 
 @every_body
-def test_vmap(name):
+def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [stored(seed, (5, 9)) for seed in (1, 2)]
     args = [(key, position, cursor, *before) for key, position, cursor, before, _ in sets]
     together = mapped(WIDEN[name], page_size=4)(*(jnp.stack(x) for x in zip(*args)))
@@ -73,7 +73,7 @@ def test_copies_of_an_offloaded_cache_do_as_well(name, cursor):
         np.testing.assert_array_equal(got, want)
 
 
-def test_refusals():
+def test_wrong_arguments_and_impossible_kernels_are_refused():
     key, position, cursor, bounds, _ = stored(0, (5, 9))
     with pytest.raises(ValueError, match="widen_page: got position"):
         widen_page(key, position, cursor, *bounds, page_size=5)

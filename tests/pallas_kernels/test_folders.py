@@ -1,0 +1,141 @@
+"""Every operation's folder is complete: function, reference, timed shapes, whether it is differentiable, tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels.dispatch import XLA, Operation
+from pallas_kernels.formats.shapes import Shape
+from tests.pallas_kernels import cases, untimed
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
+PLACES["add_norm"] = "pallas_kernels.add_norm"
+# `experiments.speed.kernels` repeats a call on the same arrays. These operations write in place: each call would copy
+# the cache first.
+IN_PLACE = {
+    "evict_alike", "evict_token", "pack_token", "sentence_add", "store_buckets", "store_codes", "store_ids", "store_partial",
+    "store_token", "widen_page",
+}  # fmt: skip
+# Nobody has chosen shapes for these operations yet. A new operation has timed shapes.
+NOT_YET_TIMED = {
+    "add_norm", "bucket_matches", "causal_attention", "chunk_query", "cluster_estimate", "cluster_rank", "cluster_tokens",
+    "dense_attention", "newest_repeat", "rotated_rows", "step_query", "token_list",
+}  # fmt: skip
+LINE = re.compile(r"(?:^|\n\n)(Differentiable: through (?:``\w+``(?: and )?)+|Not differentiable: .+)(?:, .+)?\.\n\n")
+every_operation = pytest.mark.parametrize("name", sorted(PLACES))
+
+
+def public(name):
+    """Import the public function of an operation."""
+    return getattr(importlib.import_module(PLACES[name]), name)
+
+
+def table(name):
+    return getattr(importlib.import_module(PLACES[name]), name.upper())
+
+
+def timed(name):
+    """Return the timed shapes of an operation, or nothing."""
+    place = f"{PLACES[name]}.timed"
+    return importlib.import_module(place).SHAPES if importlib.util.find_spec(place) else ()
+
+
+def statement(name):
+    """Return the one line that says whether an operation is differentiable."""
+    found = LINE.findall(inspect.getdoc(public(name)))
+    assert len(found) == 1, f"{name}: got {found}, expected one line 'Differentiable: ...' or 'Not differentiable: ...'"
+    return found[0]
+
+
+def differentiable():
+    return [name for name in sorted(PLACES) if statement(name).startswith("Differentiable")]
+
+
+@every_operation
+def test_an_operation_has_a_function_a_table_and_a_reference(name):
+    operation = table(name)
+    assert isinstance(operation, Operation) and operation.name == name and callable(public(name))
+    assert [*operation.implementations][-1] == XLA and not operation.implementations[XLA].platforms
+    assert importlib.util.find_spec(f"{PLACES[name]}.reference") is not None
+    assert set(re.findall(r"``(\w+)``", statement(name).partition("through")[2])) <= {*operation.implementations}
+
+
+@every_operation
+def test_an_operation_has_timed_shapes(name):
+    shapes = timed(name)
+    assert bool(shapes) != (name in IN_PLACE | NOT_YET_TIMED)
+    for made in (shapes, [shape.tiny() for shape in shapes]):
+        assert all(isinstance(shape, Shape) and shape.bytes_read > 0 for shape in made)
+        assert len({shape.name for shape in made}) == len(made)
+
+
+@pytest.mark.parametrize("name", sorted({*PLACES} - IN_PLACE - NOT_YET_TIMED))
+def test_an_operation_takes_the_arguments_of_its_timed_shapes(name):
+    """In full size, and without computing anything."""
+    for shape in timed(name):
+        arrays = jax.eval_shape(shape.draw, jax.random.key(0))
+        result = jax.eval_shape(functools.partial(public(name), **shape.options, implementation=XLA), **arrays)
+        jax.eval_shape(shape.defined, result)
+        if shape.chained is not None:
+            assert jnp.issubdtype(arrays[shape.chained].dtype, jnp.floating)
+
+
+def test_the_operations_without_timed_shapes_exist():
+    assert IN_PLACE | NOT_YET_TIMED <= {*PLACES} and not IN_PLACE & NOT_YET_TIMED
+
+
+def test_no_kernel_imports_timed_shapes():
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        if path.name not in ("timed.py", "shapes.py"):
+            found = re.search(r"import.*\b(timed|shapes)\b|\.(timed|shapes) import", path.read_text())
+            assert not found, f"{path}: {found[0]}"
+
+
+@pytest.mark.parametrize("name", differentiable())
+def test_an_operation_that_says_so_is_differentiable(name):
+    """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
+    key = jax.random.key(0)
+    shapes = timed(name)
+    tiny = shapes[0].tiny() if shapes else None
+    arrays, options = untimed.arguments(name, key) if tiny is None else (tiny.draw(key), tiny.options)
+    moved = {at: x for at, x in arrays.items() if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)}
+    rest = {at: x for at, x in arrays.items() if at not in moved}
+
+    def total(moved, rest):
+        result = public(name)(**moved, **rest, **options, implementation=XLA)
+        result = vars(result) if dataclasses.is_dataclass(result) else result
+        floats = [x for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)) for x in floats)
+
+    found = jax.jit(jax.grad(total, allow_int=True))(moved, rest)
+    floats = [np.asarray(x, np.float32) for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(np.isfinite(x).all() for x in floats) and any(x.any() for x in floats)
+
+
+def files_of_tests():
+    for folder in ("tests/pallas_kernels", "tests/compile_only"):
+        yield from (path.read_text() for path in sorted((ROOT / folder).rglob("test_*.py")))
+
+
+@every_operation
+def test_every_implementation_is_named_in_a_test(name):
+    """A test file that imports the operation names its implementations, or takes them from the lists in `cases`."""
+    lists = [at for at, value in vars(cases).items() if at == "NAMES" or isinstance(value, pytest.MarkDecorator)]
+    used = [text for text in files_of_tests() if f"{PLACES[name]} import" in text]
+    assert used, f"no test imports {PLACES[name]}"
+    for implementation in set(table(name).implementations) - {XLA}:  # which runs by default
+        words = "|".join([implementation, *(lists if implementation == "pallas_triton" else [])])
+        assert any(re.search(rf"\b({words})\b", text) for text in used), f"{name}: no test of {implementation!r}"
