@@ -7,6 +7,7 @@ from experiments.benchmarks.cells import Encoded as Encoded
 from experiments.benchmarks.cells import Reading as Reading
 from experiments.benchmarks.cells import encode_cell as encode_cell
 from experiments.benchmarks.generated import examples as examples
+from experiments.benchmarks.generated import measures as measures
 from experiments.benchmarks.generated import score as score
 from experiments.benchmarks.readers import READERS as READERS
 from experiments.benchmarks.readers import files_of as files_of

@@ -30,7 +30,7 @@ def examples(
         count: number of contexts.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
-        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind.
+        haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind.
         depth: where the first needle goes, 0 (start) to 1 (end); None draws the depth.
         questions: number of questions about each context.
 
@@ -62,6 +62,7 @@ def examples(
                 answers=sample.answers,
                 max_new_tokens=sample.max_new_tokens,
                 scorer=name,
+                chat=get_task(name).chat,
                 group=f"{name}/{index}" if len(samples) > 1 else "",
                 labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
             )
@@ -79,3 +80,11 @@ def score(example: Example, prediction: str) -> float:
     if example.scorer in TASKS:
         return get_task(example.scorer).score(prediction, example.answers)
     return scorers.score(example, prediction)
+
+
+def measures(example: Example, prediction: str) -> dict[str, float]:
+    """Score an answer by the further measures of a generated task, each in [0, 1]; {} for tasks without."""
+    if example.scorer not in TASKS:
+        return {}
+    more = get_task(example.scorer).measures
+    return {name: measure(prediction, example.answers) for name, measure in more.items()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.benchmarks import text_metrics
 from experiments.benchmarks.base import Example
-from experiments.tasks import score_all, score_any, score_first_integer, score_value_among_words
+from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
 Scorer = Callable[[str, Example], float]
 
@@ -75,13 +75,6 @@ def _share_of_paragraphs(prediction: str, answer: str) -> float:
     if found is None:
         raise ValueError(f"passage retrieval expects references like 'Paragraph 3' or '段落3', got {answer!r}")
     return _share_of_numbers(prediction, found.group(1))
-
-
-def _code_line(prediction: str, answer: str) -> float:
-    """Score the first line that is neither a comment nor the fence of a code block."""
-    lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return text_metrics.code_similarity(line, answer)
 
 
 def _stated_choice(prediction: str, example: Example) -> float:
@@ -196,7 +189,7 @@ SCORERS: dict[str, Scorer] = {
     "longbench_class_line": functools.partial(_first_line, _class_named),
     "longbench_count": functools.partial(_best, _share_of_numbers),
     "longbench_retrieval": functools.partial(_best, _share_of_paragraphs),
-    "longbench_code": functools.partial(_best, _code_line),
+    "longbench_code": lambda prediction, example: score_code_line(prediction, example.answers),
     "longbench2_choice": _stated_choice,
     # InfiniteBench.
     "infinitebench_first_integer": lambda prediction, example: score_first_integer(prediction, example.answers),

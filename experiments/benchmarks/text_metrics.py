@@ -1,4 +1,4 @@
-"""Measures of two texts that several suites share: token F1, ROUGE, code similarity.
+"""Measures of two texts that several suites share: token F1, ROUGE, repeated functions.
 
 Each measure gives the values of the suites' own programs, including odd roundings, so that scores can be compared with
 published scores.
@@ -7,7 +7,6 @@ published scores.
 from __future__ import annotations
 
 import collections
-import difflib
 import functools
 import importlib
 import logging
@@ -107,22 +106,6 @@ def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bo
         ModuleNotFoundError: the package is not installed.
     """
     return float(_google_rouge(kind, stem).score_multi(references, prediction)[kind].fmeasure)
-
-
-def code_similarity(prediction: str, reference: str) -> float:
-    """Compute `fuzz.ratio` of the package fuzzywuzzy, a whole number of percent, as a fraction.
-
-    LongBench's requirements name fuzzywuzzy without python-Levenshtein; fuzzywuzzy then computes difflib's ratio. Where
-    python-Levenshtein is installed as well, fuzzywuzzy computes another measure, rapidfuzz's ratio.
-
-    Args:
-        prediction: a line of code.
-        reference: a line of code.
-
-    Returns:
-        0, 0.01, ... 1; equal lines give 1, an empty line and another line give 0.
-    """
-    return round(100 * difflib.SequenceMatcher(None, prediction, reference).ratio()) / 100
 
 
 def repeats_function(prediction: str, function: str, candidates: Sequence[str], threshold: float = 0.8) -> float:

@@ -32,7 +32,7 @@ class DemoSettings(MeshSettings):
             of more than 50M parameters, which take half a minute for each method and budget)
         methods: comma-separated names or package.module:Class; Full is always run first
         tasks: comma-separated task names
-        haystack: 'prose' (Python's documentation), 'noise' or file:PATH
+        haystack: 'prose' (Python's documentation), 'code' (its library), 'noise' or file:PATH
         question: where the question stands: in the prompt that is compressed (prefill), after it (extend), or (auto) in the
             prompt only for methods that choose by the prompt's last queries
         template: auto uses the checkpoint's chat template, if it has one; none does not

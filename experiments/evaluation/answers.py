@@ -22,8 +22,9 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.benchmarks import Encoded, score
-from experiments.records import CompileClock
+from experiments.benchmarks import Cell, Encoded, measures, score
+from experiments.records import LIBRARY_FIELD, CompileClock
+from experiments.tasks import library_origin, reads_library
 from kvjax.method import Method
 
 # Texts are padded to multiples of these numbers of tokens, so that tasks share a compiled program.
@@ -214,6 +215,7 @@ def predict(
                 "answers": list(example.answers),
                 "prediction": text,
                 "score": round(score(example, text), 6),
+                **({"measures": more} if (more := measures(example, text)) else {}),
                 "prompt_tokens": len(encoded.wholes[index]),
                 "cut_tokens": encoded.cut[index],
                 "answer_tokens": min(len(ids[index]), limit),
@@ -235,7 +237,20 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
         "by": _by_label(predictions),
+        **_measured(predictions),
+        **({LIBRARY_FIELD: library_origin()} if reads_code(encoded.cell) else {}),
     }
+
+
+def reads_code(cell: Cell) -> bool:
+    """Tell whether a cell's prompts are made from Python's standard library."""
+    return cell.length is not None and reads_library(cell.task, cell.haystack)
+
+
+def _measured(predictions: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Average each further measure, 0 to 100."""
+    names = predictions[0].get("measures", {})
+    return {name: round(100 * float(np.mean([line["measures"][name] for line in predictions])), 2) for name in names}
 
 
 def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -13,6 +13,7 @@ from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
 from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
+from experiments.records import check_library
 
 _CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
 _COMMON = (
@@ -98,6 +99,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             if not lines or (row["unit"] == "percent" and len(answers) < len(scores)):
                 raise ValueError(f"{folder / row['predictions']} lacks predictions: got {len(answers)} of {len(scores)}")
             made.append(Entry(folder, row, scores, answers, groups))
+    check_library([entry.row for entry in made], " and ".join(map(str, folders)))
     names = [row["name"] for row in told_apart([entry.row for entry in made])]
     return [
         dataclasses.replace(entry, row={**entry.row, "name": name}) for entry, name in zip(made, names, strict=True)

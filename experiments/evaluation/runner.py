@@ -35,14 +35,14 @@ from experiments.answering import (
 )
 from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation.ahead import CompileAhead, Waiting
-from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, with_room
+from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, reads_code, with_room
 from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
-from experiments.records import CompileClock, Timer, knobs_of
-from experiments.tasks import expand, get_task
+from experiments.records import CompileClock, Timer, check_library, knobs_of
+from experiments.tasks import expand, get_task, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
@@ -120,6 +120,8 @@ class Runner:
         self._known_bytes: dict[Hashable, int] = {}
         self._sizes = Sizes(settings.batch_tokens)
         self.cells = make_cells(settings)
+        if any(map(reads_code, self.cells)):
+            check_library(self.folder.rows, f"{out}", library_origin())
         self.store = CellStore(self._reading, self.cells, settings.workers)
 
     def run(self) -> None:
@@ -273,14 +275,14 @@ class Runner:
     def _same_examples(self, cell: Cell) -> None:
         """Refuse a cell whose file has changed since Full answered it, because the answers could not be compared."""
         full = self.folder.find({"method": BASELINE, **cell.identity})
-        if full is None or not (cell.source or ":" in (cell.haystack or "")):
+        if full is None or not (cell.source or ":" in (cell.haystack or "") or reads_code(cell)):
             return
         ((_, lines),) = read_examples(self.folder.path, [full])
         answered = {line["key"] for line in lines}
         if answered != set(self.store[cell].keys):
             raise ValueError(
-                f"{cell.source or cell.haystack} has changed since Full answered {cell.title} in {self.folder.path}: "
-                "choose another --out, or begin anew with --force"
+                f"{cell.source or cell.haystack or cell.task} has changed since Full answered {cell.title} in "
+                f"{self.folder.path}: choose another --out, or begin anew with --force"
             )
 
     def measure(

@@ -180,8 +180,8 @@ class CellSettings(MeshSettings):
         system: text of the template's system turn (default: the template's own)
         template_variables: a variable of the template, such as enable_thinking=false (Qwen3, which otherwise
             spends the answer's tokens on thinking); repeatable
-        haystack: 'noise', 'prose' or file:PATH for tasks that take a haystack, also TASK=KIND, comma-separated; also the
-            files of qa_1 and qa_2 (default: each task's own)
+        haystack: 'noise', 'prose', 'code' (Python's standard library) or file:PATH for tasks that take a haystack, also
+            TASK=KIND, comma-separated; also the files of qa_1 and qa_2 (default: each task's own)
         max_length: the most tokens of prompt and answer (default: the model's own limit); above that limit, methods use
             positions that the model was not trained for
         truncation: what is done with longer prompts: drop the middle, keep the head or the tail, or refuse them (error)

@@ -32,7 +32,8 @@ from experiments.fidelity.programs import Programs, shared_room
 from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import summary
 from experiments.fidelity.texts import Texts
-from experiments.records import Results, commit, knobs_of, operations, versions
+from experiments.records import LIBRARY_FIELD, Results, check_library, commit, knobs_of, operations, versions
+from experiments.tasks import get_task, library_origin, reads_library
 from kvjax.accounting.stats import Stats
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
@@ -40,6 +41,7 @@ from kvjax.method import Method
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
 _KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
 FILE = "metrics.json"
+_RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Runner:
                     raise ValueError(
                         f"fidelity keeps all caches on the device: offload must be False, got {choice.label}"
                     )
-        asks = set(settings.streams) - {"prose"}
+        asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
         self._around = template.around(settings.system, **settings.template_variables) if template else None
         common = {
@@ -112,6 +114,8 @@ class Runner:
         }
         self.path = out / FILE
         self.results = Results(self.path, "fidelity", common, fresh=force)
+        if any(map(self._reads_code, settings.streams)):
+            check_library(self.results.metrics, f"{self.path}", library_origin())
 
     def run(self) -> None:
         """Measure the rows that the folder does not have, length by length and stream by stream."""
@@ -140,6 +144,8 @@ class Runner:
         """Make the texts of a stream at a length; greedy takes its questions from ``made`` if it has the answers stream."""
         if stream == "prose":
             return streams.prose(self.model, self.settings, length)
+        if stream == "code":
+            return streams.passages(self.model, self.settings, length, "code")
         asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
         return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
 
@@ -166,6 +172,7 @@ class Runner:
                 **job.identity,
                 "budget": job.identity["knobs"].get("budget"),
                 "note": job.setting.note,
+                **({LIBRARY_FIELD: library_origin()} if self._reads_code(job.stream) else {}),
                 "seconds": round(time.monotonic() - started, 2),
                 "compile_seconds": round(compiling, 2),
             }
@@ -212,6 +219,13 @@ class Runner:
         return chess_thresholds(
             self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results
         )
+
+    def _reads_code(self, stream: str) -> bool:
+        """Tell whether the texts of a stream are made from Python's standard library."""
+        if stream in _RUNNING:
+            return stream == "code"
+        task = self.settings.task
+        return reads_library(task, self.settings.haystack if get_task(task).haystack == "prose" else None)
 
     def _rows(self, length: int) -> int:
         return batch_rows(length, self.settings.batch_tokens, self.settings.samples)

@@ -11,8 +11,8 @@ from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
 from experiments.tasks import get_task
 from pallas_kernels.formats.quantised import MOST
 
-# prose: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question.
-STREAMS = ("prose", "answers", "greedy")
+# prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question.
+STREAMS = ("prose", "code", "answers", "greedy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class FidelitySettings(ModelSettings):
             {name: knobs}, too
         budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         lengths: comma-separated, tokens of context and text together
-        streams: comma-separated: prose, a continued held-out text; answers, the right answer of a long task; greedy, Full's
-            own answer of the task
+        streams: comma-separated: prose, a continued held-out text; code, continued files of Python's standard library;
+            answers, the right answer of a long task; greedy, Full's own answer of the task
         samples: texts of a stream
         tokens: decode steps along each text
-        haystack: prose or file:PATH, the text of prose and the haystack of the task
+        haystack: prose or file:PATH, the text of prose and the haystack of the task; code, the haystack of the task
         task: the task of answers and greedy
         template: auto uses the checkpoint's chat template for questions, if it has one; none does not
         system: text of the template's system turn (default: the template's own)
@@ -70,8 +70,10 @@ class FidelitySettings(ModelSettings):
             raise ValueError(
                 f"lengths count context and text: they must be above tokens={self.tokens}, got {min(self.lengths)}"
             )
-        if self.haystack != "prose" and not self.haystack.startswith("file:"):
-            raise ValueError(f"haystack must be 'prose' or file:PATH, got {self.haystack!r}")
+        if self.haystack not in ("prose", "code") and not self.haystack.startswith("file:"):
+            raise ValueError(f"haystack must be 'prose', 'code' or file:PATH, got {self.haystack!r}")
+        if self.haystack == "code" and "prose" in self.streams:
+            raise ValueError("haystack 'code' is no text for the stream prose: name the stream code instead of it")
         if get_task(self.task).needs_file:
             raise ValueError(f"task must be a generated task without a file of questions, got {self.task!r}")
         check_choices(self.methods, self.budgets, min(self.lengths))

@@ -76,29 +76,40 @@ def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[in
 
 
 def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
+    """Cut passages of the prose that the settings name; see `passages`."""
+    return passages(model, settings, length, settings.haystack)
+
+
+def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
     """Cut passages from the text that `experiments.tasks` holds out for evaluation, without a template.
 
     One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but the
     tokens that follow them overlap only if a part is shorter than `tokens`.
+
+    Args:
+        model: the model.
+        settings: how many passages, and how many tokens are fed.
+        length: tokens of context and text together.
+        kind: "prose", "code" or "file:PATH".
 
     Raises:
         ValueError: the text is too short.
         FileNotFoundError: there is no such text.
     """
     first = model.tokenizer.encode("").ids  # the begin-of-text token of models that expect one
-    ids = model.tokenizer.encode(held_out_text(settings.haystack), add_special_tokens=False).ids
+    ids = model.tokenizer.encode(held_out_text(kind), add_special_tokens=False).ids
     wanted = length + 1 - len(first)  # the token after the last step is predicted, too
     if len(ids) < wanted:
         raise ValueError(
-            f"the held-out part of {settings.haystack} has {len(ids)} tokens, expected {wanted}: use shorter lengths or a "
+            f"the held-out part of {kind} has {len(ids)} tokens, expected {wanted}: use shorter lengths or a "
             "longer text (--haystack file:PATH)"
         )
     rng = random.Random(f"fidelity/{length}/{settings.seed}")
     part = (len(ids) - wanted) / settings.samples
     starts = [int((index + rng.random()) * part) for index in range(settings.samples)]
     context = length - settings.tokens
-    passages = [[*first, *ids[start : start + wanted]] for start in starts]
-    return make_texts([p[:context] for p in passages], [p[context:] for p in passages], context, settings.tokens)
+    cut = [[*first, *ids[start : start + wanted]] for start in starts]
+    return make_texts([p[:context] for p in cut], [p[context:] for p in cut], context, settings.tokens)
 
 
 def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:

@@ -15,7 +15,7 @@ class PromptSettings(ModelSettings):
 
     Attributes:
         task: task of the prompts
-        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
+        haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
         length: tokens of prompt and answer
         samples: prompts
         seed: seed of the samples; commands score other samples under the same seed

@@ -18,7 +18,7 @@ class InsightSettings(ModelSettings):
         methods: comma-separated names or package.module:Class, or 'all'
         knobs: a knob of a method; repeatable
         task: task of the prompts
-        haystack: 'noise', 'prose' or file:PATH (default: the task's own)
+        haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
         length: tokens of prompt and answer
         new_tokens: decode steps
         samples: prompts

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records.describe import IDENTITY, text_table
+from experiments.records.library import LIBRARY_FIELD, library_text
 
 _IDENTITY = (*IDENTITY, "haystack", "source", "seed")
 _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measurement
@@ -45,6 +46,9 @@ def beside(
     if any(name in unlike for name in _SAME_MODEL):
         return "\n".join([*lines, f"not compared, because they are of two models: {told}"])
     lines += [f"settings that differ: {told}"] * bool(told)
+    code = [_libraries(record["metrics"]) for record in (here, there)]
+    if all(code) and len({*code[0], *code[1]}) > 1:
+        lines.append(f"rows of code have other texts: of {', '.join(code[0])} here and {', '.join(code[1])} there")
     pairs = _pairs(here["metrics"], there["metrics"])
     if not pairs:
         return "\n".join([*lines, "no row is in both"])
@@ -59,6 +63,11 @@ def beside(
         spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
         lines.append(f"ratio (here over there) of {len(ratios)} row{"s" * (len(ratios) > 1)}: {spread}")
     return "\n".join(lines)
+
+
+def _libraries(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List the standard libraries that rows of tasks of code were made from."""
+    return list(dict.fromkeys(library_text(row[LIBRARY_FIELD]) for row in rows if LIBRARY_FIELD in row))
 
 
 def _check(rows: Sequence[Mapping[str, Any]], name: str) -> None:

@@ -5,6 +5,7 @@ from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Request as Request
 from experiments.tasks.base import Sample as Sample
 from experiments.tasks.base import Task as Task
+from experiments.tasks.code_files import library_origin as library_origin
 from experiments.tasks.haystack import Haystack as Haystack
 from experiments.tasks.haystack import held_out_text as held_out_text
 from experiments.tasks.haystack import load_haystack as load_haystack
@@ -19,10 +20,13 @@ from experiments.tasks.registry import GROUPS as GROUPS
 from experiments.tasks.registry import TASKS as TASKS
 from experiments.tasks.registry import expand as expand
 from experiments.tasks.registry import get_task as get_task
+from experiments.tasks.registry import reads_library as reads_library
 from experiments.tasks.registry import score as score
 from experiments.tasks.ruler import singular_form as singular_form
+from experiments.tasks.scorers import code_similarity as code_similarity
 from experiments.tasks.scorers import score_all as score_all
 from experiments.tasks.scorers import score_any as score_any
+from experiments.tasks.scorers import score_code_line as score_code_line
 from experiments.tasks.scorers import score_first_integer as score_first_integer
 from experiments.tasks.scorers import score_value_among_words as score_value_among_words
 from experiments.tasks.splits import held_out as held_out

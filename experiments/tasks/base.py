@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from experiments.tasks.code_files import Library
 from experiments.tasks.haystack import Haystack
 from experiments.tasks.qa_data import QaData
 from experiments.tasks.words import Words
@@ -88,7 +90,8 @@ class Request:
         rng: the only source of randomness; generating advances it.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
-        haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file.
+        haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file, or
+            files of code.
         words: keys and values of a split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about the context, at least 1; more questions bring more needles.
@@ -100,7 +103,7 @@ class Request:
     rng: random.Random
     length: int
     count_tokens: Callable[[str], int]
-    haystack: Haystack | QaData
+    haystack: Haystack | QaData | Library
     words: Words
     depth: float | None
     num_questions: int
@@ -135,6 +138,9 @@ class Task:
         takes_depth: whether a request can set the depth of the first queried needle.
         max_questions: most questions about a context; None allows as many as fit.
         about: what the task asks for, in a few words.
+        load: `load(count_tokens, split)` -> what the task is made from instead of a haystack; None for tasks without.
+        chat: whether a chat template wraps the prompt, see `experiments.benchmarks.Example`.
+        measures: more scores of an answer by name, which a result has beside `score`.
     """
 
     name: str
@@ -145,6 +151,9 @@ class Task:
     takes_depth: bool = True
     max_questions: int | None = None
     about: str = ""
+    load: Callable[[Callable[[str], int], str], Any] | None = None
+    chat: bool = True
+    measures: Mapping[str, Callable[[str, Sequence[str]], float]] = dataclasses.field(default_factory=dict)
 
     @property
     def needs_file(self) -> bool:

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
+from experiments.tasks.code_files import KIND, code_pieces, code_text
 from experiments.tasks.splits import check_split
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -93,7 +94,7 @@ def source_text(kind: str) -> str:
         if not path.is_file():
             raise FileNotFoundError(f"haystack file not found: {path}")
         return path.read_text(encoding="utf-8", errors="replace")
-    raise ValueError(f"unknown haystack {kind!r}, expected 'noise', 'prose' or 'file:PATH'")
+    raise ValueError(f"unknown haystack {kind!r}, expected 'noise', 'prose', 'code' or 'file:PATH'")
 
 
 def split_span(sentences: Sequence[str], split: str) -> list[str]:
@@ -117,6 +118,8 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
 
 def held_out_text(kind: str) -> str:
     """Return the evaluation span of a kind of haystack as running text; see `source_text` and `split_span`."""
+    if kind == KIND:
+        return code_text("eval")
     return " ".join(split_span(split_sentences(source_text(kind)), "eval"))
 
 
@@ -124,19 +127,19 @@ class Haystack:
     """Sentences with their token counts, so that bisection finds a span of a given number of tokens.
 
     Args:
-        kind: "noise", "prose" or "file:PATH".
-        sentences: the sentences, in order.
+        kind: "noise", "prose", "code" or "file:PATH".
+        sentences: the sentences, in order; pieces of some lines for code.
         count_tokens: text -> number of tokens; called once for each sentence, when the haystack is made.
 
     Attributes:
-        separator: the suites' separator of sentences: a newline for noise, a space otherwise.
+        separator: the suites' separator of sentences: a newline for noise and code, a space otherwise.
     """
 
     def __init__(self, kind: str, sentences: Sequence[str], count_tokens: Callable[[str], int]) -> None:
         if not sentences:
             raise ValueError(f"haystack {kind!r} holds no sentence")
         self.kind = kind
-        self.separator = "\n" if kind == "noise" else " "
+        self.separator = "\n" if kind in ("noise", KIND) else " "
         self.sentences = tuple(sentences)
         counts = (count_tokens(self.separator + sentence) for sentence in self.sentences)
         self._ends = [0, *itertools.accumulate(counts)]
@@ -164,7 +167,8 @@ def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> 
     """Build a haystack.
 
     Args:
-        kind: "noise", "prose" (default of the suites here) or "file:PATH".
+        kind: "noise", "prose" (default of the suites here), "code" (files of Python's standard library, see
+            `experiments.tasks.code_files`) or "file:PATH".
         count_tokens: text -> number of tokens.
         split: "train" or "eval": the span of the text (noise has a single sentence and no split).
 
@@ -178,4 +182,6 @@ def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> 
     check_split(split)
     if kind == "noise":
         return Haystack(kind, [NOISE], count_tokens)
+    if kind == KIND:
+        return Haystack(kind, code_pieces(split), count_tokens)
     return Haystack(kind, split_span(split_sentences(source_text(kind)), split), count_tokens)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from experiments.tasks.base import Document, Request, Sample
+from experiments.tasks.code_files import RENAMED, Library
 from experiments.tasks.haystack import Haystack, load_haystack
 from experiments.tasks.qa_data import QaData, load_questions
 from experiments.tasks.registry import get_task
@@ -17,7 +18,7 @@ def make_document(
     rng: random.Random,
     length: int,
     count_tokens: Callable[[str], int],
-    haystack: Haystack | QaData,
+    haystack: Haystack | QaData | Library,
     words: Words,
     *,
     depth: float | None = None,
@@ -82,8 +83,8 @@ def make_documents(
         count: number of documents.
         seed: seed of the set.
         count_tokens: text -> number of tokens.
-        haystack: "noise", "prose" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file need
-            "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
+        haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
+            need "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
         split: "eval" (held-out keys, values and prose) or "train".
         depth: see `make_document`.
         num_questions: number of questions about each context.
@@ -98,8 +99,9 @@ def make_documents(
     stack = haystack_for(name, haystack, count_tokens, split)
     words = Words(split)
     made = []
+    drawn = name.removesuffix(RENAMED)  # a task with new names asks about the files that the task without them draws
     for index in range(count):
-        rng = random.Random(f"{split}/{name}/{length}/{seed}/{index}")
+        rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")
         first = index * num_questions
         made.append(
             make_document(
@@ -154,23 +156,25 @@ def make_samples(
     return [document.samples()[0] for document in documents]
 
 
-def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData:
-    """Load the material that a task is made from: a haystack, or the questions of a file.
+def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData | Library:
+    """Load the material that a task is made from: a haystack, the questions of a file, or files of code.
 
     Args:
         name: task name.
-        kind: "noise", "prose" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
+        kind: "noise", "prose", "code" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
         count_tokens: text -> number of tokens.
         split: "train" or "eval"; the questions of a file are not split.
 
     Returns:
-        The haystack; or, for tasks whose questions come from a file, the file's questions.
+        The haystack; for tasks whose questions come from a file, the file's questions; for tasks of code, its files.
 
     Raises:
         ValueError: the task, kind or split is unknown, or the file is not in the task's format.
         FileNotFoundError: the file does not exist.
     """
     task = get_task(name)
+    if task.load is not None:
+        return task.load(count_tokens, split)
     if task.needs_file:
         return load_questions(task.haystack, kind, count_tokens)
     return load_haystack(kind or task.haystack or "noise", count_tokens, split)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from experiments.tasks import infinitebench, listing, math_find, ruler, ruler_qa, ruler_words, scorers, shared
 from experiments.tasks.base import Task
+from experiments.tasks.code_files import KIND
+from experiments.tasks.code_tasks import CODE_TASKS
 
 _NIAH_ABOUT = {
     "niah_single_1": "a number, hidden in a repeated sentence",
@@ -140,6 +142,7 @@ _ALL = (
         takes_depth=False,
         about="the values of all records in a text, in their order",
     ),
+    *CODE_TASKS,
 )
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 _NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
@@ -149,7 +152,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "infinitebench": ("passkey", "number_string", "kv_retrieval", "math_find"),
     "shared": ("kv_retrieval", "prefix_suffix", "vt", "many_shot", "math_find"),
     "trained": (*_NIAH, "vt", "passkey", "number_string", "kv_retrieval"),
-    "generated": tuple(task.name for task in _ALL if not task.needs_file),
+    "code": tuple(task.name for task in CODE_TASKS),
+    "generated": tuple(task.name for task in _ALL if not task.needs_file and task not in CODE_TASKS),
     "all": tuple(TASKS),
 }
 
@@ -189,6 +193,17 @@ def get_task(name: str) -> Task:
         near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def reads_library(name: str, haystack: str | None) -> bool:
+    """Tell whether a task's text comes from Python's standard library, so that a result records `library_origin`.
+
+    Args:
+        name: task name.
+        haystack: kind; None takes the task's own.
+    """
+    task = get_task(name)
+    return task.load is not None or (haystack or task.haystack) == KIND
 
 
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:

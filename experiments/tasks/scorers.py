@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 
@@ -50,3 +51,41 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
     """Score InfiniteBench's kv_retrieval: 1.0 if a word of the output without punctuation is the value, else 0.0."""
     return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
+
+
+def code_similarity(prediction: str, reference: str) -> float:
+    """Compute `fuzz.ratio` of the package fuzzywuzzy, a whole number of percent, as a fraction.
+
+    LongBench's requirements name fuzzywuzzy without python-Levenshtein, and then its ratio is difflib's. Where
+    python-Levenshtein is installed as well, fuzzywuzzy computes another measure, rapidfuzz's.
+
+    Args:
+        prediction: a line of code.
+        reference: a line of code.
+
+    Returns:
+        0, 0.01, ... 1; equal lines give 1, an empty line and another line give 0.
+    """
+    return round(100 * difflib.SequenceMatcher(None, prediction, reference).ratio()) / 100
+
+
+def first_code_line(prediction: str) -> str:
+    """Return LongBench's line of an output: the first that is neither a comment nor the fence of a code block."""
+    lines = prediction.lstrip("\n").split("\n")
+    return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+
+
+def score_code_line(prediction: str, answers: Sequence[str]) -> float:
+    """Score as LongBench's `code_sim_score`: the similarity of the output's first line of code, best over references."""
+    return max(code_similarity(first_code_line(prediction), answer) for answer in answers)
+
+
+def score_next_line(prediction: str, answers: Sequence[str]) -> float:
+    """Score as `score_code_line`, without the indentation of the output's lines and the blank lines above them."""
+    return score_code_line("\n".join(map(str.strip, prediction.strip().split("\n"))), answers)
+
+
+def score_exact_line(prediction: str, answers: Sequence[str]) -> float:
+    """Score RepoBench's exact match: the first line of code has the words of a reference, whatever the spaces."""
+    words = first_code_line("\n".join(map(str.strip, prediction.strip().split("\n")))).split()
+    return float(any(words == answer.split() for answer in answers))

@@ -9,6 +9,7 @@ import pytest
 from experiments.benchmarks import text_metrics
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.scorers import SCORERS, score
+from experiments.tasks import code_similarity
 
 
 def example(scorer, *answers, classes=()):
@@ -164,7 +165,7 @@ def test_rouge_agrees_with_the_other_package_where_both_measure_the_same():
     ],
 )
 def test_code_similarity_is_a_whole_number_of_percent(one, other, percent):
-    assert text_metrics.code_similarity(one, other) == percent / 100
+    assert code_similarity(one, other) == percent / 100
 
 
 def test_repoqa_wants_the_function_and_no_other():

@@ -52,8 +52,8 @@ def test_groups_name_their_tasks():
     groups = tasks.GROUPS
     assert groups["ruler"] == (*TRAINED[:9], "cwe", "fwe", "qa_1", "qa_2")
     assert groups["infinitebench"] == ("passkey", "number_string", "kv_retrieval", "math_find")
-    assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 20
-    assert set(groups["all"]) - set(groups["generated"]) == {"qa_1", "qa_2"}
+    assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 24
+    assert set(groups["all"]) - set(groups["generated"]) == {"qa_1", "qa_2", *groups["code"]}
     assert all(tasks.TASKS[name].max_questions != 1 for name in groups["shared"])
     assert not set(groups) & set(tasks.TASKS)  # a name means one thing
 
@@ -75,21 +75,22 @@ def test_groups_expand_to_tasks_without_repeats():
 
 @pytest.mark.parametrize("name", SHARED)
 def test_many_questions_share_one_context(name):
-    made = document(name, 2048, num_questions=5)
+    length = 8192 if name in tasks.GROUPS["code"] else 2048  # a kilobyte of code may define one function
+    made = document(name, length, num_questions=5)
     assert len(made.questions) == 5 and len({q.question + q.answer_prefix for q in made.questions}) == 5
     for one in made.samples():
         assert one.context == made.context
         assert tasks.score(name, one.target, one.answers) == 1.0
-        assert count(one.prompt) + one.max_new_tokens <= 2048
-    assert made == document(name, 2048, num_questions=5)
+        assert count(one.prompt) + one.max_new_tokens <= length
+    assert made == document(name, length, num_questions=5)
     stack = tasks.haystack_for(name, None, count, "train")
     trained = tasks.make_document(
-        name, random.Random(0), 2048, count, stack, words.Words("train"), num_questions=5, training=True
+        name, random.Random(0), length, count, stack, words.Words("train"), num_questions=5, training=True
     )
     total = count(trained.context) + sum(
         count(q.question + q.answer_prefix) + count(q.target) + 1 for q in trained.questions
     )
-    assert 2048 - 250 < total <= 2048
+    assert length - 250 < total <= length
 
 
 @pytest.mark.parametrize("name", ["cwe", "fwe", "passkey", "number_string"])

@@ -1,0 +1,169 @@
+"""The sources of the running Python's standard library: the text that the tasks of code and the haystack "code" read.
+
+Every machine that runs kvjax has these files, so nothing is downloaded and nothing is copied. Another version of Python has
+other files. So a result of these tasks records `library_origin`.
+
+Tests, files without a function, files that a build wrote, and packages that some distributions leave out are skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import platform
+import sysconfig
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from experiments.tasks.splits import check_split
+
+KIND = "code"  # the haystack of these files
+RENAMED = "_renamed"  # how the name of a task ends whose files get new names
+HEADER = "# file: {path}"
+PIECE_LINES = 8  # the most lines of a piece of a haystack
+_SHORTEST = 20  # lines of a file
+# Tests, data, and what distributions of Python leave out or put into packages of their own.
+_SKIPPED = frozenset(
+    ("test", "tests", "idlelib", "tkinter", "turtledemo", "turtle", "ensurepip", "lib2to3", "distutils", "pydoc_data",
+     "encodings", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "__phello__", "venv")
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeFile:
+    """A file of Python code.
+
+    Attributes:
+        path: below the standard library's folder, with slashes.
+        text: the code; ends with a newline.
+    """
+
+    path: str
+    text: str
+
+    @property
+    def package(self) -> str:
+        """The module or package of the standard library that the file belongs to."""
+        return self.path.partition("/")[0].removesuffix(".py")
+
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The lines, without the newlines; line 1 of the syntax tree is item 0."""
+        return tuple(self.text.removesuffix("\n").split("\n"))
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text)
+
+
+@functools.cache
+def code_files(split: str) -> tuple[CodeFile, ...]:
+    """Read the standard library's files of a split, sorted by path.
+
+    The name of a module or package decides its split, so a package is never in both. Evaluation gets about half of them.
+
+    Args:
+        split: "train" or "eval".
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: unknown split.
+        FileNotFoundError: this Python has no sources of its standard library.
+    """
+    check_split(split)
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    made = []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        parts = path.relative_to(root).parts
+        name = parts[0].removesuffix(".py")
+        # Folders such as config-3.13-x86_64-linux-gnu hold what a build wrote.
+        skipped = _SKIPPED & {name, *parts[:-1]} or name.startswith("_sysconfigdata") or "-" in name
+        if skipped or (zlib.crc32(name.encode()) % 2 == 0) != (split == "eval"):
+            continue
+        if (file := _read(path, "/".join(parts))) is not None:
+            made.append(file)
+    if not made:
+        raise FileNotFoundError(f"expected the sources of Python's standard library in {root}, got no file of them")
+    return tuple(made)
+
+
+def _read(path: pathlib.Path, name: str) -> CodeFile | None:
+    """Return the file, or None if it is short, not in UTF-8, no code of this version of Python, or without a function."""
+    try:
+        text = path.read_text(encoding="utf-8").replace("\f", "")
+        file = CodeFile(name, text.rstrip() + "\n")
+        functions = any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(file.tree))
+        return file if len(file.lines) >= _SHORTEST and functions else None
+    except (UnicodeDecodeError, SyntaxError):
+        return None
+
+
+@functools.cache
+def library_origin() -> dict[str, Any]:
+    """Describe the text that evaluation reads, for a result's record.
+
+    Returns:
+        {"python": version, "files": number of files, "sha256": digest of their paths and texts}.
+
+    Raises:
+        FileNotFoundError: see `code_files`.
+    """
+    files, digest = code_files("eval"), hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.path}\0{file.text}\0".encode())
+    return {"python": platform.python_version(), "files": len(files), "sha256": digest.hexdigest()}
+
+
+def code_pieces(split: str) -> list[str]:
+    """Cut the files of a split into pieces of at most `PIECE_LINES` lines, at blank lines where there are some.
+
+    Joined by newlines, the pieces are the files one after the other, each below a line with its path. A blank line belongs
+    to the piece that follows it.
+    """
+    made: list[str] = []
+    for file in code_files(split):
+        piece: list[str] = []
+        for line in ("", HEADER.format(path=file.path), *file.lines):
+            if piece and (len(piece) >= PIECE_LINES or (not line.strip() and piece[-1].strip())):
+                made.append("\n".join(piece))
+                piece = []
+            piece.append(line)
+        made.append("\n".join(piece))
+    return made
+
+
+def code_text(split: str) -> str:
+    """Join the files of a split, each below a line with its path."""
+    return "\n".join(code_pieces(split)).removeprefix("\n")
+
+
+class Library:
+    """The files of a split with their token counts, which are counted once and only for the files that are used.
+
+    Args:
+        split: "train" or "eval".
+        count_tokens: text -> number of tokens.
+
+    Attributes:
+        files: see `code_files`.
+
+    Raises:
+        ValueError: unknown split.
+        FileNotFoundError: see `code_files`.
+    """
+
+    def __init__(self, split: str, count_tokens: Callable[[str], int]) -> None:
+        self.files = code_files(split)
+        self.tokens = functools.cache(lambda file: count_tokens(file.text))
+
+
+def load_library(count_tokens: Callable[[str], int], split: str) -> Library:
+    """Load the material of the tasks of code; see `Library`."""
+    return Library(split, count_tokens)
