@@ -36,8 +36,8 @@ from pallas_kernels.dispatch import run_shared
 class Inputs:
     """The arguments of one call of a layer's attention. A field that a method does not read costs nothing under jit."""
 
-    query: Array  # [B, H, G, T, D], before RoPE, but with what `kvjax.rope.prepare` does
-    key: Array  # [B, H, T, D], before RoPE, but with what `kvjax.rope.prepare` does
+    query: Array  # [B, H, G, T, D], after `kvjax.rope.prepare` and before RoPE
+    key: Array  # [B, H, T, D], after `kvjax.rope.prepare` and before RoPE
     value: Array  # [B, H, T, D]
     position: Array  # int32 [B, T]; EMPTY marks padding, which comes after the real tokens
     tokens: Array  # int32 [B, T], token ids
@@ -111,7 +111,7 @@ class Method(abc.ABC):
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
     composable = False  # True: a `SlotMethod`, which wrappers can compose
-    slotted = False  # True: a `SlotMethod`, which may also weigh its slots; a wrapper may leave each step to it
+    slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
     dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can share one prefill
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently

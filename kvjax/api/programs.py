@@ -1,8 +1,8 @@
 """The compiled programs behind `kvjax.generate`'s functions, and a way to compile them before they are called.
 
 Compilation takes seconds to minutes, and most of it does not hold Python's lock. So other threads can compile the programs of
-the next method while this one runs (`lower_programs`). JAX keeps the programs: a
-later call of the same shapes finds its program.
+the next method while this one runs (`lower_programs`). JAX keeps the programs: a later call of the same shapes finds its
+program.
 """
 
 from __future__ import annotations

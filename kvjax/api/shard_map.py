@@ -1,7 +1,7 @@
 """The traced core on many devices: every device of a mesh runs the program of one device, on its rows and its KV heads.
 
-Inside `jax.shard_map` nothing is divided any more. Kernels see the arrays of one device, and the model's description is cut
-down to the part of one device (`Plan.part`). Collectives stand where their operands are computed (`pallas_kernels.axes`).
+Inside `jax.shard_map` kernels see the arrays of one device, and the model's description is cut down to the part of one device
+(`Plan.part`). XLA divides nothing. Collectives stand where their operands are computed (`pallas_kernels.axes`).
 
 No method says how its state is divided. Every leaf has the rows first. A leaf also has an axis of heads if its shape follows
 the number of heads, and an axis of slots if its shape follows the devices along ``slots`` (`cache_specs`). All other leaves
