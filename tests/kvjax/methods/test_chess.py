@@ -395,17 +395,19 @@ def same_vectors(grown, built, rows):
 
 
 @pytest.mark.parametrize(
-    "steps, rope, normalize",
+    "steps, rope, normalize, hierarchy",
     [
-        (120, "post", False),
-        *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False), ("pre", True))),
+        (120, "post", False, True),
+        *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False, True), ("pre", True, True))),
+        pytest.param(120, "pre", False, False, marks=pytest.mark.thorough),
     ],
 )
-def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize):
+def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize, hierarchy):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)
     data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps, vocab=2037)  # entropies do not depend on the steps
     knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "page_vec_rope": rope, "normalize": normalize}
+    knobs |= {"hierarchy": hierarchy, "centred": not hierarchy}
     knobs |= {"tau_entropy": 6.6, "tau_varentropy": 6.0}
     player, params = tape.record(*data)
     driven = drive(knobs, data, lengths, active=np.ones((steps, 2), bool))
@@ -418,26 +420,30 @@ def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize):
 
 
 @pytest.mark.slow
-def test_several_tokens_at_once_leave_the_list_of_a_prompt():
+@pytest.mark.parametrize("name", ["default", "flat, together", "from the trigger on"])
+def test_several_tokens_at_once_leave_the_list_of_a_prompt(name):
     """Several tokens at once, ragged: pages complete in the middle of a call, and the list equals a prompt's last list."""
     q, k, v, _ = data = recording(22, 2, 2, 2, 16)
     player, params = tape.record(*data)
+    knobs = READINGS.get(name, {})
     more = np.resize(np.array([9, 0, 2, 4, 11]), ROWS)
-    cache = tape.read(player, params, LENGTHS, method(), STEPS)
+    cache = tape.read(player, params, LENGTHS, method(**knobs), STEPS)
     before = jax.tree.map(lambda x: np.array(x)[None], lists(cache))
     tokens = np.array(LENGTHS)[:, None] + np.arange(11)
     grown = kvjax.extend(params, cache, tokens, lengths=more)
     after = np.array(LENGTHS) + more
-    same_vectors(grown, tape.read(player, params, after, method(), 1), ROWS)
+    same_vectors(grown, tape.read(player, params, after, method(**knobs), 1), ROWS)
     _, outputs, seen = tape.decode(params, grown, np.ones((3, ROWS), bool), watch=lists)
     seen = jax.tree.map(np.asarray, seen)
     tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
     for row, length in enumerate(after):
         rotated = [rotate_all(x[:, row, ..., : length + 1, :], player.inv_freq) for x in (q, k)]
         pages = listed(seen, 0, row)
-        assert pages == (
-            oracle.select(rotated[1], length, normalize=False, **tree) if more[row] else listed(before, 0, row)
-        )
+        described = k[:, row, :, :length].astype(np.float64) if "page_vec_rope" in knobs else rotated[1]
+        reading = {name: value for name, value in knobs.items() if name not in ("page_vec_rope", "first_selection")}
+        everything = set(range(length // 4)) if "first_selection" in knobs else None
+        want = everything or oracle.select(described, length, normalize=False, **tree, **reading)
+        assert pages == (want if more[row] else listed(before, 0, row))
         positions = [i for i in range(length + 1) if i // 4 in pages | {length // 4}]
         for layer in range(2):
             want = attend_to(*(x[layer] for x in rotated), v[layer, row], length, [positions] * 2)
