@@ -1,4 +1,4 @@
-"""Ablations of CHESS: budget, trigger and page vectors."""
+"""Ablations of CHESS: budget, trigger, page vectors and other readings of its paper."""
 
 from __future__ import annotations
 
@@ -20,11 +20,26 @@ CHESS_BUDGETS = {
     9: (0.6, 0.5, 0.3),
     1: (0.5, 0.2, 0.1),
 }
+# Readings of the paper where it is silent: first one at a time, then joined.
+_BEST = {"page_vec_rope": "pre", "centred": True, "candidates": "history"}
+READINGS: dict[str, dict[str, Any]] = {
+    "centred scores": {"centred": True},
+    "sinks and window not ranked": {"candidates": "history"},
+    "anchor of 2 pages": {"anchor_pages": 2},
+    "no grids and chunks": {"hierarchy": False},
+    "a new list every step": {"trigger": "step"},
+    "all pages until the first trigger": {"first_selection": "trigger"},
+    "centred scores, keys before rotation": {"centred": True, "page_vec_rope": "pre"},
+    "both, sinks and window not ranked": _BEST,
+    "the three, anchor of 2 pages": {**_BEST, "anchor_pages": 2},
+    "the three, no grids and chunks": {**_BEST, "hierarchy": False},
+    "all of them": {**_BEST, "anchor_pages": 2, "hierarchy": False},
+}
 _TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue")
 
 
 def chess(lab: Lab) -> list[Table]:
-    """Compare CHESS's budgets, the triggers that rebuild its page list, and the vectors that represent a page."""
+    """Compare CHESS's budgets, the triggers that rebuild its page list, the vectors of pages, and readings of the paper."""
     tasks = lab.pick(*_TASKS)
     calibration = Calibration((WRITTEN_TASK,), lab.length, lab.calibration_prompts, lab.new_tokens, lab.seed)
     thresholds = chess_thresholds(lab.base, calibration, lab.results, lab.reading)
@@ -66,8 +81,18 @@ def chess(lab: Lab) -> list[Table]:
                 make(budget, trigger="fixed", **knobs),
             )
     third = "What represents a page; the paper does not say whether its keys are rotated. Rebuilt every 6 pages."
+    readings: Methods = {}
+    for budget in (9, 40):
+        for name, knobs in READINGS.items():
+            setting = {"reading": name, "budget": budget}
+            readings[f"{name}, {budget} %"] = (setting, make(budget, **{"trigger": "fixed", **knobs}))
+    fourth = (
+        "What the paper does not say, read otherwise: one point at a time, then several. Rebuilt every 6 pages, except "
+        "in the row of every step. Where sinks and window are not ranked, they come on top."
+    )
     return [
         table(lab, "CHESS: budget", first, tasks, budgets),
         table(lab, "CHESS: when the page list is rebuilt", second, (), triggers, (WRITTEN,)),
         table(lab, "CHESS: page vectors", third, tasks, vectors),
+        table(lab, "CHESS: readings", fourth, tasks, readings),
     ]

@@ -57,6 +57,8 @@ CROSSES = {
     "pariskv": (3 * LAYERS, LAYERS),  # and counts of votes, best estimates; the codes of the token that joins the zone
     "tokenselect": (3 * LAYERS, 0),  # and sums of exp under a condition, best tokens
     "chess": (LAYERS, 2),  # and vectors of pages under conditions
+    "chess flat": (LAYERS, 2),
+    "chess centred": (LAYERS, 2),
     "dense_below": (2 * LAYERS, 0),  # as Quest
 }
 # Written out, because what crosses is to be known.

@@ -65,7 +65,7 @@ OF_HEADS = {
     "tokenselect": (2 * CONFIG.num_layers, 0),  # cosines; votes under a condition
     "tokenselect hard": (2 * CONFIG.num_layers, 0),
     "tokenselect raw": (2 * CONFIG.num_layers, CONFIG.num_layers),  # gqa_map="mod": queries
-    "chess": (1, 0),  # scores of nodes under a condition
+    **dict.fromkeys(("chess", "chess flat", "chess centred"), (1, 0)),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
 def _pattern(at, kind):
@@ -80,7 +80,10 @@ def _pattern(at, kind):
 _HEADS = tuple(
     _pattern(at, kind) for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
 )
+_CHESS = {"page_vec_rope": "pre", "centred": True, "candidates": "history", "anchor_pages": 1}
 VARIANTS = {
+    "chess flat": lambda: example("chess", hierarchy=False, **_CHESS),
+    "chess centred": lambda: example("chess", first_selection="trigger", **_CHESS),
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),

@@ -66,18 +66,35 @@ def share(ratio, count):
     return max(1, math.ceil(ratio * count - 1e-6))
 
 
-def cascade(score_grids, score_chunks, score_pages, ratios, pages_per_chunk, chunks_per_grid):
-    """Pages that survive: the best grids, the best chunks of these, the best pages of those."""
+def cascade(score_grids, score_chunks, score_pages, ratios, pages_per_chunk, chunks_per_grid, candidates=None):
+    """Pages that survive: the best grids, the best chunks of these, the best pages of those; None: all are candidates."""
     rho_grid, rho_chunk, rho_page = ratios
-    grids = dict(enumerate(score_grids))
+    candidates = set(range(len(score_pages))) if candidates is None else candidates
+    chunks_with = {p // pages_per_chunk for p in candidates}
+    grids_with = {c // chunks_per_grid for c in chunks_with}
+    grids = {g: score_grids[g] for g in grids_with}
     grids = best(grids, share(rho_grid, len(grids)))
-    chunks = {c: s for c, s in enumerate(score_chunks) if c // chunks_per_grid in grids}
+    chunks = {c: score_chunks[c] for c in chunks_with if c // chunks_per_grid in grids}
     chunks = best(chunks, share(rho_chunk, len(chunks)))
-    pages = {p: s for p, s in enumerate(score_pages) if p // pages_per_chunk in chunks}
+    pages = {p: score_pages[p] for p in candidates if p // pages_per_chunk in chunks}
     return best(pages, share(rho_page, len(pages)))
 
 
-def select(k, length, ratios, page_size, pages_per_chunk, chunks_per_grid, num_sink_pages, window, normalize):
+def select(
+    k,
+    length,
+    ratios,
+    page_size,
+    pages_per_chunk,
+    chunks_per_grid,
+    num_sink_pages,
+    window,
+    normalize,
+    anchor_pages=None,
+    centred=False,
+    hierarchy=True,
+    candidates="all",
+):
     """Complete pages of the first ``length`` tokens that a reconstruction makes active."""
     complete, total = length // page_size, -(-length // page_size)
     if complete < 2 or total <= num_sink_pages + window + 1:
@@ -85,14 +102,22 @@ def select(k, length, ratios, page_size, pages_per_chunk, chunks_per_grid, num_s
     everything = [
         page_vector(k, p * page_size, min((p + 1) * page_size, length), normalize) for p in range(total)
     ]  # an incomplete newest page speaks for the anchor, but cannot be selected
-    newest = everything[total - window :]
+    newest = everything[max(total - (window if anchor_pages is None else anchor_pages), 0) :]
     anchor = sum(newest) / len(newest)
     pages = everything[:complete]
-    chunks = means(pages, pages_per_chunk)
-    grids = means(chunks, chunks_per_grid)
-    scores = [[float(anchor @ vector) for vector in level] for level in (grids, chunks, pages)]
-    chosen = cascade(*scores, ratios, pages_per_chunk, chunks_per_grid)
-    chosen |= set(range(num_sink_pages)) | set(range(total - window, total))
+    if centred:
+        anchor = anchor - sum(pages) / len(pages)
+    always = set(range(num_sink_pages)) | set(range(total - window, total))
+    ranked = set(range(complete)) - (always if candidates == "history" else set())
+    by_page = [float(anchor @ vector) for vector in pages]
+    if hierarchy:
+        chunks = means(pages, pages_per_chunk)
+        grids = means(chunks, chunks_per_grid)
+        by_grid, by_chunk = ([float(anchor @ vector) for vector in level] for level in (grids, chunks))
+        chosen = cascade(by_grid, by_chunk, by_page, ratios, pages_per_chunk, chunks_per_grid, ranked)
+    else:
+        chosen = best({p: by_page[p] for p in ranked}, share(math.prod(ratios), len(ranked)))
+    chosen |= always
     return {p for p in chosen if p < complete}
 
 
@@ -124,6 +149,11 @@ def run(
     tau_varentropy=None,
     page_vec_rope="post",
     normalize=False,
+    anchor_pages=None,
+    centred=False,
+    hierarchy=True,
+    candidates="all",
+    first_selection="prompt",
 ):
     """See the module's docstring; tokens from ``prompt`` on are decoded one by one."""
     ratios = PRESETS[ratios] if isinstance(ratios, str) else ratios
@@ -131,9 +161,10 @@ def run(
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     described = k if page_vec_rope == "post" else described
     tree = (ratios, page_size, pages_per_chunk, chunks_per_grid, num_sink_pages, window, normalize)
+    tree = (*tree, anchor_pages, centred, hierarchy, candidates)
     layers, heads, total = k.shape[:3]
     trace = Trace()
-    active = select(described, prompt, *tree)
+    active = select(described, prompt, *tree) if first_selection == "prompt" else set(range(prompt // page_size))
     entropies: list[float] = []
     since = 0  # pages completed since the last reconstruction
     for t in range(prompt, total):
@@ -144,12 +175,17 @@ def run(
         trace.pages_attended.append(pages)
         trace.attended.append(set(positions))
         entropies.append(entropy(logits[t]))
+        if trigger == "step":
+            active = select(described, t + 1, *tree)
+            trace.reconstructed.append(t - prompt)
         if (t + 1) % page_size:
             continue
         mean = sum(entropies) / len(entropies)
         variance = sum((h - mean) ** 2 for h in entropies) / len(entropies)
         trace.statistics.append((mean, variance))
         entropies, since = [], since + 1
+        if trigger == "step":
+            continue
         if trigger == "fixed":
             fires = since >= interval
         elif trigger == "never":
@@ -166,6 +202,7 @@ def run(
     trace.pages = [
         page_vector(described, p, p + page_size, normalize) for p in range(0, total + 1 - page_size, page_size)
     ]
-    trace.chunks = means(trace.pages, pages_per_chunk)
-    trace.grids = means(trace.chunks, chunks_per_grid)
+    if hierarchy:
+        trace.chunks = means(trace.pages, pages_per_chunk)
+        trace.grids = means(trace.chunks, chunks_per_grid)
     return trace

@@ -10,18 +10,39 @@ From the top down, the method keeps a share of the grids, of these grids' chunks
 Every layer and head attends to these pages, to the first ``num_sink_pages``, to the last ``window`` pages and to the open
 page. A finished page joins the list. At the end of a page of generated tokens the list can be rebuilt (a "reconstruction"):
 if over the page the entropy of the next-token distribution had a mean above ``tau_entropy`` and a variance above
-``tau_varentropy``. With ``trigger="or"`` one of the two is enough; ``"fixed"`` rebuilds every ``interval`` pages, and
-``"never"`` does not rebuild.
+``tau_varentropy``. With ``trigger="or"`` one of the two is enough; ``"fixed"`` rebuilds every ``interval`` pages, ``"step"``
+after every token, and ``"never"`` does not rebuild.
 
 **Source**: CHESS (arXiv:2602.20732), sections 3 and 4; no code is public. Its base engine, nano-vllm bb823b3, stores rotated
 keys; therefore ``page_vec_rope="post"``.
 
 **Departures**: the printed algorithm gives children of dropped parents a score of zero and takes quantiles over all nodes,
 which keeps ten times the stated budgets. Here each cut counts only the children of kept parents, as the paper's prose and
-tables say. The paper does not say the following, which is chosen here: chunks of 8 pages, grids of 8 chunks, a window of 8
-pages, one sink page; a first reconstruction at the prompt's end, and one after each `extend`; the last chunk and grid are
-means of the members they have; an unfinished newest page counts in the anchor; all pages are active while there are at most
-sink + window + 1 pages.
+tables say. The last chunk and grid are means of the members they have. An unfinished newest page counts in the anchor. All
+pages are active while there are at most sink + window + 1 pages.
+
+The paper is silent on the following points. The default is our choice, and a knob offers the other reading:
+
+* Are keys averaged after or before rotation? After; ``page_vec_rope="pre"`` undoes the rotation.
+* Equation 4 is a raw product, and section 3.1 supposes that unrelated vectors are orthogonal. Page vectors are not: on three
+  models, 74 to 100 % of their squared length is the mean of all page vectors, so that the product ranks places rather than
+  contents. The default is the equation. ``centred=True`` subtracts the mean page vector from the anchor, which on every level
+  ranks as if the mean were subtracted from all vectors, too.
+* Do sink and window pages, which are active anyway, compete with the pages to be found? The paper scores "historical
+  segments". They compete by default; with ``candidates="history"`` only pages between sinks and window are ranked and
+  counted, and only chunks and grids with such pages.
+* How many pages are in the local window, in the anchor and among the sinks, and in chunks and grids? 8 pages in the window
+  and in the anchor (``window``), 1 sink page (``num_sink_pages``), chunks of 8 pages (``pages_per_chunk``), grids of 8
+  chunks (``chunks_per_grid``). ``anchor_pages`` gives the anchor another length than the window.
+* Are grids and chunks worth their loss? A grid's vector is a mean over 2,048 tokens. ``hierarchy=False`` ranks pages alone,
+  stores no other vectors, and keeps the product of ``ratios``. This is a departure for comparisons, and no reading.
+* When is the first page left out? At the prompt's end, and once more after each `extend`. Section 3.3 selects "strictly when
+  generation quality deteriorates": with ``first_selection="trigger"`` all pages are active until the first trigger, and the
+  page list has room for all of them.
+* How often does the list change? Section 3.3 names the triggers, which are the default; section 3 selects "at each decoding
+  step", which is ``trigger="step"``. Pages that are finished between two changes join the list.
+* Are the parts of a page vector scaled? No; ``normalize=True`` gives each layer's and head's part length 1.
+* Do some layers attend to all tokens? The paper names none, and none do; there is no knob.
 """
 
 from __future__ import annotations
@@ -29,7 +50,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -40,45 +60,24 @@ from kvjax.cache.offload import Near
 from kvjax.fields import check_within
 from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
-    Nodes,
     Shape,
     Triple,
+    best_pages,
     build,
     cascade,
+    mean_page,
     most_pages,
     page_vectors,
     put_page,
     score_nodes,
 )
+from kvjax.methods.chess.state import Pages, all_active, arrays_of_list, note_entropy
 from kvjax.rope import depends_on_length, inverse_frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
 from kvjax.typing import not_none, pytree, static, traced
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
-
-
-@pytree
-class Pages:
-    """The state that all layers read: the active pages, and the numbers that decide when they change."""
-
-    nodes: Nodes | None  # None until the prompt has ended
-    active: Array  # int32 [B, A], complete pages to attend to
-    count: Array  # int32 [B], used entries of `active`
-    complete: Array  # int32 [B], complete pages
-    seen: Array  # int32 [B], tokens seen
-    tokens: Array  # int32 [B], generated tokens of the open page
-    mean: Array  # float32 [B], mean entropy over these tokens, in nats
-    square: Array  # float32 [B], summed squared deviation from this mean
-    since: Array  # int32 [B], pages completed since the last reconstruction
-    generated: Array  # int32 [B], pages completed while decoding
-    reconstructions: Array  # int32 [B], reconstructions while decoding
-    num_layers: int = static()
-
-    @property
-    def tree(self) -> Nodes:
-        """The vectors of pages, chunks and grids, which exist after the prompt."""
-        return not_none("nodes", self.nodes)
 
 
 @pytree
@@ -123,8 +122,9 @@ class ChessLayer(SlotMethod):
         """Count the metadata that an average step so far has read: only reconstructions read them."""
         tokens = shared.count * self.page_size + cache.cursor % self.page_size
         nodes = jnp.sum(shared.tree.vectors.any(axis=2), axis=1).astype(jnp.float32)
-        steps = (shared.generated * self.page_size + shared.tokens).astype(jnp.float32)
-        often = shared.reconstructions.astype(jnp.float32) / jnp.maximum(steps, 1.0)
+        if shared.centred:
+            nodes = nodes + shared.complete.astype(jnp.float32)
+        often = shared.reconstructions.astype(jnp.float32) / jnp.maximum(shared.steps, 1).astype(jnp.float32)
         vectors = shared.tree.vectors
         per_head = vectors.shape[2] * vectors.dtype.itemsize / (shared.num_layers * cache.key.shape[1])
         heads = (1, cache.key.shape[1])
@@ -149,8 +149,17 @@ class Chess(Method):
     chunks_per_grid: int = static(default=8, least=1)  # chunks in a grid
     num_sink_pages: int = static(default=1, least=0)  # first pages, always active
     window: int = static(default=8, least=1)  # last pages, which make the anchor and are always active
-    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
-        default="and", choices=("and", "or", "fixed", "never")
+    anchor_pages: int | None = static(default=None, least=1)  # last pages whose mean is the anchor; None is `window`
+    centred: bool = static(default=False)  # True: the mean of all page vectors is subtracted from the anchor
+    hierarchy: bool = static(default=True)  # False: pages are ranked without grids and chunks
+    candidates: str = static(  # pages to rank: "all", or the "history" between the sink pages and the window
+        default="all", choices=("all", "history")
+    )
+    first_selection: str = static(  # all pages are active until the end of the "prompt" or the first "trigger"
+        default="prompt", choices=("prompt", "trigger")
+    )
+    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages), "step" or "never"
+        default="and", choices=("and", "or", "fixed", "step", "never")
     )
     interval: int | Array = traced(default=6, least=1)  # pages between reconstructions under trigger="fixed"
     tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; see `calibrate_chess`
@@ -192,8 +201,10 @@ class Chess(Method):
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
-        listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
+        listed = every = self._shape.counts(slots)[0]
+        if self.first_selection == "prompt":
+            most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
+            listed = min(most + self.num_sink_pages + self.window + 1 + grown, every)
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(
             nodes=None,
@@ -205,9 +216,11 @@ class Chess(Method):
             mean=real,
             square=real,
             since=whole,
+            steps=whole,
             generated=whole,
             reconstructions=whole,
             num_layers=len(specs),
+            centred=self.centred,
         )
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
@@ -216,24 +229,33 @@ class Chess(Method):
             complete = cache.length // self.page_size
             nodes = build(_stored(cache), self._shape, complete, self._unrotate(cache), self.normalize)
             pages = dataclasses.replace(pages, nodes=nodes, complete=complete, seen=cache.length)
+            if self.first_selection == "trigger":
+                return dataclasses.replace(cache, shared=all_active(pages))
             pages = self._reconstruct(pages, cache, jnp.ones(complete.shape, bool))
             return dataclasses.replace(cache, shared=pages)
         fresh = cache.length > pages.seen
         if decoding:
-            pages = _note(pages, cache.logits, fresh)
+            pages = note_entropy(pages, cache.logits, fresh)
         pages = dataclasses.replace(pages, seen=cache.length)
         if decoding:  # one token completes at most one page
-            return dataclasses.replace(cache, shared=self._complete(pages, cache, decoding))
+            pages = self._complete(pages, cache, decoding)
+            if self.trigger == "step":
+                count = pages.reconstructions + fresh.astype(jnp.int32)
+                pages = dataclasses.replace(self._reconstruct(pages, cache, fresh), reconstructions=count)
+            return dataclasses.replace(cache, shared=pages)
         pages = lax.while_loop(
             lambda pages: (pages.complete < cache.length // self.page_size).any(),
             lambda pages: self._complete(pages, cache, decoding),
             pages,
         )
-        return dataclasses.replace(cache, shared=self._reconstruct(pages, cache, fresh))
+        if self.first_selection == "prompt":
+            pages = self._reconstruct(pages, cache, fresh)
+        return dataclasses.replace(cache, shared=pages)
 
     @property
     def _shape(self) -> Shape:
-        return Shape(page_size=self.page_size, fan=(self.pages_per_chunk, self.chunks_per_grid))
+        fan = (self.pages_per_chunk, self.chunks_per_grid) if self.hierarchy else None
+        return Shape(page_size=self.page_size, fan=fan)
 
     def _unrotate(self, cache: Cache) -> Array | None:
         if self.page_vec_rope == "post":
@@ -274,18 +296,18 @@ class Chess(Method):
             generated=pages.generated + (ready & decoding).astype(jnp.int32),
             reconstructions=pages.reconstructions + triggered.astype(jnp.int32),
         )
-        if self.trigger == "never":
+        if self.trigger in ("step", "never"):
             return pages
         active, count, since = lax.cond(
             triggered.any(),
-            lambda: _list(self._reconstruct(pages, cache, triggered)),
-            lambda: _list(pages),
+            lambda: arrays_of_list(self._reconstruct(pages, cache, triggered)),
+            lambda: arrays_of_list(pages),
         )
         return dataclasses.replace(pages, active=active, count=count, since=since)
 
     def _triggered(self, pages: Pages) -> Array:
         """Decide whether the page that ends now triggers a reconstruction: bool [B]."""
-        if self.trigger == "never":
+        if self.trigger in ("step", "never"):
             return jnp.zeros(pages.since.shape, bool)
         if self.trigger == "fixed":
             return pages.since >= self.interval
@@ -297,21 +319,18 @@ class Chess(Method):
     def _reconstruct(self, pages: Pages, cache: Cache, when: Array) -> Pages:
         """Select the active pages again, in rows where ``when`` bool [B] is True."""
         total = -(-cache.length // self.page_size)
-        window = total[:, None] - self.window + jnp.arange(self.window, dtype=jnp.int32)[None]
-        vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(window, 0)[..., None], axis=1)
-        newest = jnp.maximum(total - 1, 0)[:, None]
-        last = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache), self.normalize)
-        vectors = jnp.where((window == newest)[..., None], last, vectors.astype(jnp.float32))
-        exists = (window >= 0)[..., None]
-        number = jnp.sum(exists, axis=1).astype(jnp.float32)
-        anchor = jnp.where(exists, vectors, 0).sum(axis=1) / jnp.maximum(number, 1.0)
-        by_page, by_chunk, by_grid = score_nodes(pages.tree, anchor)
+        by_page, by_chunk, by_grid = score_nodes(pages.tree, self._anchor(pages, cache, total))
+        page = jnp.arange(by_page.shape[1], dtype=jnp.int32)[None]
+        exists = page < pages.complete[:, None]
+        kept = (page < self.num_sink_pages) | (page >= total[:, None] - self.window)
+        candidate = exists & ~kept if self.candidates == "history" else exists
         ratios = cast("Triple", self.ratios)  # the name of a preset was replaced by its numbers
-        best = cascade(by_grid, by_chunk, by_page, pages.complete, ratios, self.pages_per_chunk, self.chunks_per_grid)
-        page = jnp.arange(best.shape[1], dtype=jnp.int32)[None]
+        if self.hierarchy:
+            best = cascade(by_grid, by_chunk, by_page, candidate, ratios, self.pages_per_chunk, self.chunks_per_grid)
+        else:
+            best = best_pages(by_page, candidate, ratios)
         few = (total <= self.num_sink_pages + self.window + 1) | (pages.complete < 2)
-        best = best | (page < self.num_sink_pages) | (page >= total[:, None] - self.window) | few[:, None]
-        best = best & (page < pages.complete[:, None])
+        best = (best | kept | few[:, None]) & exists
         active, listed = compact(best, pages.active.shape[1])
         return dataclasses.replace(
             pages,
@@ -320,25 +339,17 @@ class Chess(Method):
             since=jnp.where(when, 0, pages.since),
         )
 
-
-def _list(pages: Pages) -> tuple[Array, Array, Array]:
-    """List the arrays that a reconstruction changes."""
-    return pages.active, pages.count, pages.since
-
-
-def _note(pages: Pages, logits: Array, when: Array) -> Pages:
-    """Add the entropy of the next-token distribution to the mean and deviation of the open page (Welford's rule)."""
-    log = jax.nn.log_softmax(logits.astype(jnp.float32))
-    entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)
-    tokens = pages.tokens + when.astype(jnp.int32)
-    off = entropy - pages.mean
-    mean = pages.mean + off / jnp.maximum(tokens, 1).astype(jnp.float32)
-    return dataclasses.replace(
-        pages,
-        tokens=tokens,
-        mean=jnp.where(when, mean, pages.mean),
-        square=jnp.where(when, pages.square + off * (entropy - mean), pages.square),
-    )
+    def _anchor(self, pages: Pages, cache: Cache, total: Array) -> Array:
+        """Compute the anchor float32 [B, N] from rows of ``total`` int32 [B] pages, an incomplete one included."""
+        number = self.window if self.anchor_pages is None else self.anchor_pages
+        last = total[:, None] - number + jnp.arange(number, dtype=jnp.int32)[None]
+        vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(last, 0)[..., None], axis=1)
+        newest = jnp.maximum(total - 1, 0)[:, None]
+        fresh = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache), self.normalize)
+        vectors = jnp.where((last == newest)[..., None], fresh, vectors.astype(jnp.float32))
+        exists = (last >= 0)[..., None]
+        anchor = jnp.where(exists, vectors, 0).sum(axis=1) / jnp.maximum(jnp.sum(exists, axis=1), 1).astype(jnp.float32)
+        return anchor - mean_page(pages.tree, pages.complete) if self.centred else anchor
 
 
 def _stored(cache: Cache) -> list[LayerCache]:

@@ -2,12 +2,14 @@
 
 A page vector is the concatenation, over layers and KV heads, of the mean key of the page's tokens. A chunk vector is the mean
 of the vectors of its complete pages. A grid vector is the mean of the vectors of its chunks. The last chunk and the last grid
-may have fewer members, and their means are over the members that exist. `kvjax.methods.Chess` uses this tree.
+may have fewer members, and their means are over the members that exist. A flat tree has pages alone. The user of this tree is
+`kvjax.methods.Chess`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -28,11 +30,11 @@ class Shape:
 
     Attributes:
         page_size: tokens in a page.
-        fan: pages in a chunk, chunks in a grid.
+        fan: pages in a chunk, chunks in a grid; None for a flat tree, without chunks and grids.
     """
 
     page_size: int
-    fan: tuple[int, int]
+    fan: tuple[int, int] | None
 
     def counts(self, num_slots: int) -> tuple[int, int, int]:
         """Compute the numbers of pages, chunks and grids for a cache of ``num_slots`` slots."""
@@ -43,6 +45,8 @@ class Shape:
         return next(parts for pages in range(nodes + 1) if sum(parts := self._over(pages)) == nodes)
 
     def _over(self, pages: int) -> tuple[int, int, int]:
+        if self.fan is None:
+            return pages, 0, 0
         chunks = -(-pages // self.fan[0])
         return pages, chunks, -(-chunks // self.fan[1])
 
@@ -138,6 +142,8 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Arr
         own = lax.dynamic_slice_in_dim(pages, cache.first // shape.page_size, size, 1)
         vectors = axes.joined(_own_vectors(layers, own, shape.page_size, inv_freq, normalize), 1, axes.SLOTS)
     vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
+    if shape.fan is None:
+        return Nodes(vectors=vectors, shape=shape)
     in_chunks = _means(vectors, complete, shape.fan[0], chunks)
     in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
     return Nodes(vectors=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
@@ -156,10 +162,13 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
         The tree with one more page in those rows. It equals the result of `build`.
     """
     fan, (count, chunks, _) = nodes.shape.fan, nodes.counts
-    row, chunk = jnp.arange(page.shape[0]), page // fan[0]
-    grid = chunk // fan[1]
+    row = jnp.arange(page.shape[0])
     past = nodes.vectors.shape[1]  # no node has this index, so a write to it is dropped
     vectors = nodes.vectors.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.vectors.dtype), mode="drop")
+    if fan is None:
+        return dataclasses.replace(nodes, vectors=vectors)
+    chunk = page // fan[0]
+    grid = chunk // fan[1]
 
     def mean(vectors: Array, first: int, number: int, fan: int, parent: Array, members: Array) -> Array:
         at = parent[:, None] * fan + jnp.arange(fan, dtype=jnp.int32)[None]
@@ -173,24 +182,32 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     return dataclasses.replace(nodes, vectors=vectors)
 
 
+def mean_page(nodes: Nodes, complete: Array) -> Array:
+    """Average the vectors of the first ``complete`` int32 [B] pages: float32 [B, N], zeros where no page exists."""
+    exists = _exists(nodes.pages, complete)[..., None]
+    total = jnp.where(exists, nodes.pages.astype(jnp.float32), 0).sum(axis=1)
+    return total / jnp.maximum(complete, 1)[:, None].astype(jnp.float32)
+
+
 def cascade(
     grids: Array,
     chunks: Array,
     pages: Array,
-    complete: Array,
+    candidate: Array,
     ratios: Triple,
     pages_per_chunk: int,
     chunks_per_grid: int,
 ) -> Array:
     """Select pages by three cuts: a share of the grids, of the kept grids' chunks, and of the kept chunks' pages.
 
-    Each cut keeps ``ceil(ratio * candidates)`` nodes, at least 1. In a tie the lower index is kept.
+    Each cut keeps ``ceil(ratio * candidates)`` nodes, at least 1. In a tie the lower index is kept. A chunk is a candidate if
+    one of its pages is, and a grid if one of its chunks is.
 
     Args:
         grids: float32 [B, grids], score of each grid.
         chunks: float32 [B, chunks], score of each chunk.
         pages: float32 [B, P], score of each page.
-        complete: int32 [B], pages that exist.
+        candidate: bool [B, P], pages to select from.
         ratios: shares of grids, chunks and pages to keep, traced.
         pages_per_chunk: pages in a chunk.
         chunks_per_grid: chunks in a grid.
@@ -198,18 +215,32 @@ def cascade(
     Returns:
         Whether each page is left, bool [B, P].
     """
-    alive_chunks = _parents(complete, pages_per_chunk)
-    alive_grids = _parents(alive_chunks, chunks_per_grid)
-    kept = _best(grids, _exists(grids, alive_grids), ratios[0])
-    below = _children(kept, chunks_per_grid, chunks.shape[1]) & _exists(chunks, alive_chunks)
-    kept = _best(chunks, below, ratios[1])
-    below = _children(kept, pages_per_chunk, pages.shape[1]) & _exists(pages, complete)
-    return _best(pages, below, ratios[2])
+    among_chunks = _any_child(candidate, pages_per_chunk, chunks.shape[1])
+    among_grids = _any_child(among_chunks, chunks_per_grid, grids.shape[1])
+    kept = _best(grids, among_grids, ratios[0])
+    kept = _best(chunks, _children(kept, chunks_per_grid, chunks.shape[1]) & among_chunks, ratios[1])
+    return _best(pages, _children(kept, pages_per_chunk, pages.shape[1]) & candidate, ratios[2])
+
+
+def best_pages(pages: Array, candidate: Array, ratios: Triple) -> Array:
+    """Select pages without grids and chunks: the product of the ratios is the share of candidates that is kept, at least 1.
+
+    Args:
+        pages: float32 [B, P], score of each page.
+        candidate: bool [B, P], pages to select from.
+        ratios: three factors of the share, traced.
+
+    Returns:
+        Whether each page is left, bool [B, P].
+    """
+    return _best(pages, candidate, ratios[0] * ratios[1] * ratios[2])
 
 
 def most_pages(num_slots: int, shape: Shape, ratios: tuple[float, float, float]) -> int:
-    """Compute the most pages that `cascade` can keep in a cache of ``num_slots`` slots with these ``ratios``."""
+    """Compute the most pages that a selection can keep in a cache of ``num_slots`` slots with these ``ratios``."""
     pages, chunks, grids = shape.counts(num_slots)
+    if shape.fan is None:
+        return share(math.prod(ratios), pages)
     for_grids = share(ratios[0], grids)
     for_chunks = share(ratios[1], min(chunks, for_grids * shape.fan[1]))
     return share(ratios[2], min(pages, for_chunks * shape.fan[0]))
@@ -225,6 +256,11 @@ def _best(score: Array, candidate: Array, ratio: float | Array) -> Array:
 
 def _exists(score: Array, count: Array) -> Array:
     return jnp.arange(score.shape[1], dtype=jnp.int32)[None] < count[:, None]
+
+
+def _any_child(children: Array, fan: int, number: int) -> Array:
+    padded = jnp.pad(children, ((0, 0), (0, number * fan - children.shape[1])))
+    return padded.reshape(-1, number, fan).any(axis=2)
 
 
 def _children(kept: Array, fan: int, number: int) -> Array:

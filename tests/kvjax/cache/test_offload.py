@@ -218,6 +218,18 @@ def test_prompts_of_any_length(name, knobs, rows):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.xdist_group("chess")
+@pytest.mark.parametrize("kind", [None, pytest.param("int8", marks=pytest.mark.thorough)])
+def test_page_vectors_of_another_reading_come_from_offloaded_keys(kind):
+    """Keys in host memory, in 8 bits too: undoing the rotation and centring give the tokens of a resident cache."""
+    knobs = {"page_vec_rope": "pre", "centred": True, "hierarchy": False, "candidates": "history", "anchor_pages": 1}
+    caches = [chunked(make("chess", offload=x, **knobs), config=model("chess"), kv_dtype=kind) for x in (True, False)]
+    got, want = (turns(cache) for cache in caches)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1].cache.shared.active, want[1].cache.shared.active)
+    np.testing.assert_array_equal(got[1].cache.shared.tree.vectors, want[1].cache.shared.tree.vectors)
+
+
 def test_memory_of_layers_that_differ():
     """Also where the prompt is read at once, whichever layer has most on the device."""
     mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])

@@ -26,6 +26,22 @@ STEPS = 14
 LENGTHS = (*oracle.LENGTHS, 90)
 ROWS, TOTAL = len(LENGTHS), max(LENGTHS) + STEPS
 
+# The other readings of the paper, one by one and together. The prompt's list and the step's list have few pages to win.
+TOGETHER = {"page_vec_rope": "pre", "centred": True, "candidates": "history", "anchor_pages": 1}
+READINGS = {
+    "flat, together": {**TOGETHER, "hierarchy": False},
+    "in levels, together": {**TOGETHER, "trigger": "step"},
+    "centred": {"centred": True},
+    "flat": {"hierarchy": False},
+    "history": {"candidates": "history"},
+    "short anchor": {"anchor_pages": 1},
+    "long anchor": {"anchor_pages": 5},
+    "every step": {"trigger": "step", "window": 1},
+    "from the trigger on": {"first_selection": "trigger"},
+    "never": {"first_selection": "trigger", "trigger": "never"},
+    "normalised": {**TOGETHER, "normalize": True, "hierarchy": False, "first_selection": "trigger"},
+}
+
 
 def method(**knobs):
     """CHESS at the oracle's small setting, some knobs changed."""
@@ -153,6 +169,80 @@ def test_random_rows_at_every_edge(layers, heads, groups, dim):
     assert sum(len(set(pages[1:]) - set(range(pages[-1] - 4, pages[-1] + 1))) for pages in lists) > 4, "only the newest"
 
 
+@pytest.mark.parametrize(
+    "name", [x if "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS]
+)
+def test_every_reading_equals_the_oracle(name):
+    """Keys have a large mean in common, as a model's keys do, so that centring moves every list."""
+    q, k, v, logits = recording(24, 2, 2, 2, 16)
+    common = np.random.default_rng(6).normal(size=(2, 1, 2, 1, 16)).astype(np.float32) * 4
+    data = q, k + common, v, logits
+    traces = compare({"ratios": (0.7, 0.7, 0.6), **READINGS[name]}, data)
+    assert name == "never" or all(trace.reconstructed for trace in traces if trace.statistics[1:])
+    left_out = [set(range(len(trace.pages))) - trace.active for trace in traces]
+    assert name == "never" or sum(map(len, left_out)) > 10, "nothing was left out"
+
+
+@pytest.mark.parametrize("reading", [{"centred": True}, {"candidates": "history"}, {"hierarchy": False}])
+def test_readings_choose_other_pages(reading):
+    """Every reading lists pages that the default leaves out, on keys with a mean in common."""
+    _, k, _, _ = recording(24, 2, 2, 2, 16)
+    k = np.asarray(k, np.float64) + np.random.default_rng(6).normal(size=(2, 1, 2, 1, 16)) * 4
+    tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
+    tree["ratios"] = (0.7, 0.7, 0.6)
+    rows = [(k[:, row], 90) for row in range(ROWS)]
+    lists = [[oracle.select(*row, normalize=False, **tree, **knobs) for row in rows] for knobs in ({}, reading)]
+    assert sum(bool(other - first) for first, other in zip(*lists)) > 1
+
+
+def test_centring_finds_the_page_that_resembles_the_newest():
+    """A short page of the newest subject loses to long pages by the raw product, and wins once the mean is subtracted."""
+    rng = np.random.default_rng(8)
+    pages, topic = rng.normal(size=(40, 64)), rng.normal(size=64) * 4
+    common = 20 * rng.normal(size=64)
+    vectors = common * np.linspace(0.9, 1.1, 40)[:, None] + pages
+    vectors[5] += topic
+    anchor = common + topic
+    shape = page_tree.Shape(page_size=4, fan=None)
+    nodes = page_tree.Nodes(vectors=jnp.asarray(vectors[None], jnp.float32), shape=shape)
+    mean = page_tree.mean_page(nodes, jnp.array([40]))
+    np.testing.assert_allclose(mean[0], vectors.mean(axis=0), rtol=1e-5)
+    everywhere = jnp.ones((1, 40), bool)
+    for centre, found in ((0, {39}), (mean, {5})):
+        score = page_tree.score_nodes(nodes, jnp.asarray(anchor[None], jnp.float32) - centre)[0]
+        best = page_tree.best_pages(score, everywhere, (0.5, 0.5, 0.1))
+        assert set(np.flatnonzero(best[0]).tolist()) == found
+
+
+def test_candidates_alone_are_counted_and_ranked():
+    """Chunks and grids without a candidate take no place, whatever their scores."""
+    rng = np.random.default_rng(9)
+    scores = [rng.normal(size=(20, n)) for n in (3, 9, 27)]
+    candidate = rng.uniform(size=(20, 27)) < np.linspace(0, 1, 20)[:, None]
+    run = jax.jit(page_tree.cascade, static_argnums=(5, 6))
+    got = run(*(jnp.asarray(x, jnp.float32) for x in scores), jnp.asarray(candidate), (0.6, 0.5, 0.4), 3, 3)
+    for row in range(20):
+        want = oracle.cascade(*(x[row] for x in scores), (0.6, 0.5, 0.4), 3, 3, set(np.flatnonzero(candidate[row])))
+        assert set(np.flatnonzero(got[row]).tolist()) == want
+    assert not got[0].any() and got[-1].any()
+
+
+def test_what_a_reconstruction_reads_is_counted():
+    """Without grids and chunks fewer vectors are read, and the mean reads the vectors of pages once more."""
+    data, lengths = recording(25, 1, 1, 1, 4, batch=3, total=40), (38, 31, 6)
+    row_bytes = 4 * 4  # one layer and one head of 4 channels in float32
+    read = {}
+    for name, knobs in (("flat", {"hierarchy": False}), ("centred", {"centred": True})):
+        _, cache, _, _ = drive({"trigger": "step", **knobs}, data, lengths, active=np.ones((2, 3), bool))
+        stats = measure(cache)
+        assert np.asarray(cache.shared.reconstructions).tolist() == [2, 2, 2]
+        read[name] = np.asarray(stats.metadata_bytes) / row_bytes
+        pages = np.asarray(cache.shared.complete)
+    chunks = -(-pages // 2)
+    np.testing.assert_allclose(read["flat"], pages)
+    np.testing.assert_allclose(read["centred"], (pages + chunks + -(-chunks // 2)) + pages)
+
+
 @pytest.mark.parametrize("rope", ["post", "pre"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.thorough
@@ -258,11 +348,17 @@ def test_rows_that_stand_still():
     assert not traces[0].outputs and sum(len(trace.reconstructed) for trace in traces) > 10
 
 
-@pytest.mark.thorough  # the contract shows it for other methods
-def test_mask_mode_equals_gather_mode():
-    data = recording(18, 2, 2, 2, 16)
-    _, first, gathered, lists_gathered = drive({}, data)
-    _, second, masked, lists_masked = drive({}, data, fields={"implementation": "mask"})
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flat, together",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("default", "in levels, together", "normalised")),
+    ],
+)
+def test_mask_mode_equals_gather_mode(name):
+    data, knobs = recording(18, 2, 2, 2, 16), READINGS.get(name, {})
+    _, first, gathered, lists_gathered = drive(knobs, data)
+    _, second, masked, lists_masked = drive(knobs, data, fields={"implementation": "mask"})
     np.testing.assert_allclose(gathered, masked, atol=1e-5, rtol=0)
     jax.tree.map(np.testing.assert_array_equal, lists_gathered, lists_masked)
     np.testing.assert_array_equal(first.shared.tree.pages, second.shared.tree.pages)
@@ -291,24 +387,27 @@ def same_vectors(grown, built, rows):
     for row in range(rows):
         complete = int(grown.shared.complete[row])
         assert complete == int(built.shared.complete[row])
-        for name, per in (("pages", 1), ("chunks", 2), ("grids", 4)):
+        flat = grown.shared.tree.shape.fan is None
+        for name, per in (("pages", 1), *(() if flat else (("chunks", 2), ("grids", 4)))):
             used = -(-complete // per)
             a, b = (np.asarray(getattr(cache.shared.tree, name))[row, :used] for cache in (grown, built))
             np.testing.assert_array_equal(a, b, err_msg=f"row {row}: {name}")
 
 
 @pytest.mark.parametrize(
-    "steps, rope, normalize",
+    "steps, rope, normalize, hierarchy",
     [
-        (120, "post", False),
-        *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False), ("pre", True))),
+        (120, "post", False, True),
+        *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False, True), ("pre", True, True))),
+        pytest.param(120, "pre", False, False, marks=pytest.mark.thorough),
     ],
 )
-def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize):
+def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize, hierarchy):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)
     data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps, vocab=2037)  # entropies do not depend on the steps
     knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "page_vec_rope": rope, "normalize": normalize}
+    knobs |= {"hierarchy": hierarchy, "centred": not hierarchy}
     knobs |= {"tau_entropy": 6.6, "tau_varentropy": 6.0}
     player, params = tape.record(*data)
     driven = drive(knobs, data, lengths, active=np.ones((steps, 2), bool))
@@ -321,26 +420,30 @@ def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize):
 
 
 @pytest.mark.slow
-def test_several_tokens_at_once_leave_the_list_of_a_prompt():
+@pytest.mark.parametrize("name", ["default", "flat, together", "from the trigger on"])
+def test_several_tokens_at_once_leave_the_list_of_a_prompt(name):
     """Several tokens at once, ragged: pages complete in the middle of a call, and the list equals a prompt's last list."""
     q, k, v, _ = data = recording(22, 2, 2, 2, 16)
     player, params = tape.record(*data)
+    knobs = READINGS.get(name, {})
     more = np.resize(np.array([9, 0, 2, 4, 11]), ROWS)
-    cache = tape.read(player, params, LENGTHS, method(), STEPS)
+    cache = tape.read(player, params, LENGTHS, method(**knobs), STEPS)
     before = jax.tree.map(lambda x: np.array(x)[None], lists(cache))
     tokens = np.array(LENGTHS)[:, None] + np.arange(11)
     grown = kvjax.extend(params, cache, tokens, lengths=more)
     after = np.array(LENGTHS) + more
-    same_vectors(grown, tape.read(player, params, after, method(), 1), ROWS)
+    same_vectors(grown, tape.read(player, params, after, method(**knobs), 1), ROWS)
     _, outputs, seen = tape.decode(params, grown, np.ones((3, ROWS), bool), watch=lists)
     seen = jax.tree.map(np.asarray, seen)
     tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
     for row, length in enumerate(after):
         rotated = [rotate_all(x[:, row, ..., : length + 1, :], player.inv_freq) for x in (q, k)]
         pages = listed(seen, 0, row)
-        assert pages == (
-            oracle.select(rotated[1], length, normalize=False, **tree) if more[row] else listed(before, 0, row)
-        )
+        described = k[:, row, :, :length].astype(np.float64) if "page_vec_rope" in knobs else rotated[1]
+        reading = {name: value for name, value in knobs.items() if name not in ("page_vec_rope", "first_selection")}
+        everything = set(range(length // 4)) if "first_selection" in knobs else None
+        want = everything or oracle.select(described, length, normalize=False, **tree, **reading)
+        assert pages == (want if more[row] else listed(before, 0, row))
         positions = [i for i in range(length + 1) if i // 4 in pages | {length // 4}]
         for layer in range(2):
             want = attend_to(*(x[layer] for x in rotated), v[layer, row], length, [positions] * 2)
@@ -363,7 +466,8 @@ def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_ch
     """The method's own cascade on NumPy arrays: bool [B, P]."""
     run = jax.jit(page_tree.cascade, static_argnums=(5, 6))
     scores = [jnp.asarray(x, jnp.float32) for x in (score_grids, score_chunks, score_pages)]
-    return np.asarray(run(*scores, jnp.asarray(counts, jnp.int32), ratios, pages_per_chunk, chunks_per_grid))
+    candidate = jnp.arange(scores[2].shape[1])[None] < jnp.asarray(counts, jnp.int32)[:, None]
+    return np.asarray(run(*scores, candidate, ratios, pages_per_chunk, chunks_per_grid))
 
 
 @pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (0.1, 0.9, 0.2), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
