@@ -83,6 +83,7 @@ _HEADS = tuple(
 VARIANTS = {
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
+    "mosaickv each": lambda: example("mosaickv", reduce="each", keep_first_block=True),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
     "tokenselect hard": lambda: example("tokenselect", vote="hard"),
     "prefill by head": lambda: dataclasses.replace(WRAPPERS["prefill"], pattern=(_HEADS,) * CONFIG.num_layers),
