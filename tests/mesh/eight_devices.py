@@ -82,6 +82,7 @@ _HEADS = tuple(
 )
 VARIANTS = {
     "sentencekv global": lambda: example("sentencekv", prefilter="global"),
+    "sentencekv each": lambda: example("sentencekv", prefilter="global", lists="q_head", query="finished"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
     "mosaickv each": lambda: example("mosaickv", reduce="each", keep_first_block=True),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
