@@ -199,10 +199,14 @@ class SentenceKV(SlotMethod):
         score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="each" if each else "sum")
         batch, heads, num_slots = cache.position.shape
         group = score.shape[2] if each else 1
-        of_group = [jnp.repeat(x, group, axis=1) for x in (aux.sentence, cache.position, aux.count, aux.length)]
+        of_group = (aux.sentence, cache.position, aux.count, aux.length)
+        sentence, position, count, length = (jnp.repeat(x, group, axis=1) for x in of_group)
         slots, listed = sentence_cut(
             score.reshape(batch, heads * group, -1),
-            *of_group,
+            sentence,
+            position,
+            count,
+            length,
             cache.cursor,
             self._events(step)[:, 0],
             self.budget,
@@ -224,7 +228,7 @@ class SentenceKV(SlotMethod):
     ) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
         if step.select_aux is not None:
-            found = jnp.where(step.select_aux >= 0, step.select_aux, aux.found)
+            found = jnp.where(step.select_aux >= 0, step.select_aux, not_none("found", aux.found))
             aux = dataclasses.replace(aux, found=found)
         if tokens == 1:
             return cache, _absorb(cache.newest_key, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
