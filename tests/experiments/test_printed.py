@@ -14,6 +14,7 @@ from experiments.cli.main import main
 from experiments.evaluation.comparison import Compared
 from experiments.evaluation.printed import beside, printed, printed_tables
 from experiments.evaluation.settings import EvaluationSettings
+from kvjax.describe import describe
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -50,6 +51,17 @@ def test_printed_means_are_the_means_of_the_printed_scores():
                 compared += 1
     assert compared == 57
     assert all(0 <= n.value <= 100 and (n.full is None or 0 <= n.full <= 100) for n in printed())
+
+
+@pytest.mark.parametrize("name", ["mosaickv", "sentencekv", "tokenselect"])
+def test_readings_of_a_paper_are_methods_and_differ(name):
+    """Each variant can be made, beside the paper's own setting, and no two are the same method."""
+    settings = EvaluationSettings.from_mapping(read_yaml(SETTINGS / f"readings-{name}.yaml"), name)
+    tokenizer = models.load_tokenizer(BUILTIN)
+    config = models.ModelConfig(**SMALL)
+    made = [choice.at(settings.lengths[0], tokenizer, config, {}) for choice in settings.methods]
+    variants = [describe(setting.method) for setting in made if setting.name == name]
+    assert settings.methods[0].label == name and len({str(x) for x in variants}) == len(variants) > 10
 
 
 def test_tables_are_told_apart():

@@ -272,14 +272,14 @@ class Row:
         return found
 
     def choose(self, query, h):
-        """Packed positions that head ``h`` attends to, for rotated queries [G, D]."""
+        """Packed positions that rotated queries [G, D] of head ``h`` attend to together."""
         knobs, units = self.knobs, self.units(h)
         if not units:
             return []
         raw = np.array([[float(one @ mean) for _, _, mean in units] for one in query])
         if knobs["reduce"] == "softmax":
             raw = np.array([softmax(one / math.sqrt(self.dim)) for one in raw])
-        score = raw.max(axis=0) if knobs["reduce"] == "max" else raw.mean(axis=0)
+        score = raw.max(axis=0) if knobs["reduce"] in ("max", "each") else raw.mean(axis=0)
         if knobs["keep_first_block"]:
             for i, (first, _, _) in enumerate(units):
                 score[i] = math.inf if first == 0 else score[i]
@@ -295,9 +295,14 @@ class Row:
     def decode(self, query, t):
         """Token ``t`` with rotated queries [H, G, D]: output [H, G, D], attended positions of each head."""
         self.buffer.append(t)
-        chosen = [self.choose(query[h], h) for h in range(self.heads)]
-        out = np.stack([self.attend(query[h], h, chosen[h], self.buffer) for h in range(self.heads)])
-        attended = [set(packed) | set(self.buffer) for packed in chosen]
+        out, attended = np.zeros(query.shape), [set(self.buffer) for _ in range(self.heads)]
+        size = 1 if self.knobs["reduce"] == "each" else query.shape[1]  # query heads that choose together
+        for h in range(self.heads):
+            for g in range(0, query.shape[1], size):
+                together = query[h, g : g + size]
+                chosen = self.choose(together, h)
+                out[h, g : g + size] = self.attend(together, h, chosen, self.buffer)
+                attended[h] |= set(chosen)
         self.flush()
         return out, attended
 

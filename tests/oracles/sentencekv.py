@@ -130,6 +130,7 @@ def run(
     num_recent=32,
     mode="paper",
     open_cap=256,
+    lists="kv_head",
 ):
     """See the package's docstring; the token id at position t is t."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
@@ -139,27 +140,30 @@ def run(
     number = sentences_of(prompt, total, is_end)
     pools = pools_after_prompt(q, k, prompt, int(np.floor(keep_factor * budget)), prefilter, obs_window, kernel)
     first = prompt  # of the open sentence
+    finished = None  # the last sentence that was written to its end
     for t in range(prompt, total):
         if is_end[t]:
-            first = t + 1
+            finished, first = range(first, t + 1), t + 1
         count = t + 1 - first
         whole = count <= (1 if mode == "code" else 0)
         recent = num_recent if mode == "code" else min(max(num_recent, min(count, open_cap)), budget - num_sink)
         closed = {number[i] for i in range(first)}
-        asking = [t] if query == "current" else range(first, t + 1)
+        asking = {"current": [t], "mean": range(first, t + 1), "finished": finished or range(first, t + 1)}[query]
         output = np.zeros((heads, group, dim))
         attended, kept = [set() for _ in range(heads)], [set() for _ in range(heads)]
         for h in range(heads):
             pool = pools[h]
             pool.append(t)
-            chosen = set(range(len(pool)))
-            if not whole:
-                order = ranked(pool, k[h], number, closed, [q[h, x, i] for x in range(group) for i in asking])
-                chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
-            positions = sorted(pool[slot] for slot in chosen)
-            for g in range(group):
-                output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
-            attended[h] |= set(positions)
+            size = 1 if lists == "q_head" else group  # query heads that choose together
+            for together in (range(g, g + size) for g in range(0, group, size)):
+                chosen = set(range(len(pool)))
+                if not whole:
+                    order = ranked(pool, k[h], number, closed, [q[h, g, i] for g in together for i in asking])
+                    chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
+                positions = sorted(pool[slot] for slot in chosen)
+                for g in together:
+                    output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
+                attended[h] |= set(positions)
             kept[h] |= set(pool)
         trace.outputs.append(output)
         trace.attended.append(attended)

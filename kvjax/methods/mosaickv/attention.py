@@ -122,7 +122,7 @@ def attend_packed(
         cache: the buffer, the new tokens included.
         query: [B, H, G, T, D], rotated by position.
         position: int32 [B, T].
-        keep: bool [B, H, P], blocks to attend to.
+        keep: bool [B, H, G or 1, P], blocks to attend to.
 
     Returns:
         [B, H, G, T, D] in the dtype of the query.
@@ -143,8 +143,9 @@ def attend_packed(
     logits = jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1)
     stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
     newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
-    older = jnp.repeat(keep, layout.granule, axis=2)[:, :, None, None]
-    older = jnp.broadcast_to(older, (*newer.shape[:4], older.shape[-1]))
+    older = jnp.repeat(keep, layout.granule, axis=3)[:, :, :, None]
+    older = jnp.broadcast_to(older, (*older.shape[:3], query.shape[3], older.shape[-1]))
+    newer = jnp.broadcast_to(newer, (*older.shape[:4], newer.shape[-1]))
     seen = jnp.concatenate([older, newer], axis=-1)
     weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
     weight = jnp.where(seen, weight, 0)

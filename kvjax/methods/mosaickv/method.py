@@ -5,7 +5,7 @@ segment's rotated keys and of its values; for every key, value and block mean th
 bitmap of their numbers (`kvjax.methods.mosaickv.packing`); up to ``buffer`` of the newest tokens, unchanged. The exact prompt
 is not kept.
 
-Score of block p of segment s; ``reduce`` is the maximum over the query heads of the group::
+Score of block p of segment s; by default ``reduce`` is the maximum over the query heads of the group::
 
     u[h, p] = max over g of  (Rk_s q[h, g]) . packed mean of the block's keys
 
@@ -15,13 +15,23 @@ Several tokens at once (`extend`) attend to all stored tokens.
 
 **Source**: "MosaicKV" (arXiv:2607.00760); no code has been released.
 
-**Departures** (most of them because the paper does not say): there are bases for each layer, KV head and segment. They are of
-keys after RoPE, because the query is rotated into them. Each KV head has one list of blocks from all segments together,
-with raw scores and the maximum over the group; no block is always attended (``keep_first_block``). The last ``n mod buffer``
-prompt tokens wait in the buffer. New tokens are packed when they arrive and become visible when the buffer is full; this
-equals packing a full buffer, and costs the same in every step. Under the static strategy each channel has its own bit; under
-the dynamic one adjacent channels can share a bit, and their score is their squared sum. The channel permutation for
-neighbouring selections is left out, because the paper does not say how to compute it.
+**Departures** (most of them because the paper does not say): there are bases for each layer, KV head and segment. They are
+of keys after RoPE, because the query is rotated into them, and of uncentred moments (the paper gives K^T K and also says
+covariance). The last ``n mod buffer`` prompt tokens wait in the buffer. New tokens are packed when they arrive and become
+visible when the buffer is full; this equals packing a full buffer, and costs the same in every step. Under the static
+strategy each channel has its own bit, because the paper does not say its element group; under the dynamic one adjacent
+channels can share a bit, and their score is their squared sum. The channel permutation for neighbouring selections is left
+out, because the paper does not say how to compute it. No layer is dense; the paper does not say, and Quest, its baseline,
+leaves two layers dense (`kvjax.PerLayer` can).
+
+Other readings are knobs. How the query heads of a group share blocks: the paper does not say. Each KV head has one list of
+blocks from all segments together, with raw scores and the maximum over the group (``reduce``). With ``reduce="each"`` every
+query head has a list of its own: a step calls the kernel once for each query head of a group, and the accounting counts a
+block once for each KV head. Which blocks are always attended: the paper names only the buffer, so no block is; its blocks
+compete although the first has the attention sink (``keep_first_block``). The paper never stores the last quarter of the
+rotated channels; here every channel can be kept, which costs 4 bytes a vector at head_dim 128 (``truncate``). A quarter of
+the channels is the paper's share: 32 of its 128 channels, and 16 of a head of 64 (``channels``). Its blocks are of 8 tokens,
+or chosen from 4, 8 and 16 (``block_size``).
 
 ``strategy="dynamic"`` chooses three sizes per row, KV head and segment. The kept share and the element group need the fewest
 bytes with a mean loss of at most ``max_loss``; the block is the largest with a variance inside blocks of at most
@@ -35,6 +45,7 @@ The next segment stays open.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -57,7 +68,7 @@ from kvjax.methods.mosaickv.attention import (
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
 from kvjax.rope import rotate
-from kvjax.selection import page_slots
+from kvjax.selection import mask_of, page_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -71,6 +82,7 @@ class MosaicState:
 
     cache: LayerStorage
     store: Store | None = None
+    found: Array | None = None  # int32 [B, H], with reduce="each": blocks that the last step read; EMPTY before a step
 
     @property
     def basis_key(self) -> Array:
@@ -93,8 +105,8 @@ class MosaicKV(LayerMethod):
     block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
     segment: int = static(default=65536, least=1)  # most tokens that share a basis
     buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
-    reduce: str = static(  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities)
-        default="max", choices=("max", "mean", "softmax")
+    reduce: str = static(  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities); or "each"
+        default="max", choices=("max", "mean", "softmax", "each")
     )
     keep_first_block: bool = static(default=False)  # True: always attend to the row's first block
     truncate: bool = static(default=False)  # True: never keep the last quarter of the rotated channels
@@ -146,12 +158,16 @@ class MosaicKV(LayerMethod):
         early = inputs.position < state.store.packed[:, None] + layout.buffer
         position = jnp.where(early, inputs.position, EMPTY) if layout.dynamic else inputs.position
         store = write(layout, cache, state.store, key, inputs.value, position)
+        found = state.found
         if query.shape[3] == 1:
-            out = self._decode(layout, store, cache, query[..., 0, :], inputs.position)[..., None, :]
+            out, read = self._decode(layout, store, cache, query[..., 0, :], inputs.position)
+            out = out[..., None, :]
+            found = None if found is None else jnp.where(inputs.position >= 0, read, found)
         else:  # several tokens at once attend to all stored tokens
             keep = jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
-            out = attend_packed(layout, store, cache, query, inputs.position, keep)
-        return out, self._close(layout, cache, store, key, inputs.value, jnp.where(early, EMPTY, inputs.position))
+            out = attend_packed(layout, store, cache, query, inputs.position, keep[:, :, None])
+        late = jnp.where(early, EMPTY, inputs.position)
+        return out, dataclasses.replace(self._close(layout, cache, store, key, inputs.value, late), found=found)
 
     def finish(self, state: MosaicState, spec: LayerSpec) -> MosaicState:
         if state.store is not None:
@@ -161,14 +177,21 @@ class MosaicKV(LayerMethod):
         )
         if spec.offloaded and store.output is not None:
             store = store.with_exact(to_host(store.output.key), to_host(store.output.value))
-        return MosaicState(cache=cache, store=store)
+        found = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32) if self.reduce == "each" else None
+        return MosaicState(cache=cache, store=store, found=found)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
         query, _, cache = _append(state.cache, inputs)
         layout = self._layout(query.shape[-1])
         store = not_none("store", state.store)
         blocks, count = self._select(layout, store, projected(store, query[..., 0, :]))
-        keep = jnp.repeat(_listed(blocks, count), layout.granule, axis=2)
+        listed, size = _listed(blocks, count), store.block.values.shape[2]
+        if blocks.shape[2] == 1:
+            blocks, listed = blocks[:, :, 0], listed[:, :, 0]
+        else:  # a block that several query heads chose is listed once
+            listed = _spread(blocks, listed, size).any(axis=2)
+            blocks = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], listed.shape)
+        keep = jnp.repeat(listed, layout.granule, axis=2)
         return jnp.concatenate([jnp.where(keep, page_slots(blocks, layout.granule), EMPTY), cache.position], axis=2)
 
     def cost(self, state: MosaicState, shared: None) -> Cost:
@@ -177,7 +200,10 @@ class MosaicKV(LayerMethod):
         layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
         blocks = count_blocks(layout, store)
         quota = self._quota(blocks.sum(axis=1))
-        selected = (quota * layout.granule).astype(jnp.float32)
+        selected = quota.astype(jnp.float32)
+        if state.found is not None:  # before the first step: as if the query heads of a group chose the same blocks
+            selected = jnp.where(state.found >= 0, state.found, quota[:, None]).astype(jnp.float32).mean(axis=1)
+        selected = selected * layout.granule
         raw = 2 * layout.dim * itemsize * cache.cursor.astype(jnp.float32)
         tokens = (blocks * layout.granule).astype(jnp.float32)
         row = vector_bytes(layout, store.segments, itemsize)
@@ -267,35 +293,53 @@ class MosaicKV(LayerMethod):
         )
         return out, MosaicState(cache=cache)
 
-    def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array) -> Array:
-        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head."""
-        parts = projected(store, query)
-        blocks, count = self._select(layout, store, parts)
-        if self.implementation != "mask":
-            return attend_listed(layout, store, cache, query, parts, blocks, count)
-        keep = _spread(blocks, _listed(blocks, count), store.block.values.shape[2])
-        return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :]
-
-    def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
-        """Select the best blocks for queries ``parts`` from `projected`.
+    def _decode(
+        self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array
+    ) -> tuple[Array, Array]:
+        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head.
 
         Returns:
-            Blocks int32 [B, H, K], ascending, and the number of listed entries int32 [B, H].
+            The output [B, H, G, D], and int32 [B, H], blocks that the query heads of each KV head read together.
         """
+        parts = projected(store, query)
+        blocks, count = self._select(layout, store, parts)
+        keep = _spread(blocks, _listed(blocks, count), store.block.values.shape[2])
+        read = jnp.sum(keep.any(axis=2), axis=2, dtype=jnp.int32)
+        if self.implementation == "mask":
+            return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :], read
+        lists, outs = blocks.shape[2], []
+        size = query.shape[2] // lists  # query heads that share a list
+        for at in range(lists):
+            own = slice(at * size, (at + 1) * size)
+            outs.append(
+                attend_listed(
+                    layout, store, cache, query[:, :, own], parts[:, :, :, own], blocks[:, :, at], count[:, :, at]
+                )
+            )
+        return jnp.concatenate(outs, axis=2), read
+
+    def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
+        """Select the best blocks for queries ``parts`` from `projected`; L is 1, or with ``reduce="each"`` G lists.
+
+        Returns:
+            Blocks int32 [B, H, L, K], ascending, and the number of listed entries int32 [B, H, L].
+        """
+        visible = visible_blocks(layout, store)
         if self.reduce == "softmax":
             logits = block_scores(layout, store, parts, None) / math.sqrt(layout.dim)
             peak = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
             score = jax.nn.softmax(logits - peak, axis=-1).mean(axis=2)
-            score = jnp.where(visible_blocks(layout, store), score, -jnp.inf)
+            score = jnp.where(visible, score, -jnp.inf)
         else:
-            score = block_scores(layout, store, parts, self.reduce)
+            score = block_scores(layout, store, parts, None if self.reduce == "each" else self.reduce)
         if self.keep_first_block:
-            first = block_slots(layout, store) < self._first_block(layout, store)
-            score = jnp.where(first & (score > -jnp.inf), jnp.inf, score)
-        blocks = score.shape[2]
+            first = visible & (block_slots(layout, store) < self._first_block(layout, store))
+            score = jnp.where(first[:, :, None] if score.ndim == 4 else first, jnp.inf, score)
+        batch, heads, blocks = *score.shape[:2], score.shape[-1]
         capacity = min(max(1, math.ceil(not_none("capacity", self.capacity) * blocks - 1e-6)), blocks)
         quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
-        return kth_select(score, quota[:, None], capacity)
+        best, count = kth_select(score.reshape(batch, -1, blocks), quota[:, None], capacity)
+        return best.reshape(batch, heads, -1, capacity), count.reshape(batch, heads, -1)
 
     def _close(
         self, layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, late: Array
@@ -336,11 +380,12 @@ def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _listed(blocks: Array, count: Array) -> Array:
-    """Mark the listed entries of ``blocks`` int32 [B, H, K]: bool [B, H, K]."""
-    return jnp.arange(blocks.shape[2])[None, None] < count[..., None]
+    """Mark the listed entries of ``blocks`` int32 [..., K], ``count`` int32 [...] of them: bool [..., K]."""
+    return jnp.arange(blocks.shape[-1]).reshape((1,) * count.ndim + (-1,)) < count[..., None]
 
 
 def _spread(chosen: Array, keep: Array, blocks: int) -> Array:
-    """Convert lists of blocks [B, H, K] to a mask bool [B, H, blocks]."""
-    row, head = jnp.arange(keep.shape[0])[:, None, None], jnp.arange(keep.shape[1])[None, :, None]
-    return jnp.zeros((*keep.shape[:2], blocks), bool).at[row, head, chosen].max(keep)
+    """Convert lists of blocks [B, H, L, K] to a mask bool [B, H, L, blocks]."""
+    lead = chosen.shape[:3]
+    chosen, keep = (x.reshape(len(x), -1, x.shape[3]) for x in (chosen, keep))
+    return mask_of(chosen, keep, blocks).reshape(*lead, blocks)

@@ -16,21 +16,32 @@ whose token ends a sentence attends to all stored tokens. In mode "code" the fir
 section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for details that the paper does not give: max-pooling over 7
 tokens, 32 sink and 32 recent tokens within the budget, and the steps that attend to all tokens.
 
-**Departures**: each KV head keeps its own prompt tokens (``prefilter="kv_head"``: probabilities summed over the group).
-In the paper all heads keep the same tokens (``"global"``), and in the code each query head keeps its own. The code's way
-is not offered: it multiplies the cache by the group size, and it did not help where it was measured
-(docs/tables/ablations.md). Tokens of the open sentence belong to no sentence yet, so the code does not attend to tokens
-of it that are no longer recent. Mode "paper" always attends to its newest ``open_cap`` tokens, within the budget, and
-treats the first token of a sentence like every other. The sinks are slots 0 to ``num_sink - 1``; the code also skips the
-slot after them, which is not skipped here. Equal scores are common, because max-pooling repeats a score over 7 tokens; of
-tokens that tie at the cut, the lowest slots are kept, and in the code PyTorch's ``topk`` decides. The code
-limits the slots that a sentence can contribute, and drops a generated sentence above that limit; here only the budget is
-a limit. The last tokens of the prompt are a sentence, which ends with the prompt. Tokens of an `extend` count as written
-text. ``segment="chunk"`` is the paper's ablation, in which sentences end at fixed positions.
+**Departures**: the sinks are slots 0 to ``num_sink - 1``; the code also skips the slot after them, which is not skipped
+here. Equal scores are common, because max-pooling repeats a score over 7 tokens; of tokens that tie at the cut, the lowest
+slots are kept, and in the code PyTorch's ``topk`` decides. The code limits the slots that a sentence can contribute, and
+drops a generated sentence above that limit; here only the budget is a limit. The last tokens of the prompt are a sentence,
+which ends with the prompt. Tokens of an `extend` count as written text. ``segment="chunk"`` is the paper's ablation, in
+which sentences end at fixed positions.
+
+Other readings are knobs. Which heads keep the same prompt tokens: here each KV head keeps its own (``prefilter="kv_head"``:
+probabilities summed over the group). In the paper's text all heads keep the same tokens (``"global"``). In the code each
+query head keeps its own; this is not offered, because it multiplies the cache by the group size. Which heads read the same
+sentences: the paper ranks them for each head, and the code for each query head, on keys that it repeats. Here a KV head has
+one list, ranked by the sum over its query heads. With ``lists="q_head"`` every query head has a list of its own budget; its
+KV head reads the union, at most G times the budget, and the accounting counts each token once. Pooling: the paper has none
+(``kernel=1``), the code has 7 tokens, which a value of more tokens can exceed where a tokenizer has one token for each digit
+(``kernel=15``, ``31``). When a sentence asks: the paper's text says once it is complete, its pseudo-code in every step with
+the open sentence, as the code and the default here. ``query="finished"`` is the text: the last finished sentence asks, until
+the next one ends; the text is silent about the first sentence, where the open one asks. What the code's mode sees of the
+open sentence: its tokens belong to no sentence yet, so the code does not attend to tokens of it that are no longer recent.
+Mode "paper" always attends to its newest ``open_cap`` tokens, within the budget, and treats the first token of a sentence
+like every other. Sinks and recent tokens within the budget are the code's; the paper names none (``num_sink``,
+``num_recent``). r is "2 or 3" in the paper and 3, 2 or 5 in the code's scripts (``keep_factor``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, ClassVar
 
@@ -47,7 +58,7 @@ from kvjax.fields import number, positive_int, shown
 from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.observation import window_votes
-from kvjax.selection import smooth, top_slots
+from kvjax.selection import compact, mask_of, pick_each, smooth, top_slots
 from kvjax.slots import SlotMethod, check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
@@ -67,6 +78,9 @@ class Sentences:
     query_sum: Array  # float32 [B, H, G, D], rotated queries summed over the open sentence
     key_sum: Array  # float32 [B, H, D], rotated keys summed over the open sentence
     length: Array  # int32 [B, H], tokens of the open sentence, the same in every head of a row
+    # float32 [B, H, G, D], with query="finished": the sum over the last finished sentence that was written; zeros before one
+    last_sum: Array | None = None
+    found: Array | None = None  # int32 [B, H], with lists="q_head": tokens that the last step read; EMPTY before a step
 
 
 @pytree
@@ -82,8 +96,11 @@ class SentenceKV(SlotMethod):
         default="sentence", choices=("sentence", "chunk")
     )
     chunk: int = static(default=32, least=1)  # tokens of such a part
-    query: str = static(  # "mean" over the open sentence, or "current": only the newest token's query
-        default="mean", choices=("mean", "current")
+    query: str = static(  # "mean" over the open sentence, "finished": over the sentence before it; "current": newest token
+        default="mean", choices=("mean", "finished", "current")
+    )
+    lists: str = static(  # sentences are chosen per "kv_head", or "q_head": by each query head for itself
+        default="kv_head", choices=("kv_head", "q_head")
     )
     prefilter: str = static(  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
         default="kv_head", choices=("kv_head", "global")
@@ -162,31 +179,57 @@ class SentenceKV(SlotMethod):
         slots, keep = top_slots(score, at >= 0, kept.astype(jnp.int32), pool)
         cache = cache.compact(slots, keep, room)
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
-        return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
+        aux = _index(cache, jnp.where(keep, sentence, EMPTY), group)
+        if self.query == "finished":
+            aux = dataclasses.replace(aux, last_sum=aux.query_sum)
+        if self.lists == "q_head":
+            aux = dataclasses.replace(aux, found=jnp.full(aux.count.shape, EMPTY, jnp.int32))
+        return cache, aux
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
         query = step.query[..., 0, :]
+        each = self.lists == "q_head"
         # A sum gives the same ranking as a mean, and is rounded less.
         so_far = None if self.query == "current" else aux.query_sum
-        score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="sum")
+        if aux.last_sum is not None:
+            written = jnp.any(aux.last_sum != 0, axis=(2, 3), keepdims=True)
+            query = jnp.where(written, 0, query)
+            so_far = jnp.where(written, aux.last_sum, aux.query_sum)
+        score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="each" if each else "sum")
+        batch, heads, num_slots = cache.position.shape
+        group = score.shape[2] if each else 1
+        of_group = (aux.sentence, cache.position, aux.count, aux.length)
+        sentence, position, count, length = (jnp.repeat(x, group, axis=1) for x in of_group)
         slots, listed = sentence_cut(
-            score,
-            aux.sentence,
-            cache.position,
-            aux.count,
-            aux.length,
+            score.reshape(batch, heads * group, -1),
+            sentence,
+            position,
+            count,
+            length,
             cache.cursor,
             self._events(step)[:, 0],
             self.budget,
             rules=self._rules,
         )
-        return Selection(slots=slots, mask=listed)
+        if not each:
+            return Selection(slots=slots, mask=listed)
+        own = mask_of(slots, listed, num_slots).reshape(batch, heads, group, num_slots)
+        union = own.any(axis=2)
+        # A step that attends to all tokens is no estimate of the next step's.
+        chose = (self._events(step) == JOINS) & (aux.length + 1 > self._rules.whole)
+        found = jnp.where(chose, jnp.sum(union, axis=2, dtype=jnp.int32), EMPTY)
+        slots, listed = compact(union, num_slots)
+        bias = jnp.where(pick_each(own, slots), 0.0, -jnp.inf)
+        return Selection(slots=slots, mask=listed, bias=bias, select_aux=found)
 
     def update(
         self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
+        if step.select_aux is not None:
+            found = jnp.where(step.select_aux >= 0, step.select_aux, not_none("found", aux.found))
+            aux = dataclasses.replace(aux, found=found)
         if tokens == 1:
             return cache, _absorb(cache.newest_key, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
         start = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
@@ -208,6 +251,8 @@ class SentenceKV(SlotMethod):
         groups = cache.valid, cache.valid & ~inside, cache.valid & inside & finished
         stored, always, more = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in groups)
         attended = always + jnp.minimum(more, space)
+        if aux.found is not None:
+            attended = jnp.where(aux.found >= 0, aux.found, attended)
         row = aux.mean.shape[-1] * aux.mean.dtype.itemsize
         return attended, (aux.count * row + stored * aux.sentence.dtype.itemsize).astype(jnp.float32)
 
@@ -302,5 +347,18 @@ def _absorb(
     """
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     key, rows = keys
+    last_sum = aux.last_sum
+    if last_sum is not None:
+        ended = (event == CLOSES)[:, None, None, None]
+        last_sum = jnp.where(ended, aux.query_sum + query.astype(jnp.float32), last_sum)
     sentence, mean, count, query_sum, key_sum, length = sentence_add(key, query, cursor, event, state, rows=rows)
-    return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)
+    return Sentences(
+        sentence=sentence,
+        mean=mean,
+        count=count,
+        query_sum=query_sum,
+        key_sum=key_sum,
+        length=length,
+        last_sum=last_sum,
+        found=aux.found,
+    )

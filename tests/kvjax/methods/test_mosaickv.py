@@ -40,6 +40,9 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
         {"reduce": "softmax"},
         {"keep_first_block": True},
         {"keep_first_block": True, "reduce": "mean"},
+        {"reduce": "each"},
+        {"reduce": "each", "keep_first_block": True, "channels": 0.375},
+        {"reduce": "each", "keep_first_block": True, "strategy": "dynamic", "buffer": 16},
         {"segment": 64},
         {"block_size": 8, "fraction": 0.1},
         {"block_size": 2, "buffer": 2, "channels": 0.125},
@@ -49,7 +52,7 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
 @pytest.mark.thorough
 def test_every_knob_equals_the_oracle(changed):
     lengths = EDGES if not changed else [7, 9, 24, 40]
-    if changed.get("per_vector") is False:
+    if changed.get("per_vector") is False or "strategy" in changed:
         lengths = [9, 24, 40]  # without a segment nothing says which channels are common ones
     check({**mosaickv.KNOBS, **changed}, rows(lengths, seed=len(str(changed))), lengths)
 
@@ -111,12 +114,24 @@ def test_everything_kept_is_dense_attention(dim):
             assert got.attended[step, row].sum() == 2 * (length + step + 1)
 
 
-@pytest.mark.thorough  # the contract shows it for fewer steps
-def test_mask_mode_equals_packed_mode():
-    lengths = [9, 40]
-    q, k, v = rows(lengths)
+def test_query_heads_with_lists_of_their_own_equal_the_oracle():
+    """Each query head attends to its own blocks; the accounting counts a block once that several heads read."""
+    lengths = [7, 24, 40]
+    knobs = {**mosaickv.KNOBS, "reduce": "each"}
+    traces, got = check(knobs, rows(lengths, groups=2, steps=ALIKE), lengths, steps=ALIKE)
+    found, size = np.asarray(got.state.found), knobs["block_size"]
+    for row, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
+        waiting = (length + ALIKE - 1) % knobs["buffer"] + 1  # tokens in the buffer of the last step
+        assert (found[row] * size + waiting).tolist() == [len(heads) for heads in trace.attended[-1]]
+    assert (found[2] > math.ceil(0.3 * 12)).any()  # more than one query head lists
+
+
+@pytest.mark.parametrize("reduce", [pytest.param("max", marks=pytest.mark.thorough), "each"])
+def test_mask_mode_equals_packed_mode(reduce):
+    lengths, knobs = [9, 40], {**mosaickv.KNOBS, "reduce": reduce}
+    q, k, v = rows(lengths, steps=ALIKE)
     got, want = (
-        drive(MosaicKV(**mosaickv.KNOBS, implementation=name), q, k, v, lengths, prompt=40) for name in ("mask", None)
+        drive_alike(MosaicKV(**knobs, implementation=name), q, k, v, lengths) for name in ("mask", None)
     )
     np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(got.attended, want.attended)

@@ -46,6 +46,9 @@ def check(lengths, steps=STEPS, seed=0, fields=None, options=None, heads=2, grou
     return got
 
 
+FEW = table([5, 9, 14, 22, 30, 33, 41])  # the last steps are inside a sentence
+
+
 def positions(mask):
     return np.flatnonzero(mask).tolist()
 
@@ -72,6 +75,35 @@ def test_every_combination_of_modes_equals_the_oracle(mode, prefilter, segment, 
     alone = {at + 1 for at in ended} | {40} if mode == "code" else set()
     for step in range(10):
         assert sizes[step].tolist() == [25 + step if 40 + step in ended | alone else 12] * 2
+
+
+@pytest.mark.parametrize(
+    "mode, prefilter, query",
+    [
+        ("paper", "global", "mean"),
+        pytest.param("paper", "kv_head", "finished", marks=pytest.mark.thorough),
+        pytest.param("code", "global", "current", marks=pytest.mark.thorough),
+        pytest.param("code", "kv_head", "mean", marks=pytest.mark.thorough),
+    ],
+)
+def test_query_heads_with_lists_of_their_own_equal_the_oracle(mode, prefilter, query):
+    """Each attends to its own budget; a KV head reads what both want, and the accounting counts a token once."""
+    got = check((3, 25, 40), seed=1, lists="q_head", mode=mode, prefilter=prefilter, query=query, boundary=FEW)
+    sizes, method = got.attended[-1].sum(axis=-1), SentenceKV(**{**KNOBS, "boundary": FEW}, lists="q_head", mode=mode)
+    assert (12 < sizes[2]).any() and (sizes[2] < 24).all()
+    np.testing.assert_array_equal(got.state.aux.found[2], sizes[2])
+    np.testing.assert_array_equal(method.count(got.state.cache, got.state.aux, None)[0][2], sizes[2])
+
+
+@pytest.mark.parametrize("mode", ["paper", pytest.param("code", marks=pytest.mark.thorough)])
+def test_the_finished_sentence_asks_until_the_next_one_ends(mode):
+    """Before a sentence is finished, the open one asks; then sentences are chosen anew only when one ends."""
+    knobs = {"mode": mode, "boundary": table([5, 9, 14, 22, 30, 43])}
+    got = check((40, 36), query="finished", **knobs)
+    mean = check((40, 36), **knobs)
+    np.testing.assert_array_equal(got.attended[:4, 0], mean.attended[:4, 0])  # position 43 ends the first
+    assert (got.attended[4:, 0] != mean.attended[4:, 0]).any()
+    assert (got.attended[:, 1, :, :44] == mean.attended[:, 1, :, :44])[:4].all()
 
 
 @pytest.mark.parametrize("mode", ["paper", pytest.param("code", marks=pytest.mark.thorough)])
@@ -152,9 +184,11 @@ def test_empty_slots_and_prompt_chunks(prefilter):
 
 
 @pytest.mark.thorough  # the contract shows it for one setting
-@pytest.mark.parametrize("mode, prefilter", [("code", "kv_head"), ("paper", "global")])
-def test_mask_mode_equals_gather_mode(mode, prefilter):
-    check((9, 40), mode=mode, prefilter=prefilter, fields={"implementation": "mask"})
+@pytest.mark.parametrize(
+    "mode, prefilter, lists", [("code", "kv_head", "kv_head"), ("paper", "global", "kv_head"), ("paper", "global", "q_head")]
+)
+def test_mask_mode_equals_gather_mode(mode, prefilter, lists):
+    check((9, 40), mode=mode, prefilter=prefilter, lists=lists, fields={"implementation": "mask"})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -402,7 +436,8 @@ def test_default_fixed_part_is_64_tokens():
     "field, value, limit",
     [
         ("segment", "page", "'sentence', 'chunk'"),
-        ("query", "last", "'mean', 'current'"),
+        ("query", "last", "'mean', 'finished', 'current'"),
+        ("lists", "group", "'kv_head', 'q_head'"),
         ("prefilter", "q_head", "'kv_head', 'global'"),
         ("mode", "fast", "'paper', 'code'"),
         ("chunk", 0, "at least 1"),
