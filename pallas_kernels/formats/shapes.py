@@ -83,6 +83,32 @@ class Shape(abc.ABC):
         return 1 / math.sqrt(self.dim)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongZone(Shape):
+    """Keys between two stretches that ParisKV always attends to; a tenth of them become candidates.
+
+    Attributes:
+        slots: tokens of a row.
+    """
+
+    slots: int = CONTEXT
+
+    @property
+    def first(self) -> int:
+        """The first slot of the zone; as many slots follow it."""
+        return self.slots // 16
+
+    @property
+    def zone(self) -> int:
+        """Keys of the zone."""
+        return self.slots - 2 * self.first
+
+    @property
+    def room(self) -> int:
+        """Capacity of the lists of candidates."""
+        return math.ceil(self.zone / 10)
+
+
 def small[S: Shape](shape: S, **sizes: Any) -> S:
     """Return ``shape`` with two heads of 16 channels, and with ``sizes``."""
     return dataclasses.replace(shape, heads=2, dim=16, **sizes)

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.formats.shapes import CONTEXT, GROUP, Shape, few, normal, positions, small
+from pallas_kernels.formats.shapes import GROUP, LongZone, few, normal, positions, small
 
 _SHARES = (2**31 - 1, 100_000, 10_000, 30_000, 60_000, 100_000, 150_000, 200_000)  # ParisKV's shares for a long zone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """Codes of a long zone, of which a tenth become candidates.
+class Sizes(LongZone):
+    """Codes of a long zone, of which a tenth become candidates."""
 
-    Attributes:
-        slots: tokens of a row.
-    """
-
-    slots: int = CONTEXT
     tolerance: ClassVar[float] = 1e-5
-
-    @property
-    def first(self) -> int:
-        """The first slot of the zone; as many slots follow it."""
-        return self.slots // 16
-
-    @property
-    def zone(self) -> int:
-        """Keys of the zone."""
-        return self.slots - 2 * self.first
-
-    @property
-    def room(self) -> int:
-        """Capacity of the lists of candidates."""
-        return math.ceil(self.zone / 10)
 
     @property
     def name(self) -> str:

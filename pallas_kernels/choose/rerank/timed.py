@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar, Self
 
 import jax
@@ -12,36 +11,19 @@ from jax import Array
 
 from pallas_kernels.choose.rerank import Regions
 from pallas_kernels.formats.key_codes import rows
-from pallas_kernels.formats.shapes import CONTEXT, Shape, few, lists, normal, positions, small
+from pallas_kernels.formats.shapes import LongZone, few, lists, normal, positions, small
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
+class Sizes(LongZone):
     """Candidates, a tenth of the keys of a long zone.
 
     Attributes:
-        slots: tokens of a row.
         regions: sizes of the regions of the cache.
     """
 
-    slots: int = CONTEXT
     regions: Regions = Regions(sinks=64, best=100, tail=768, size=1999)
     float32: ClassVar[bool] = False
-
-    @property
-    def first(self) -> int:
-        """The first slot of the zone; as many slots follow it."""
-        return self.slots // 16
-
-    @property
-    def zone(self) -> int:
-        """Keys of the zone."""
-        return self.slots - 2 * self.first
-
-    @property
-    def room(self) -> int:
-        """Candidates of each head."""
-        return math.ceil(self.zone / 10)
 
     @property
     def name(self) -> str:
