@@ -41,4 +41,4 @@ _PLACES = {
     "experiments.fuzz": "tests.fuzz",
 }
 
-sys.meta_path.append(Moved(lambda: _PLACES))
+sys.meta_path.append(Moved(__name__, lambda: _PLACES))

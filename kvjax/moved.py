@@ -50,4 +50,4 @@ PLACES = types.MappingProxyType(
     }
 )
 
-sys.meta_path.append(Moved(lambda: PLACES))
+sys.meta_path.append(Moved("kvjax", lambda: PLACES))

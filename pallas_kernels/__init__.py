@@ -50,10 +50,12 @@ class Moved(importlib.abc.MetaPathFinder):
     """Tells where a module is now, once no other finder knows it.
 
     Args:
-        places: new names by old names. They are read when an import fails.
+        package: the package of the old names. Imports from other packages are none of its business.
+        places: new names by old names. They are read when an import from ``package`` fails.
     """
 
-    def __init__(self, places: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, package: str, places: Callable[[], Mapping[str, str]]) -> None:
+        self._package = package
         self._places = places
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -62,10 +64,13 @@ class Moved(importlib.abc.MetaPathFinder):
         Raises:
             ModuleNotFoundError: the message has the new name.
         """
-        if name.startswith("_") or (new := self._places().get(name)) is None:
+        if not name.startswith(f"{self._package}.") or (new := self._places().get(name)) is None:
             return
-        raise ModuleNotFoundError(f"{name} has moved: import {new}", name=name)
+        # Without the attribute `name`: `from package import old` swallows an error that has the module's name.
+        raise ModuleNotFoundError(f"{name} has moved: import {new}")
 
 
 # The last finder is asked only about modules that nobody has found: an import that succeeds never meets it.
-sys.meta_path.append(Moved(lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()}))
+sys.meta_path.append(
+    Moved(__name__, lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()})
+)
