@@ -57,7 +57,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
             f"{model.name} is not on this machine and may not be downloaded (offline=True, --offline or HF_HUB_OFFLINE); "
             f"`kvjax fetch {model.name}` gets it once, into {target}"
         )
-    with _explained(model.name, target), _locked(target):
+    with _explained(model.name, model.file, target), _locked(target):
         if not target.is_dir():
             _fetch(model, model.file, target)
     return target
@@ -75,7 +75,7 @@ def _checked(name: str, target: Path) -> Path:
 
 def _fetch(model: NamedModel, file: ModelFile, target: Path) -> None:
     """Make ``target``; the caller holds its lock."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _partial(target)
     download = partial / "download"
     _clear(file, partial)
     there = cached(file)
@@ -98,6 +98,11 @@ def _fetch(model: NamedModel, file: ModelFile, target: Path) -> None:
     finally:
         _clear(file, partial, done=target.is_dir())
     say(f"{model.name} is in {target}")
+
+
+def _partial(target: Path) -> Path:
+    """Name the folder in which ``target`` grows."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def _packages(file: ModelFile) -> str:
@@ -152,7 +157,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(name: str, target: Path) -> Iterator[None]:
+def _explained(name: str, file: ModelFile, target: Path) -> Iterator[None]:
     """Turn the errors of a full or closed cache directory into sentences that say what was to be written, and where."""
     try:
         yield
@@ -160,7 +165,7 @@ def _explained(name: str, target: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _FULL:
-            said = f"no space for {name} in {target.parent}: {error.strerror}; nothing was kept"
+            said = f"no space for {name} in {target.parent}: {error.strerror}; {_kept(file, target)}"
             raise OSError(error.errno, said) from error
         if error.errno in _CLOSED:
             raise OSError(
@@ -170,4 +175,12 @@ def _explained(name: str, target: Path) -> Iterator[None]:
     except Exception as error:  # the package `tokenizers` raises Exception itself, for a full disk too
         if "os error 28" not in str(error):
             raise
-        raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; nothing was kept") from error
+        raise OSError(errno.ENOSPC, f"no space for {name} in {target.parent}; {_kept(file, target)}") from error
+
+
+def _kept(file: ModelFile, target: Path) -> str:
+    """Say what a try that failed has left on the disk."""
+    partial = _partial(target)
+    if not (there := pieces_there(file, partial / "download")):
+        return "nothing was kept"
+    return f"{there} of {len(file.pieces)} pieces are kept for the next try, in {partial}"

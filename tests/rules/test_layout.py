@@ -109,6 +109,18 @@ def test_an_old_name_says_the_new_one(old):
     importlib.import_module(new)
 
 
+TAKEN = (("kvjax", "step"), ("kvjax.methods.chess", "calibration"), ("experiments", "suites"))
+
+
+@pytest.mark.parametrize("package, name", TAKEN)
+def test_a_name_that_is_taken_from_its_package_says_the_new_one(package, name):
+    """Python hides the error of ``from package import name`` that has the module's name."""
+    with pytest.raises(ImportError, match=f"^{package}.{name} has moved: import "):
+        exec(f"from {package} import {name}", {})
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec(f"from {package} import nothing", {})
+
+
 def test_one_kernel_is_imported_alone():
     code = (
         "import sys, pallas_kernels; assert 'jax' not in sys.modules; from pallas_kernels import merge_splits; "

@@ -316,13 +316,14 @@ def collision(
     interpret=False,
 ):
     """List the keys of the zone with the most votes; ``interpret=True`` runs anywhere, slowly."""
-    batch, heads, slots, slices = ids.shape
-    begins = []
+    (batch, heads, slots, slices), begins = ids.shape, []
     if part is not None:
         first, stop = part.zone(first, stop, slots)
         begins, first = [first[None]], None
     dim = query.shape[-1]
     config = default_config(batch * heads, slots) if config is None else config
+    if not interpret and min(config.block, config.tile) < 128:  # with 64 keys an H100 gave wrong lists
+        raise ValueError(f"collision: got {config}, expected a block and a tile of at least 128 keys on a GPU")
     blocks = pl.cdiv(slots, config.block)
     tables = batch * heads * slices
     warps, rivals = 4 if tables <= SMALL else 1, FEWER if SMALL < tables <= AT_ONCE else RIVALS

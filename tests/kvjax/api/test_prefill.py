@@ -48,7 +48,7 @@ def test_methods_that_do_not_read_densely_read_alone():
     }
     wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
     for other in (example("keydiff"), wrapped):
-        with pytest.raises(ValueError, match="must attend to it densely, got .*: prefill each alone"):
+        with pytest.raises(ValueError, match="must attend to the prompt densely, got .*: prefill each alone"):
             read_each(["full", other])
     for wrong in ("full", 3):
         with pytest.raises(ValueError, match="methods must be a list of methods or names, got"):

@@ -125,7 +125,8 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
     arrays, zone = problem(1, rotate=False, clusters=8)
     # Two channels of each slice are 0, so four neighbouring clusters have one score.
     query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)
-    config = pallas_triton.Config(block=64, tile=64)
+    size = 64 if interpret else 128
+    config = pallas_triton.Config(block=size, tile=size)
     _, slots, count = pallas_triton.collision(
         query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret
     )
@@ -223,6 +224,8 @@ def test_wrong_shapes_and_dtypes_are_refused():
         collision(query, signs, counts, ids.astype(jnp.int32), position, stop, rows, first=3, capacity=5)
     with pytest.raises(ValueError, match="expected powers of two"):
         pallas_triton.Config(block=96)
+    with pytest.raises(ValueError, match="expected a block and a tile of at least 128 keys on a GPU"):
+        pallas_triton.collision(*arrays, first=3, capacity=5, config=pallas_triton.Config(tile=64))
 
     def resolved(batch=2, slots=200, dim=32, part=None):
         shapes = [
