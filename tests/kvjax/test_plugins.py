@@ -163,7 +163,7 @@ def test_broken_laws_are_named(monkeypatch):
         check_method(Forgetful)
     said = str(broken.value)
     assert "\na decode step changed the structure of the cache from" in said
-    assert "\n\nbfloat16_is_kept: Check that keys and values stay in the dtype of the model, and that logits are float32.\nTypeError: " in said
+    assert "\n\nbfloat16_is_kept: Check that keys and values stay" in said
 
 
 @pytest.mark.thorough
