@@ -200,6 +200,7 @@ def test_next_line_follows_in_the_file():
         assert sample.question == "\nNext line of code:\n" and sample.answer_prefix == ""
 
 
+@pytest.mark.slow
 def test_next_line_has_only_words_from_above():
     for file in code_files.code_files("eval")[:40]:
         for number in code_completion.next_lines(file):
@@ -281,6 +282,7 @@ def test_answer_stands_in_the_only_function_of_the_name(name):
     assert {"parameters", "exception", "is"} <= kinds
 
 
+@pytest.mark.slow
 def test_several_questions_ask_for_different_functions():
     (document,) = documents("code_recall", 12_000, number=1, num_questions=4)
     assert len({re.search(r"function `(\w+)`", q.question).group(1) for q in document.questions}) == 4

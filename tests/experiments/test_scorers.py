@@ -180,6 +180,7 @@ def test_repoqa_wants_the_function_and_no_other():
     assert score(wanted, "") == 0.0
 
 
+@pytest.mark.slow
 def test_a_very_long_sentence_scores_zero_as_in_longbench():
     words = " ".join(str(number) for number in range(1200))
     assert text_metrics.rouge_l(words, words) == 0.0

@@ -61,6 +61,9 @@ def statement(name):
     return found[0]
 
 
+LONG = ("bucket_score", "collision", "pack_token", "packed_attention")  # whose gradients compile for seconds
+
+
 def differentiable():
     return [name for name in sorted(PLACES) if statement(name).startswith("Differentiable")]
 
@@ -105,7 +108,7 @@ def test_no_kernel_imports_timed_shapes():
             assert not found, f"{path}: {found[0]}"
 
 
-@pytest.mark.parametrize("name", differentiable())
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in differentiable()])
 def test_an_operation_that_says_so_is_differentiable(name):
     """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
     key = jax.random.key(0)

@@ -222,6 +222,7 @@ def test_prompts_of_any_length(name, knobs, rows):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("chess")
 @pytest.mark.parametrize("kind", [None, pytest.param("int8", marks=pytest.mark.thorough)])
 def test_page_vectors_of_another_reading_come_from_offloaded_keys(kind):

@@ -292,6 +292,7 @@ def test_candidate_ties_are_cut_at_the_lower_index(beta, allocated):
     assert {i - SINK for i in picked if SINK <= i < SINK + zone} == set(longest)
 
 
+@pytest.mark.slow
 def test_whole_numbers_tie_exactly():
     """Keys of few directions and queries of whole numbers: what ties in exact arithmetic goes to the lower index."""
     rng = np.random.default_rng(16)

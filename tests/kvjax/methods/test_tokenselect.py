@@ -108,6 +108,7 @@ def test_budget_below_its_capacity(budget):
     np.testing.assert_array_equal(got.attended[:, :, 0].sum(axis=2), np.minimum(seen, SINK + budget + LOCAL))
 
 
+@pytest.mark.slow
 def test_prompts_of_twenty_times_the_limit_stay_finite():
     lengths = np.array([20 * LIMIT, 100])
     q, k, v = random_tokens(23, 2, 1, 2, lengths.max() + 8, DIM)

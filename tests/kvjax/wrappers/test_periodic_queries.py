@@ -97,6 +97,7 @@ def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
     assert (after.aux.moments.scatter is None) == (not evict.reads_covariance)
 
 
+@pytest.mark.slow
 def test_a_window_since_the_last_eviction_equals_the_window_alone():
     """Moments need more queries than the window has, and the ring is as long as the longer of both."""
     for window in (3, 9):
