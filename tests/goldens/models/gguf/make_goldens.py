@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(HERE.parents[2] / "models"))
 import gguf_writing  # noqa: E402
 from gguf_writing import QUANTS  # noqa: E402
 
