@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from kvjax.api.new_folder import folder_of_all
 from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import Cache, LayerStorage, check_alive
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.describe import describe
 from kvjax.mesh.processes import check_all_processes, readable
@@ -44,6 +45,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
 
 
+@in_32_bits
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     """Write ``cache`` to a new directory.
 
@@ -132,6 +134,7 @@ def _says_nothing(record: logging.LogRecord) -> bool:
     return False
 
 
+@in_32_bits
 def load_cache(
     directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None
 ) -> Cache:

@@ -25,11 +25,12 @@ from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.shard_map import SAME, spread, total_bytes
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from kvjax.describe import describe
+from kvjax.describe import describe, is_known
 from kvjax.fields import positive_int
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
 from kvjax.method import Method
@@ -48,6 +49,7 @@ class SweepResult:
     group: int  # settings of the same group ran in one compiled program
 
 
+@in_32_bits
 def sweep(
     params: Any,
     tokens: Tokens,
@@ -136,7 +138,7 @@ def sweep(
 
 def _check_finite(bad: Array, methods: Sequence[Method]) -> None:
     """Refuse logits that were not finite, by the bad steps int32 [lanes, B] of a group."""
-    if int(bad.max()) >= 0:
+    if is_known(bad) and int(bad.max()) >= 0:
         raise FloatingPointError(f"logits are not finite under {describe(methods[int(bad.max(axis=1).argmax())])}")
 
 

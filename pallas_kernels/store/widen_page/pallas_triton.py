@@ -27,7 +27,7 @@ def _kernel(
     def _():
         row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[0])
         key, low, high = key_ref[row, :], old_low_ref[page, :], old_high_ref[page, :]
-        # NaN compares false: the first key of a page is both of its bounds.
+        # Bounds of inf and -inf, or NaN, compare false: the first key of a page is both of its bounds.
         low_ref[page, :] = jnp.where(low <= key, low, key)
         high_ref[page, :] = jnp.where(high >= key, high, key)
 
