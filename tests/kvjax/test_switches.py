@@ -1,9 +1,13 @@
 """JAX's own switches: every method runs under `jax_enable_x64`, with the same tokens, and under `jax_debug_nans`.
 
-test_contract.py looks for NaN in the states of every method.
+And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
 
 from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,8 @@ import pytest
 import kvjax
 from tests.harness import ALL, any_example, example, group, read, tiny_params
 from tests.kvjax.cases import base, go_on, model
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -26,7 +32,9 @@ def everything(name):
         options = {"temperature": temperature, "top_k": 3, "top_p": 0.9, "key": jax.random.key(0)}
         return cache, kvjax.generate(tiny_params(), cache, max_new_tokens=4, **options)
 
-    shapes = ((3, 40), jnp.int64), ((3,), jnp.int64), ((), jnp.float64)
+    # Both have 64 bits under `jax_enable_x64`.
+    whole, real = (jax.dtypes.canonicalize_dtype(dtype) for dtype in (np.int64, np.float64))
+    shapes = ((3, 40), whole), ((3,), whole), ((), real)
     return jax.eval_shape(run, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
@@ -74,3 +82,41 @@ def test_tokens_are_the_same_under_x64():
 def test_debug_nans_does_not_stop_an_empty_page(name):
     with jax.debug_nans(True):
         go_on(read(any_example(name), config=model(name)))
+
+
+WITHOUT_BACK_ENDS = """
+import importlib, pkgutil, sys
+for name in ("triton", "tpu", "mosaic_gpu"):
+    sys.modules[f"jax.experimental.pallas.{name}"] = None
+    sys.modules[f"jax._src.pallas.{name.replace('tpu', 'mosaic')}"] = None
+import jax, kvjax, models, pallas_kernels
+from pallas_kernels.machine import assume_machine
+from tests.kvjax.test_switches import everything
+
+with assume_machine("gpu", (9, 0)):
+    for name in sys.argv[1:]:
+        everything(name)
+with assume_machine("tpu"):
+    everything("quest")
+everything("quest")
+for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
+    if "jax_triton_" not in found.name:  # which need the package jax-triton
+        importlib.import_module(found.name)
+"""
+
+
+EACH = [x.values[0] for x in ALL]
+
+
+@pytest.mark.parametrize("names", [("tova", "quest", "mosaickv"), pytest.param(EACH, marks=pytest.mark.thorough)], ids=len)
+def test_every_method_runs_as_plain_jax_without_back_ends_for_kernels(names):
+    """In a new process without Triton's and Mosaic's modules, as if on a GPU, on a TPU, and on a CPU. One line says why."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_BACK_ENDS, *names], capture_output=True, text=True, timeout=400, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "run as plain JAX" in line]
+    assert len(lines) == 3 and len(set(lines)) == 3, lines
+    for line, module in zip(lines, ("triton", "tpu", "triton"), strict=True):
+        assert f"this JAX has no jax.experimental.pallas.{module} (ModuleNotFoundError" in line
+    assert " and no jax.experimental.pallas.tpu" in lines[2] and " and no " not in lines[0] + lines[1]
