@@ -17,6 +17,7 @@ from kvjax.fields import check_names, nearest, shown
 from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
 
+_MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
@@ -173,7 +174,7 @@ def knobs(cls: type[Method]) -> list[Knob]:
             name=field.name,
             default=field.default,
             traced=not field.metadata.get("static", False),
-            doc=comments.get(field.name, ""),
+            doc=comments.get(field.name, "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
         )
         for field in dataclasses.fields(cls)
     ]
