@@ -343,18 +343,12 @@ def check_budget(method: Any, least: int, needs: str) -> None:
     Raises:
         ValueError: the budget is too small, or the ``capacity`` of a traced budget is.
     """
-    if is_traced(method.budget):
-        if method.capacity < least:
-            raise ValueError(
-                f"{type(method).__name__}: capacity must be a whole number of at least {least} tokens ({needs}), "
-                f"got {method.capacity}"
-            )
-        object.__setattr__(method, "budget", clamped(method.budget, least, None))
-    budget = known(method.budget)
-    if budget is not None and budget.min() < least:
-        raise ValueError(
-            f"{type(method).__name__}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
-        )
+    name = "capacity" if is_traced(method.budget) else "budget"
+    given = known(vars(method)[name])
+    if given is not None and given.min() < least:
+        who = type(method).__name__
+        raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {given}")
+    object.__setattr__(method, "budget", clamped(method.budget, least, None))
 
 
 def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
