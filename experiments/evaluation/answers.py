@@ -30,6 +30,7 @@ from kvjax.method import Method
 # Texts are padded to multiples of these numbers of tokens, so that tasks share a compiled program.
 _NEW_TOKENS = 128
 _QUESTION_TOKENS = 128
+SECONDS = ("seconds", "answer_seconds", "compile_seconds")  # of a row: prompts and answers, answers alone, compilation
 SHARED_TOKENS = 512  # longer answers need so much room that they get a program of their own
 
 
@@ -181,7 +182,8 @@ def _scored(
         for unit, answers in zip(batch.units, one.ids, strict=True):
             ids.update(zip(unit, answers, strict=True))
     accounts = [account(one.stats, batch.shape.rows) for batch, one in zip(batches, asked, strict=True)]
-    seconds = _seconds(sum(one.run_seconds for one in asked), sum(one.compile_seconds for one in asked))
+    times = ([one.run_seconds, one.decode_seconds, one.compile_seconds] for one in asked)
+    seconds = {name: round(sum(spent), 2) for name, spent in zip(SECONDS, zip(*times, strict=True), strict=True)}
     predictions = predict(model, encoded, [ids[i] for i in range(len(encoded.examples))], new_tokens)
     costs = _mean(accounts, [len(batch.units) for batch in batches])
     return {**summary(encoded, predictions), **costs, **seconds}, predictions
@@ -263,10 +265,6 @@ def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
         if len(values) > 1:
             made[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
     return made
-
-
-def _seconds(run: float, compiling: float) -> dict[str, float]:
-    return {"seconds": round(run, 2), "compile_seconds": round(compiling, 2)}
 
 
 def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:

@@ -35,7 +35,15 @@ from experiments.answering import (
 )
 from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation.ahead import CompileAhead, Waiting
-from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, reads_code, with_room
+from experiments.evaluation.answers import (
+    SECONDS,
+    SHARED_TOKENS,
+    Batch,
+    answer_cell,
+    make_batches,
+    reads_code,
+    with_room,
+)
 from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
@@ -134,7 +142,7 @@ class Runner:
                 alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
                 self._compile_ahead(ahead, [[job] for job in alone if not job.setting.method.dense_prompt])
             jobs = self._jobs(choices)
-            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes)
+            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes, self._evicts)
             queued = self._compile_ahead(ahead, groups)
             if names := without_file(self.settings):
                 self._say(
@@ -142,7 +150,7 @@ class Runner:
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            running, compiling = 0.0, 0.0
+            spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
             # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
             with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
@@ -160,15 +168,20 @@ class Runner:
                     rows, again = self._attempt(left, waited, ahead, clock, bar)
                     waiting.put_back(again)
                     for job, row in zip(left, rows, strict=not again):
-                        running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
+                        spent = {name: spent[name] + row[name] for name in SECONDS}
                         self._say(
                             f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
                             f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
                             f"compiling {row['compile_seconds']:.1f} s"
                             + "  NO EFFECT: it read every token" * without_effect(row)
                         )
-                        bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
+                        bar.set_postfix_str(f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
                         bar.update()
+        answers, prompts = spent["answer_seconds"], spent["seconds"] - spent["answer_seconds"]
+        self._say(
+            f"{time.monotonic() - begun:.0f} s: prompts {prompts:.0f} s, answers {answers:.0f} s, "
+            f"waiting for the compiler {spent['compile_seconds']:.0f} s"
+        )
 
     def _attempt(
         self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
@@ -264,6 +277,10 @@ class Runner:
             return None
         shapes = {batch.shape for batch in self._batches(cell, methods[0], group[0].question)}
         return max(self._cache_bytes(methods, shape) for shape in shapes)
+
+    def _evicts(self, job: Job) -> bool:
+        """Tell whether the method of a job evicts in every layer."""
+        return all(layer.evicts for layer in layer_methods(job.setting.method, self.model.config))
 
     def _cache_bytes(self, methods: Sequence[Method], shape: Shape) -> int:
         """Compute `cache_bytes` once for each structure and shape."""

@@ -233,12 +233,16 @@ def test_jobs_are_prefilled_together_as_far_as_they_fit():
         return together.Job(method, None, "prefill", Cell(task, 512, 2), {"needs": needs})
 
     jobs = [job(task, method, needs) for method, needs in zip("abcde", (4, 3, None, 2, 9), strict=True) for task in "tu"]
-    found = together.join(jobs, 3, 9, needed)
+    found = together.join(jobs, 3, 9, needed, lambda job: False)
     assert ["".join(job.label for job in group) + group[0].cell.task for group in found] == [
         "abdt", "abdu", "ct", "cu", "et", "eu",
     ]  # fmt: skip
-    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1)] == [1] * 10
-    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed)] == [1] * 4
+    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1, lambda job: False)] == [1] * 10
+    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed, lambda job: False)] == [1] * 4
+    few = [job("t", name, 2) for name in "AbCd"]
+    for most, made in ((3, ["AC", "bd"]), (4, ["bdAC"])):  # methods that evict, in capitals, apart unless all fit
+        found = together.join(few, most, 9, needed, lambda job: job.label.isupper())
+        assert ["".join(job.label for job in group) for group in found] == made
 
 
 def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
