@@ -58,6 +58,13 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     own = {choice.label for choice in made["base"].choices}
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
 
+    qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
+    assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
+    assert [(x.lengths, x.samples, x.question) for x in qwen] == [
+        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
+    ]  # fmt: skip
+    assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in qwen)
+
 
 TWILIGHT = {"kvjax.wrappers.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}
 
