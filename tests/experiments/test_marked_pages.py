@@ -89,10 +89,11 @@ def docs(tmp_path):
 def test_without_records_the_pages_name_the_commands(docs):
     texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
     command = "python -m kvjax eval --config docs/settings/main.yaml --out docs/records/results/main"
-    assert f"This part has not been measured yet. `{command}` makes its record." in texts["quality.md"]
-    assert "docs/settings/base-tuned.yaml --out" in texts["quality.md"]
-    assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality.md"]
+    assert f"This part has not been measured yet. `{command}` makes its record." in texts["quality-twin.md"]
+    assert "docs/settings/base-tuned.yaml --out" in texts["quality-twin.md"]
+    assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality-twin.md"]
     assert f"`{command}`" in texts["choosing.md"]
+    assert texts["quality.md"].count("This part has not been measured yet. `python -m kvjax eval --config docs/settings/qwen-") == 6
     assert "The built-in retrieval toy" in texts["README.md"] and "has not been measured" not in texts["README.md"]
 
 
