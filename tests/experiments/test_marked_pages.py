@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import models
-from experiments.evaluation import Entry, changes, kendall_tau, mean_scores, solved
+from experiments.cli import read_record
+from experiments.evaluation import Entry, changes, kendall_tau, mean_scores, plots, solved
 from experiments.evaluation.folder import Folder
 from experiments.site import agreement, choice, distance, marks, pages, quality
 
@@ -116,7 +117,7 @@ def test_tables_of_the_main_runs(docs):
     shutil.rmtree(docs / "records" / "results" / "main-16k")
     write_folder(docs, "main-16k", cells("prefill", 16384, {name: OWN[name] for name in ("full", "snapkv")}))
     half = quality.parts(docs)["quality"]()  # without the papers' methods at 16K
-    assert "16K" not in half and "read per step at 8K" in half
+    assert "score at 16K" not in half and "read per step at 8K" in half
     budgets = made["main-budgets"]().splitlines()
     assert "| SnapKV | 55.0 (12.5 %) | 45.0 (6.2 %) | 55.0 (12.5 %) |  |" in budgets
     assert "| CHESS | 10.0 (2.0 %) |  | 55.0 (20.0 %) |  |" in budgets
@@ -130,6 +131,60 @@ def test_tables_of_the_main_runs(docs):
     assert "| SnapKV | -45.0 ± " in made["choosing"]() and f"| 12.5 % | 12.5 % | {1e3 * step:.2f} |" in made["choosing"]()
     assert made["papers"]().splitlines()[2].startswith("| [MosaicKV](methods/mosaickv.md) | -20.0 ± ")
     assert pages.marked_pages(docs)[docs.parent / "README.md"].count("\n") <= 150
+
+
+QWEN = {  # right answers of 20 in niah_single_1, vt, code_recall and code_recall_renamed; knobs; share read
+    "full": ((20, 11, 16, 14), {}, 1),
+    "snapkv": ((12, 10, 8, 6), {"budget": 2048}, 0.13),
+    "snapkv(budget=1/16)": ((9, 0, 4, 4), {"budget": 1024}, 0.065),
+    "quest": ((18, 1, 2, 2), {"budget": 2048}, 0.25),
+    "chess": ((2, 20, 0, 0), {"ratios": [0.5, 0.2, 0.1]}, 0.02),
+    "reversed": ((1, 1, 1, 1), {"budget": 2048}, 0.13),
+}
+
+
+def qwen_cells(question, length, scores):
+    names = ("niah_single_1", "vt", "code_recall", "code_recall_renamed")
+    return [
+        (method, task, length, question, right(count), knobs, share)
+        for method, (counts, knobs, share) in scores.items()
+        for task, count in zip(names, counts)
+    ]
+
+
+def test_tables_of_the_untouched_model(docs):
+    write_folder(docs, "main", cells("prefill", 8192, MAIN))
+    write_folder(docs, "qwen-16k", qwen_cells("prefill", 16384, QWEN), "qwen2.5-coder-1.5b")
+    own = {name: QWEN[name] for name in ("full", "snapkv", "quest", "chess")}
+    longer = {**own, "full": ((20, 12, 16, 14), {}, 1)}  # at 32K vt counts, too
+    write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
+    write_folder(docs, "qwen-extend", qwen_cells("extend", 16384, own), "qwen2.5-coder-1.5b")
+    texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
+    assert "has not been measured" not in texts["quality.md"] and "Qwen2.5-Coder" not in texts["quality-twin.md"]
+    front = pages.parts(docs)["quality"]()
+    told = front.replace("\n", " ")
+    assert "Qwen2.5-Coder-1.5B-Instruct (4-bit weights) as it was published, computed in bfloat16" in told
+    assert "at 16K means of 1 tasks with 20 samples of each (single_1); at 32K means of 2 tasks" in told
+    assert "--config docs/settings/qwen-extend.yaml" in told and "SmolLM2" not in texts["README.md"].split("quality:")[1][:3000]
+    lines = [line for line in front.splitlines() if line.startswith("| ")]
+    assert lines[0] == (
+        "| method | score at 16K | score at 32K | question after, 16K | code recall at 16K | read per step at 16K | "
+        "resident at 16K |"
+    )
+    assert lines[2:] == [
+        "| Full | 100.0 | 80.0 | 100.0 | 80 / 70 | 10.00 MB | 20.00 MB |",
+        "| Quest | 90.0 | 47.5 | 90.0 | 10 / 10 | 2.50 MB (25.0 %) | 5.00 MB |",
+        "| SnapKV | 60.0 | 55.0 | 60.0 | 40 / 30 | 1.30 MB (13.0 %) | 2.60 MB |",
+        "| CHESS | 10.0 | 55.0 | 10.0 | 0 / 0 | 0.20 MB (2.0 %) | 0.40 MB |",
+    ]
+    page = texts["quality.md"]
+    assert "| SnapKV | 16,384 | 60.0 | -40.0 ± " in page and "| SnapKV(budget=1/16) | 45.0 | -55.0 ± " in page
+    assert "| SnapKV | 45.0 (6.5 %) | 60.0 (13.0 %) | 60.0 (13.0 %) |" in page and "| Quest |  |  | 90.0 (25.0 %) |" in page
+    assert "| method | **single_1** | vt | code_recall | code_recall_renamed |" in page
+    assert "| `vt` | 55.0 | 50.0 | 5.0 |" in page  # Full, SnapKV, Reversed
+    assert "| Quest | -10.0 ± " in texts["choosing.md"]
+    assert pages.figures(docs)["results/qwen-16k/solved.png"] == ("results/qwen-16k", "solved")
+    assert plots.solved(read_record(docs / "records" / "results" / "qwen-16k")["metrics"]).axes
 
 
 def test_tables_of_the_base_and_the_order(docs):
