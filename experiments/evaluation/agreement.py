@@ -1,7 +1,7 @@
 """Do models put the methods in the same order? `python -m experiments.evaluation.agreement FOLDER FOLDER ...`.
 
-Each result folder stands for a model. Two models are compared on the tasks that Full solves under both, each at its own shortest
-length, so lengths and numbers of samples may differ.
+Each result folder stands for a model. Two models are compared on the tasks that Full solves under both, each at its own
+shortest length, so lengths and numbers of samples may differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a task gives for no work: `python -m experiments.evaluation.chance --config docs/settings/qwen-16k.yaml`.
 
-Scores an empty answer and the best constant answer on the samples of the settings' tasks, without a model. The constant answers
-that are tried are the references of the samples, so on a task whose answers all differ the best has one sample right.
+Scores an empty answer and the best constant answer on the samples of the settings' tasks, without a model. The constant
+answers that are tried are the references of the samples, so on a task whose answers all differ the best has one sample right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import models
+from experiments.benchmarks import Example
 from experiments.benchmarks.generated import examples, score
 from experiments.cli import run
 from experiments.evaluation.settings import EvaluationSettings
@@ -49,12 +50,12 @@ class Chance:
     answer: str
 
 
-def chance(asked: Sequence) -> Chance:
+def chance(asked: Sequence[Example]) -> Chance:
     """Score an empty answer and the best constant answer.
 
     Args:
-        asked: examples of one task, see `experiments.benchmarks.Example`. Every reference is tried as the constant answer, and
-            all references of an example together.
+        asked: examples of one task. Every reference is tried as the constant answer, and all references of an example
+            together.
     """
 
     def mean(answer: str) -> float:

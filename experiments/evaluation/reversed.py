@@ -1,6 +1,6 @@
 """Reversed: an outside method that keeps what SnapKV drops, and so tells whether a task needs the right tokens.
 
-``--methods experiments.evaluation.reversed:Reversed`` evaluates it beside the methods of kvjax. It is a check of the tasks and
+``--methods experiments.evaluation.reversed:Reversed`` evaluates it beside the methods of kvjax. It is a check of the tasks,
 not a way to save memory. A task on which it scores well does not need the tokens that a method selects.
 """
 
