@@ -9,6 +9,7 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
+from experiments.evaluation.order import COUNTED as COUNTED
 from experiments.evaluation.order import SOLVED as SOLVED
 from experiments.evaluation.order import Change as Change
 from experiments.evaluation.order import Difference as Difference

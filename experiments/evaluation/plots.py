@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
+from experiments.evaluation.order import COUNTED
 from experiments.records import (
     FAINT,
     REFERENCE,
@@ -23,6 +24,8 @@ from experiments.records import (
     tidy,
     token_label,
 )
+from experiments.tasks import GROUPS
+from kvjax import registry
 
 Row = Mapping[str, Any]
 _SCORES = range(0, 101, 20)  # ticks of scores
@@ -296,10 +299,26 @@ def turns(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def solved(rows: Sequence[Row]) -> Any:
+    """Plot as `bytes_read`, over the tasks that count in the main table, with the methods of kvjax alone.
+
+    A task counts at a length if Full scores at least `COUNTED`, and if its text is no code.
+
+    Raises:
+        ValueError: no task counts.
+    """
+    full = [row for row in rows if row["method"] == BASELINE and row["unit"] == "percent"]
+    counted = {(x["name"], x["length"]) for x in full if x["value"] >= COUNTED and x["name"] not in GROUPS["code"]}
+    known = registry.classes()
+    mine = [row for row in rows if (row["name"], row["length"]) in counted and row["method"].partition("(")[0] in known]
+    return bytes_read(mine)
+
+
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "tasks": tasks,
     "budget": budget,
     "pareto": bytes_read,
+    "solved": solved,
     "resident": resident,
     "needle": needle,
     "turns": turns,

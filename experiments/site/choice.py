@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from experiments.answering import PAPERS
 from experiments.records import markdown_rows, token_label
+from experiments.site import untouched
 from experiments.site.marks import missing
 from experiments.site.method_costs import load
 from experiments.site.quality import MAIN
@@ -18,8 +19,8 @@ _SPEED_LENGTH = 131_072  # tokens of the decode steps whose times are shown
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts, by name; see `experiments.site.marks`."""
-    runs = Runs(docs, MAIN)
-    there = (docs / "records" / "results" / "main").is_dir()
+    runs = untouched.runs_of(docs) if untouched.measured(docs) else Runs(docs, MAIN)
+    there = bool(runs)
     return {
         "choosing": functools.partial(numbers, runs, docs) if there else functools.partial(missing, docs, ("main",)),
         "papers": functools.partial(losses, runs) if there else functools.partial(missing, docs, ("main",)),

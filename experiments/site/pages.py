@@ -16,6 +16,7 @@ from experiments.site import (
     quality,
     record_pages,
     record_tables,
+    untouched,
 )
 from experiments.site.marks import names_of, with_parts
 
@@ -28,6 +29,7 @@ FIGURES = {
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),
     "insight.png": ("insight.json", "insight"),
+    "results/qwen-16k/solved.png": ("results/qwen-16k", "solved"),
     "results/main/pareto.png": ("results/main", "pareto"),
     "results/sweep-snapkv/pareto.png": ("results/sweep-snapkv", "pareto"),
     "results/toy/pareto.png": ("results/toy", "pareto"),
@@ -75,7 +77,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
-    for module in (quality, agreement, distance, choice, paper_tables):
+    for module in (quality, untouched, agreement, distance, choice, paper_tables):  # the README is of the later runs
         made |= module.parts(docs)
     return made
 
@@ -88,6 +90,11 @@ def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
     return {file: with_parts(text, known) for file, text in texts.items() if names_of(text)}
 
 
+def figures(docs: pathlib.Path) -> dict[str, tuple[str, str]]:
+    """Return the entries of `FIGURES` whose records exist."""
+    return {file: made for file, made in FIGURES.items() if (docs / "records" / made[0]).exists()}
+
+
 def draw_figures(docs: pathlib.Path = DOCS, again: bool = True) -> list[pathlib.Path]:
     """Draw the figures that the pages show, from their records, and return the files that were drawn.
 
@@ -96,7 +103,7 @@ def draw_figures(docs: pathlib.Path = DOCS, again: bool = True) -> list[pathlib.
         again: also draw the figures that exist already.
     """
     written, records = [], docs / "records"
-    for file, (record, kind) in FIGURES.items():
+    for file, (record, kind) in figures(docs).items():
         if again or not (records / file).exists():
             written += write_figures(records / record, [kind], (records / file).parent, ("png",))
     return written

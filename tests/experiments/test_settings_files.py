@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import kvjax
 import models
 from experiments.cli import read_yaml
+from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, check_choices, choices_of, written
 from experiments.fidelity.settings import FidelitySettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
+from kvjax.testing.layer import stored
+from tests import harness
 
 ROOT = pathlib.Path(models.__file__).parents[1]
 FILES = sorted((ROOT / "docs" / "settings").glob("*.yaml"))
@@ -57,6 +62,28 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     assert made["base"].lengths == made["base-tuned"].lengths
     own = {choice.label for choice in made["base"].choices}
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
+
+    qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
+    assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
+    assert [(x.lengths, x.samples, x.question) for x in qwen] == [
+        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
+    ]  # fmt: skip
+    assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in qwen)
+
+
+def test_reversed_drops_what_snapkv_keeps():
+    """Together the two methods keep every token of every head, and both keep the window alone."""
+    window, budget, length = 4, 12, 40
+    row = [np.arange(length, dtype=np.int32) % 50]
+    kept = []
+    for method in (
+        kvjax.methods.SnapKV(budget=budget, obs_window=window),
+        Reversed(budget=length - budget + window, obs_window=window),
+    ):
+        cache = harness.read(method, rows=row)
+        kept.append([[set(head[head >= 0].tolist()) for head in np.asarray(stored(x).position[0])] for x in cache.layers])
+    for ours, theirs in zip(*(itertools.chain(*layers) for layers in kept), strict=True):
+        assert ours | theirs == set(range(length)) and ours & theirs == set(range(length - window, length))
 
 
 TWILIGHT = {"kvjax.wrappers.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}

@@ -203,7 +203,7 @@ def test_the_figures_that_pages_show_are_known_and_there():
     files = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *RECORDS.glob("*/*/*.md")]
     files += [*(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("models/*/MODEL_CARD.md")]
     shown = [x for file in files for x in re.findall(r"[(/]records/([^)\s]+\.png)", file.read_text(encoding="utf-8"))]
-    assert set(shown) == pages.FIGURES.keys()
+    assert set(shown) == pages.figures(DOCS).keys()
     for file in shown:
         assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
 
