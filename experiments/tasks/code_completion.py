@@ -5,7 +5,7 @@ arXiv:2308.14508. The prompt is the code and nothing else, without a chat templa
 question that follows a compressed context says where the file goes on.
 
 The line to write is a statement on a line of its own. Every name in it, builtins aside, stands above it in the same file.
-The line is determined by the context, and not by what is near: it stands once more, far above, behind the same lines.
+The line is determined by the context, and not by what is near: it stands once more, far above, behind the same line or lines.
 See `source_lines`. Files of the same package come last before the file, like RepoBench's imported files.
 
 Departures: the text is Python's standard library. LongBench's instruction and its "Next line of code:" are left out, because
@@ -28,8 +28,8 @@ from experiments.tasks.fitting import fit
 
 COMPLETION_TOKENS = 64
 QUESTION_LINES = 8  # the last lines, which are the question
-SAME_LINES = 2  # above the line and above its source, at least
-NEAREST, FARTHEST = 1 / 8, 7 / 8  # of the length, between the source and the line
+SAME_LINES = 1  # above the line and above its source, at least
+NEAREST, FARTHEST = 1 / 8, 3 / 4  # of the length, between the source and the line
 FIRST_LINE = 40  # lines of the file above the line, at least
 LINE_LETTERS = (12, 100)  # of the line, at least and at most
 _MARKS = ("`", "#", "//")  # LongBench's scorer skips lines with these

@@ -212,8 +212,8 @@ def test_next_line_stands_once_more_far_above():
 
 def test_source_lines_by_hand():
     text = "a\nb\nx\n\nc\na\n  b\n  x\nb\nx\na\nb\ny\na\nb\ny"
-    # Behind "a, b" line 7 repeats line 2, and line 15 line 12. In line 12 the nearest place behind "a, b" has an x.
-    assert code_completion.source_lines(text.split("\n")) == {7: 2, 15: 12}
+    # Line 11 repeats lines 1 and 6, but the line stands in between, too. Line 12 follows "a, b" with another line.
+    assert code_completion.source_lines(text.split("\n")) == {6: 1, 7: 2, 9: 7, 14: 11, 15: 12}
 
 
 @pytest.mark.slow
