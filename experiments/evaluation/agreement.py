@@ -81,7 +81,7 @@ def agreement(first: Sequence[Entry], second: Sequence[Entry], least: float = CO
 
 def _at_shortest(entries: Sequence[Entry]) -> list[Entry]:
     """Select the rows of methods at their own settings, at the shortest length, with the question in the prompt."""
-    known = registry.classes()
+    known = registry.builtin()
     mine = [x for x in entries if x.row["question"] == "prefill" and x.row["method"] in known and x.row["length"]]
     if not mine:
         raise ValueError("expected rows with the question in the prompt, got none")

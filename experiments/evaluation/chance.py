@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import models
-from experiments.benchmarks import Example
-from experiments.benchmarks.generated import examples, score
+from experiments.benchmarks import Example, examples, score
 from experiments.cli import run
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import markdown_rows

@@ -53,7 +53,7 @@ class Runs:
     @functools.cached_property
     def own(self) -> list[Entry]:
         """The rows of kvjax' methods at their own settings, whose names show no knobs."""
-        return [entry for entry in self.entries if entry.row["method"] in registry.classes()]
+        return [entry for entry in self.entries if entry.row["method"] in registry.builtin()]
 
     @functools.cached_property
     def compared(self) -> list[Compared]:

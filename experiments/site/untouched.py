@@ -78,15 +78,17 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
         shown = (column.get(method, "") for column in code.values())
         body.append((title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
     told = (
-        f"{runs.subject}: scores from 0 to 100 {_over(runs, lengths)}. The question is in the prompt"
-        f"{' or after it (the context is compressed without it)' if after else ''}. The columns of code have the score on "
-        "the library's code, and on the same code with new names. Shares are of what a decode step reads under Full."
+        f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt"
+        f"{' or after it' if after else ''}. Code: the score on Python's library, and on the same code with new names. "
+        "Shares are of what a decode step reads under Full."
     )
     others = len(ranked) - len([x for x in ranked if x in own])
     if len(best) < len(ranked):
         told += f" Of {others} baselines the best {BEST}; [all](docs/quality.md)."
-    commands = "; ".join(f"`{command_of(docs / 'settings' / f'{x.name}.yaml')}`" for x in runs.folders)
-    return f"{wrapped(told)}\n\n{_table(head, body)}\n\n{wrapped(f'The commands: {commands}.')}"
+    more = " and ".join(f"`{x.name}.yaml`" for x in runs.folders[1:])
+    command = f"`{command_of(docs / 'settings' / f'{runs.folders[0].name}.yaml')}`"
+    command += f" makes the columns of {token_label(first)}" + (f",\n{more} the other columns." if more else ".")
+    return f"{wrapped(told)}\n\n{_table(head, body)}\n\n{command}"
 
 
 def means(runs: Runs) -> str:
@@ -199,14 +201,15 @@ def _two(rows: Sequence[Compared], names: tuple[str, str]) -> dict[str, str]:
 
 
 def _over(runs: Runs, lengths: Sequence[int]) -> str:
-    """Say which tasks the means of each length are over, with how many samples, and which tasks count nowhere."""
-    made = []
+    """Say which tasks the means of each length are over, with how many samples."""
+    made: dict[str, list[str]] = {}
     for length in lengths:
         mean = runs.mean("full", "prefill", length)
-        names = ", ".join(map(short, sorted(runs.counted[length], key=_place)))
-        samples = "" if mean is None else f" with {mean['samples']} samples of each"
-        made.append(f"at {token_label(length)} means of {len(runs.counted[length])} tasks{samples} ({names})")
-    return "; ".join(made) + f", on which Full has at least {COUNTED:.0f}"
+        names = sorted(runs.counted[length], key=_place)
+        told = f"the {len(names)} tasks on which Full has at least {COUNTED:.0f} ({', '.join(map(short, names))})"
+        samples = "" if mean is None else f", {mean['samples']} samples of each"
+        made.setdefault(told, []).append(f"at {token_label(length)}{samples}")
+    return "means of " + "; of ".join(f"{told} {'; '.join(at)}" for told, at in made.items())
 
 
 def _head(code: Any) -> tuple[str, ...]:

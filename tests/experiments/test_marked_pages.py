@@ -167,8 +167,8 @@ def test_tables_of_the_untouched_model(docs):
     front = pages.parts(docs)["quality"]()
     told = front.replace("\n", " ")
     assert "Qwen2.5-Coder-1.5B-Instruct (4-bit weights) as it was published, computed in bfloat16" in told
-    assert "at 16K means of 1 tasks with 20 samples of each (single_1); at 32K means of 2 tasks" in told
-    assert "--config docs/settings/qwen-extend.yaml" in told and "SmolLM2" not in front
+    assert "means of the 1 tasks on which Full has at least 60 (single_1) at 16K, 20 samples of each; of the 2 tasks" in told
+    assert "`qwen-32k.yaml` and `qwen-extend.yaml` the other columns." in told and "SmolLM2" not in front
     lines = [line for line in front.splitlines() if line.startswith("| ")]
     assert lines[0] == (
         "| method | score at 16K | score at 32K | question after, 16K | code recall at 16K | read per step at 16K | "
@@ -180,6 +180,7 @@ def test_tables_of_the_untouched_model(docs):
         "| SnapKV | 60.0 | 55.0 | 60.0 | 40 / 30 | 1.30 MB (13.0 %) | 2.60 MB |",
         "| CHESS | 10.0 | 55.0 | 10.0 | 0 / 0 | 0.20 MB (2.0 %) | 0.40 MB |",
     ]
+    assert texts["README.md"].count("\n") <= 150
     page = texts["quality.md"]
     assert "| SnapKV | 16,384 | 60.0 | -40.0 ± " in page and "| SnapKV(budget=1/16) | 45.0 | -55.0 ± " in page
     assert "| SnapKV | 45.0 (6.5 %) | 60.0 (13.0 %) | 60.0 (13.0 %) |" in page and "| Quest |  |  | 90.0 (25.0 %) |" in page
