@@ -48,6 +48,7 @@ COMMANDS = {
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
     "offload": Command("experiments.speed.offload", "time decoding from host memory"),
     "peers": Command("experiments.speed.peers.__main__", "time what PyTorch users have instead (needs torch)"),
+    "peers-eval": Command("experiments.evaluation.peers.__main__", "score kvpress's methods beside ours (needs torch)"),
     "kernels": Command("experiments.speed.kernels.__main__", "time kernels against their floors"),
     "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),

@@ -17,6 +17,7 @@ from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
+from experiments.evaluation.peers.report import peer_scores as peer_scores
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.remade import Remade as Remade
 from experiments.evaluation.remade import System as System

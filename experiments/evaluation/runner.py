@@ -33,7 +33,7 @@ from experiments.answering import (
     resolve_question,
     without_effect,
 )
-from experiments.benchmarks import Cell, CellStore, Reading
+from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import (
     SECONDS,
@@ -44,7 +44,7 @@ from experiments.evaluation.answers import (
     reads_code,
     with_room,
 )
-from experiments.evaluation.cells import make_cells, without_file
+from experiments.evaluation.cells import make_cells, make_reading, without_file
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import Folder, read_examples
 from experiments.evaluation.settings import Choice, EvaluationSettings
@@ -104,13 +104,7 @@ class Runner:
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
         template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
-        self._reading = Reading(
-            model.tokenizer_file,
-            template.around(settings.system, **settings.template_variables) if template else None,
-            self._limit,
-            settings.truncation,
-            settings.max_new_tokens,
-        )
+        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit)
         common = {
             "model": model.name,
             "weights": model.weights,

@@ -22,7 +22,7 @@ EXPERIMENTS = ROOT / "experiments"
 JOBS = sorted(path for path in EXPERIMENTS.rglob("*.py") if path.parent != EXPERIMENTS)  # all files in packages
 FUZZ = sorted((ROOT / "tests" / "fuzz").glob("[!t]*.py"))  # `kvjax fuzz`, which only a clone has; its tests are tests
 PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
-INNER = ("speed.kernels", "speed.peers")  # the packages inside a package of experiments: jobs that share its parts
+INNER = ("evaluation.peers", "speed.kernels", "speed.peers")  # the packages inside a package of experiments: jobs that share its parts
 
 
 def short(path):
