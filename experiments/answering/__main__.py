@@ -12,12 +12,13 @@ import jax
 
 import kvjax
 from experiments.answering.mesh import make_mesh
-from experiments.answering.model import LoadedModel, MeshSettings, load_model
+from experiments.answering.model import MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
+from kvjax.api.text import GrowingText
 from kvjax.decoding.sampling import Sampler
 from pallas_kernels.formats.quantised import MOST
 
@@ -102,18 +103,21 @@ def _generate(settings: GenerateSettings) -> None:
                     kv_dtype=settings.kv_dtype,
                 )
             )
-        new: list[int] = []
-        shown = ""
+        text, new, held = GrowingText(tokenizer), 0, ""
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                new += out.tokens[0, : int(out.num_tokens[0])].tolist()
+                ids = out.rows()[0]
+                new += len(ids)
+                piece = text.add([token for token in ids if token not in config.eos_token_ids])
                 if settings.stream:
-                    shown += _show(_text(model, new)[len(shown) :].rstrip("\ufffd"))
-    _show(_text(model, new)[len(shown) :] + "\n")
+                    _show(piece)
+                else:
+                    held += piece
+    _show(held + text.add([], last=True) + "\n")
     _say(out.stats.summary())
     _say(
-        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {len(new)} tokens "
-        f"in {writing.run:.2f} s ({len(new) / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
+        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
+        f"in {writing.run:.2f} s ({new / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
         f"{reading.compile + writing.compile:.1f} s"
     )
 
@@ -148,18 +152,13 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
         cache = out.cache
         yield out
         # A full piece may end with an end-of-text token too.
-        count = int(out.num_tokens[0])
-        if count < block or int(out.tokens[0, count - 1]) in cache.model.eos_token_ids:
+        ids = out.rows()[0]
+        if len(ids) < block or ids[-1] in cache.model.eos_token_ids:
             return
 
 
-def _text(model: LoadedModel, ids: list[int]) -> str:
-    return model.tokenizer.decode([token for token in ids if token not in model.config.eos_token_ids])
-
-
-def _show(text: str) -> str:
+def _show(text: str) -> None:
     print(text, end="", flush=True)
-    return text
 
 
 def _say(text: str) -> None:
