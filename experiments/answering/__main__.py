@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from experiments.answering.model import MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
+from experiments.tasks import decode_text, encode_prompt, read_text
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
@@ -30,7 +30,7 @@ class GenerateSettings(MeshSettings):
     """What to continue, and how.
 
     Attributes:
-        prompt_file: the text to continue, UTF-8; - reads standard input
+        prompt_file: the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
         method: see kvjax ls; or package.module:Class
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
@@ -82,7 +82,7 @@ def _generate(settings: GenerateSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.method, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
-    ids = tokenizer.encode(prompt).ids
+    ids = encode_prompt(tokenizer, prompt)
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
@@ -123,10 +123,7 @@ def _generate(settings: GenerateSettings) -> None:
 
 
 def _read_prompt(path: str) -> str:
-    try:
-        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
     if not text.strip():
         raise ValueError(f"the prompt is empty: {'standard input' if path == '-' else path}")
     return text
