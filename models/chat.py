@@ -176,7 +176,7 @@ def _template_files(directory: Path) -> dict[str, str]:
     templates = {}
     for name, path in files.items():
         try:
-            templates[name] = path.read_text(encoding="utf-8")
+            templates[name] = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be a text in UTF-8: {error}") from error
     return templates

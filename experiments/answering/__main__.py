@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,12 +11,14 @@ import jax
 
 import kvjax
 from experiments.answering.mesh import make_mesh
-from experiments.answering.model import LoadedModel, MeshSettings, load_model
+from experiments.answering.model import MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
+from experiments.tasks import decode_text, encode_prompt, read_text
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
+from kvjax.api.text import GrowingText
 from kvjax.decoding.sampling import Sampler
 from pallas_kernels.formats.quantised import MOST
 
@@ -29,7 +30,7 @@ class GenerateSettings(MeshSettings):
     """What to continue, and how.
 
     Attributes:
-        prompt_file: the text to continue, UTF-8; - reads standard input
+        prompt_file: the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
         method: see kvjax ls; or package.module:Class
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
@@ -81,7 +82,7 @@ def _generate(settings: GenerateSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.method, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
-    ids = tokenizer.encode(prompt).ids
+    ids = encode_prompt(tokenizer, prompt)
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
@@ -102,27 +103,27 @@ def _generate(settings: GenerateSettings) -> None:
                     kv_dtype=settings.kv_dtype,
                 )
             )
-        new: list[int] = []
-        shown = ""
+        text, new, held = GrowingText(tokenizer), 0, ""
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                new += out.tokens[0, : int(out.num_tokens[0])].tolist()
+                ids = out.rows()[0]
+                new += len(ids)
+                piece = text.add([token for token in ids if token not in config.eos_token_ids])
                 if settings.stream:
-                    shown += _show(_text(model, new)[len(shown) :].rstrip("\ufffd"))
-    _show(_text(model, new)[len(shown) :] + "\n")
+                    _show(piece)
+                else:
+                    held += piece
+    _show(held + text.add([], last=True) + "\n")
     _say(out.stats.summary())
     _say(
-        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {len(new)} tokens "
-        f"in {writing.run:.2f} s ({len(new) / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
+        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
+        f"in {writing.run:.2f} s ({new / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
         f"{reading.compile + writing.compile:.1f} s"
     )
 
 
 def _read_prompt(path: str) -> str:
-    try:
-        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
     if not text.strip():
         raise ValueError(f"the prompt is empty: {'standard input' if path == '-' else path}")
     return text
@@ -148,18 +149,13 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
         cache = out.cache
         yield out
         # A full piece may end with an end-of-text token too.
-        count = int(out.num_tokens[0])
-        if count < block or int(out.tokens[0, count - 1]) in cache.model.eos_token_ids:
+        ids = out.rows()[0]
+        if len(ids) < block or ids[-1] in cache.model.eos_token_ids:
             return
 
 
-def _text(model: LoadedModel, ids: list[int]) -> str:
-    return model.tokenizer.decode([token for token in ids if token not in model.config.eos_token_ids])
-
-
-def _show(text: str) -> str:
+def _show(text: str) -> None:
     print(text, end="", flush=True)
-    return text
 
 
 def _say(text: str) -> None:

@@ -15,6 +15,7 @@ from experiments.benchmarks.base import Example
 from experiments.benchmarks.generated import examples
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
+from experiments.tasks import encode_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +109,17 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
 
     def ids(text: str, special: bool = False) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=special).ids
+        return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
 
     made = cell.given
     if not made:
         # The suites' lengths include the chat template.
         around = len(ids("".join(reading.around))) if reading.around else 0
+        if around >= cell.length:
+            raise ValueError(
+                f"{cell.title}: the chat template and the system message in it have {around} tokens, expected fewer than the "
+                f"length of {cell.length}"
+            )
         made = tuple(
             examples(
                 cell.task,
@@ -139,13 +145,15 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
             size = max(len(whole_ids), len(head_ids) + len(tail_ids))
             excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
         if excess > 0:
-            kept = len(head_ids) - excess
+            opening = _opening(tokenizer, head, head_ids, len(before))
+            kept = len(head_ids) - opening - excess
             if kept < 1:
                 alone = reading.limit - kept
                 raise ValueError(
-                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context"
+                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context, "
+                    f"{opening} of them for what precedes it: begin-of-text, template, system message"
                 )
-            head_ids = truncate(head_ids, kept, reading.truncation)
+            head_ids = head_ids[:opening] + truncate(head_ids[opening:], kept, reading.truncation)
             whole_ids = head_ids + tail_ids
         heads.append(tuple(head_ids))
         tails.append(tuple(tail_ids))
@@ -153,6 +161,21 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         cut.append(max(excess, 0))
         keys.append(hashlib.sha256(f"{example.task}\0{head}\0{tail}".encode()).hexdigest()[:16])
     return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, keys)))
+
+
+def _opening(tokenizer: Tokenizer, head: str, ids: list[int], before: int) -> int:
+    """Count the first tokens of a prompt that no truncation cuts: begin-of-text, and what a template puts before the context.
+
+    Args:
+        tokenizer: the model's.
+        head: the prompt up to the question.
+        ids: token ids of ``head``.
+        before: characters that a template puts before the context; 0 without a template.
+    """
+    if not before:
+        return int(bool(ids) and ids[:1] == tokenizer.encode("").ids[:1])
+    offsets = tokenizer.encode(head, add_special_tokens=False).offsets
+    return next((at for at, (_, end) in enumerate(offsets) if end > before), len(offsets))
 
 
 class CellStore:

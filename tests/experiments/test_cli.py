@@ -169,7 +169,7 @@ def test_streaming_shows_the_same_text(directory, prompt, capsys):
 
 
 def test_generate_reads_standard_input(directory, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOnce upon a time")))
     assert main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
 

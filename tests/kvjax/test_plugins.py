@@ -23,8 +23,10 @@ from kvjax.families import AppendOnly, Eviction
 from kvjax.method import Prompt
 from kvjax.methods import Quest
 from kvjax.testing import check_method, laws
+from kvjax.testing.subject import Subject
 from kvjax.typing import pytree
 from tests import outside_method
+from tests.harness import TINY
 from tests.outside_method import Newest
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -40,6 +42,14 @@ class Forgetful(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array]:
         return cache, jnp.zeros(cache.position.shape[:1])
+
+
+@pytree
+class Average(Eviction):
+    """Keeps keys that are unlike the mean of all slots. Empty slots are among them: the fault that a law must find."""
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        return -jnp.einsum("bhsd,bhd->bhs", cache.key, cache.key.mean(axis=2))
 
 
 # ---- how it is found ------------------------------------------------------------------------------------------------
@@ -164,6 +174,13 @@ def test_broken_laws_are_named(monkeypatch):
     said = str(broken.value)
     assert "\na decode step changed the structure of the cache from" in said
     assert "\n\nbfloat16_is_kept: Check that keys and values stay" in said
+
+
+def test_a_score_that_reads_empty_slots_breaks_a_law():
+    """`compress` meets empty slots: behind the prompts, and behind the longest of them."""
+    subject = Subject(Average(budget=12), TINY, None)
+    with pytest.raises(AssertionError):
+        laws.empty_slots_are_never_read(subject)
 
 
 @pytest.mark.thorough
