@@ -149,11 +149,15 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
             f"expected one of {', '.join(known)}"
         )
     functions: dict[str, list[str]] = collections.defaultdict(list)  # repository -> its functions in the whole file
-    made = []
+    made: list[tuple[Example, str]] = []
+    times: collections.Counter[str] = collections.Counter()
     for record in read_jsonl(path, limit):
         turns = _turns(record)
         context, questions = _texts(file_task, turns, record.text("context"))
-        group = f"{file_task}/{record.texts('id')[0]}"
+        name = f"{file_task}/{record.texts('id')[0]}"
+        times[name] += 1
+        # Two lines of one id are two contexts: in one group, the second line's questions would be asked about the first.
+        group = name if times[name] == 1 else f"{name}#{times[name]}"
         for number, (turn, question) in enumerate(zip(turns, questions, strict=True)):
             task, form = _task_of_turn(file_task, turn)
             example = Example(

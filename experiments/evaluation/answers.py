@@ -22,7 +22,8 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.benchmarks import Cell, Encoded, measures, score
+from experiments.benchmarks import Cell, Encoded, digest, measures, score
+from experiments.evaluation.same_examples import DIGEST
 from experiments.records import LIBRARY_FIELD, CompileClock
 from experiments.tasks import library_origin, reads_library
 from kvjax.method import Method
@@ -233,6 +234,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "unit": "percent",
         "interval_95": interval(scores, [line["group"] for line in predictions]),
         "examples": len(scores),
+        DIGEST: digest(encoded.keys),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),

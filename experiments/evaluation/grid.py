@@ -111,6 +111,7 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
     runner.run()
     for cell, methods in planned:
         encoded = runner.store[cell]
+        runner.check(cell)
         question = resolve_question(methods[0], settings.question)
         names = [_label(grid, choice) for choice in choices]
         identities = [

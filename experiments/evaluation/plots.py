@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
+from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
     REFERENCE,
@@ -318,6 +319,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the figures of a folder's record by name, and the names of the usual figures, for `experiments.cli.plot`."""
+    check_alike(record["metrics"])
     rows = told_apart(record["metrics"])
     rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

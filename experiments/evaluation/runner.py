@@ -37,8 +37,8 @@ from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, reads_code, with_room
 from experiments.evaluation.cells import make_cells, without_file
-from experiments.evaluation.comparison import BASELINE
-from experiments.evaluation.folder import Folder, read_examples
+from experiments.evaluation.folder import Folder
+from experiments.evaluation.same_examples import Answered, from_file
 from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
 from experiments.records import CompileClock, Timer, check_library, knobs_of
@@ -118,6 +118,7 @@ class Runner:
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._known_bytes: dict[Hashable, int] = {}
+        self._checked: set[Cell] = set()
         self._sizes = Sizes(settings.batch_tokens)
         self.cells = make_cells(settings)
         if any(map(reads_code, self.cells)):
@@ -125,9 +126,17 @@ class Runner:
         self.store = CellStore(self._reading, self.cells, settings.workers)
 
     def run(self) -> None:
-        """Run every cell that the folder does not have."""
+        """Run every cell that the folder does not have.
+
+        Raises:
+            ValueError: the folder holds answers to other examples of a cell.
+        """
         choices = self.settings.choices
         begun = time.monotonic()
+        self._answered.check_tasks(self.cells)
+        for cell in self.cells:  # files change; the generators do not, and their cells are checked before they are answered
+            if from_file(cell.identity):
+                self.check(cell)
         with CompileAhead() as ahead, CompileClock() as clock:
             # CHESS is calibrated while the programs of other methods are compiled.
             if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
@@ -209,7 +218,7 @@ class Runner:
     ) -> list[dict[str, Any]]:
         """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
         cell, question = group[0].cell, group[0].question
-        self._same_examples(cell)
+        self.check(cell)
         name = group[0].label if len(group) == 1 else f"{len(group)} methods"
         bar.set_description(f"{name} {cell.title}: compiling")
         with Timer(clock) as waiting:
@@ -272,18 +281,15 @@ class Runner:
             self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape), shape, self.model)
         return self._known_bytes[at]
 
-    def _same_examples(self, cell: Cell) -> None:
-        """Refuse a cell whose file has changed since Full answered it, because the answers could not be compared."""
-        full = self.folder.find({"method": BASELINE, **cell.identity})
-        if full is None or not (cell.source or ":" in (cell.haystack or "") or reads_code(cell)):
-            return
-        ((_, lines),) = read_examples(self.folder.path, [full])
-        answered = {line["key"] for line in lines}
-        if answered != set(self.store[cell].keys):
-            raise ValueError(
-                f"{cell.source or cell.haystack or cell.task} has changed since Full answered {cell.title} in "
-                f"{self.folder.path}: choose another --out, or begin anew with --force"
-            )
+    def check(self, cell: Cell) -> None:
+        """Refuse a cell of which the folder holds answers to other examples, because they could not be compared."""
+        if cell not in self._checked:
+            self._answered.check(self.store[cell])
+            self._checked.add(cell)
+
+    @functools.cached_property
+    def _answered(self) -> Answered:
+        return Answered(self.folder)
 
     def measure(
         self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
