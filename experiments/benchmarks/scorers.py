@@ -12,6 +12,7 @@ import decimal
 import difflib
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 
 from experiments.benchmarks import text_metrics
@@ -166,9 +167,23 @@ def _leading_values(prediction: str, example: Example) -> float:
     return right / len(example.answers)
 
 
-def _name_among_words(prediction: str, example: Example) -> float:
-    """Score InfiniteBench's En.Dia: the first reference must be a word of the output in capitals."""
-    return float(example.answers[0] in _blanked(prediction, "\n:\"'.,?!{}").upper().split())
+def _name_mentioned(prediction: str, example: Example) -> float:
+    """Score InfiniteBench's En.Dia: the output must name one of the references, whatever the case and the punctuation.
+
+    The suite's program of August 2024 takes any reference in any part of the output, also inside a word (ANN in Joanna). Here
+    a name is one or several whole words. The program before that date knew only first references of one word.
+    """
+    return float(any(_runs_in(_words(answer), _words(prediction)) for answer in example.answers))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).upper())
+
+
+def _runs_in(part: Sequence[str], whole: Sequence[str]) -> bool:
+    """Tell whether the words stand in the other words, one after the other."""
+    size = len(part)
+    return size > 0 and any(whole[start : start + size] == part for start in range(len(whole) - size + 1))
 
 
 def _passkey(prediction: str, example: Example) -> float:
@@ -213,7 +228,7 @@ SCORERS: dict[str, Scorer] = {
     "infinitebench_math_calc": _leading_values,
     "infinitebench_code_run": _last_word_integer,
     "infinitebench_code_debug": _faulty_function,
-    "infinitebench_dialogue": _name_among_words,
+    "infinitebench_dialogue": _name_mentioned,
     "infinitebench_summary": functools.partial(_best_rouge, "rougeLsum", False),
     # SCBench, where it differs from InfiniteBench: containment, any reference in capitals, two decimals.
     "scbench_contains": lambda prediction, example: float(example.answers[0] in prediction),
