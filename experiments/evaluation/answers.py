@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,7 @@ def answer_cell(
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
+    tell: Callable[[str, float], None] | None = None,
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -150,12 +152,15 @@ def answer_cell(
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
+        tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
 
     Returns:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example.
     """
     asked: list[list[Asked]] = []  # asked[batch][method]
+    total, done = sum(len(batch.units) for batch in batches), 0
     for batch in batches:
+        part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
         texts = encoded.wholes if question == "prefill" else encoded.heads
         asked.append(
             ask_each(
@@ -168,9 +173,16 @@ def answer_cell(
                 limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
                 clock=clock,
                 kv_dtype=model.kv_dtype,
+                tell=part,
             )
         )
+        done += len(batch.units)
     return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]
+
+
+def _tell_part(tell: Callable[[str, float], None], first: float, part: float, phase: str, share: float) -> None:
+    """Tell the share of a cell, given the share of one of its parts."""
+    tell(phase, first + part * share)
 
 
 def _scored(

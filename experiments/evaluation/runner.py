@@ -10,14 +10,12 @@ import dataclasses
 import functools
 import gc
 import pathlib
-import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import models
 from experiments.answering import (
@@ -38,6 +36,7 @@ from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, reads_code, with_room
 from experiments.evaluation.cells import make_cells, without_file
 from experiments.evaluation.folder import Folder
+from experiments.evaluation.progress import Progress
 from experiments.evaluation.same_examples import Answered, from_file
 from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
@@ -153,15 +152,14 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             running, compiling = 0.0, 0.0
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
-            # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
-            with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
+            with Progress(len(jobs), self.progress) as bar:
                 while waiting:
-                    bar.set_description("compiling")
+                    bar.waits()
                     with Timer(clock) as waited:
                         group = waiting.take()
                     self.folder.results.read()
                     left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
-                    bar.update(len(group) - len(left))
+                    bar.end(len(group) - len(left))
                     parts = self._sizes.alike(left)
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.put_back(parts)
@@ -176,11 +174,10 @@ class Runner:
                             f"compiling {row['compile_seconds']:.1f} s"
                             + "  NO EFFECT: it read every token" * without_effect(row)
                         )
-                        bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
-                        bar.update()
+                        bar.end(1, f"ran {running:.0f} s, compiled {compiling:.0f} s")
 
     def _attempt(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
         """Run a group as `_run` does; if the device runs out of memory, return no rows, and the groups to run instead.
 
@@ -214,18 +211,17 @@ class Runner:
         return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
     def _run(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> list[dict[str, Any]]:
         """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
         cell, question = group[0].cell, group[0].question
         self.check(cell)
         name = group[0].label if len(group) == 1 else f"{len(group)} methods"
-        bar.set_description(f"{name} {cell.title}: compiling")
+        bar.begin(f"{name} {cell.title}", len(group))
         with Timer(clock) as waiting:
             for key in self._add(ahead, group):
                 ahead.wait(key)
-        bar.set_description(f"{name} {cell.title}: running")
-        measured = self.measure(cell, [job.setting.method for job in group], question, clock)
+        measured = self.measure(cell, [job.setting.method for job in group], question, clock, bar.tell)
         rows = []
         for job, (row, predictions) in zip(group, measured, strict=True):
             lost = waited.run + waited.compile + waiting.run + waiting.compile
@@ -292,11 +288,16 @@ class Runner:
         return Answered(self.folder)
 
     def measure(
-        self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
+        self,
+        cell: Cell,
+        methods: Sequence[Method],
+        question: str,
+        clock: CompileClock,
+        tell: Callable[[str, float], None] | None = None,
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Answer a cell under methods that prefill it together; return rows without the methods' names, and predictions."""
-        batches = self._batches(cell, methods[0], question)
-        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
+        batches, limit = self._batches(cell, methods[0], question), self.settings.max_new_tokens
+        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, limit, tell)
 
     def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
         return make_batches(
@@ -376,4 +377,4 @@ class Runner:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            tqdm.write(line, file=sys.stderr)  # standard output is for results
+            Progress.say(line)

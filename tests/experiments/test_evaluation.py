@@ -20,7 +20,7 @@ from experiments.answering import METHODS, Shape, ask, load_model, padded_length
 from experiments.benchmarks import Cell, Example, Reading, alike, encode_cell, is_whole
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, plots, runner, stored, tables, together
+from experiments.evaluation import answers, cells, comparison, plots, progress, runner, stored, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -244,9 +244,10 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
 
 
-def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
+def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
-    found = {}
+    found, told = {}, []
+    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share: told.append((phase, round(share, 2))))
     for most in (8, 1):
         make(tiny, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
@@ -257,6 +258,27 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
             for name, row in rows.items()
         }
     assert found[8] == found[1]
+    both = [("compiling", 0), ("reading", 0), ("asking", 0.33), ("asking", 0.67)]
+    assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
+
+
+def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
+    with progress.Progress(8, True) as bar:
+        bar.waits()
+        bar.end(1)
+        bar.begin("3 methods passkey 512", 3)
+        for phase, share in (("reading", 0.0), ("asking", 1 / 3)):
+            bar.tell(phase, share)
+        bar.begin("2 methods passkey 512", 2)  # three did not fit
+        bar.end(2, "ran 3 s")
+    shown = capsys.readouterr().err
+    for part in ("compiling", " 1/8", "512: compiling", "512: reading", "512: asking", " 2/8", "2 methods", " 1/8", " 3/8"):
+        at = shown.find(part)
+        assert at >= 0, (part, shown)
+        shown = shown[at:]
+    with progress.Progress(8, False) as bar:
+        bar.begin("x", 1)
+    assert capsys.readouterr().err == ""
 
 
 def asks(tiny, out, file, monkeypatch, says=" sky", **given):
