@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.benchmarks import Cell, Encoded, measures, score
+from experiments.benchmarks import Cell, Encoded, digest, measures, score
+from experiments.evaluation.same_examples import DIGEST
 from experiments.records import LIBRARY_FIELD, CompileClock
 from experiments.tasks import library_origin, reads_library
 from kvjax.method import Method
@@ -139,6 +141,7 @@ def answer_cell(
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
+    tell: Callable[[str, float], None] | None = None,
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -150,12 +153,15 @@ def answer_cell(
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
+        tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
 
     Returns:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example.
     """
     asked: list[list[Asked]] = []  # asked[batch][method]
+    total, done = sum(len(batch.units) for batch in batches), 0
     for batch in batches:
+        part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
         texts = encoded.wholes if question == "prefill" else encoded.heads
         asked.append(
             ask_each(
@@ -168,9 +174,16 @@ def answer_cell(
                 limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
                 clock=clock,
                 kv_dtype=model.kv_dtype,
+                tell=part,
             )
         )
+        done += len(batch.units)
     return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]
+
+
+def _tell_part(tell: Callable[[str, float], None], first: float, part: float, phase: str, share: float) -> None:
+    """Tell the share of a cell, given the share of one of its parts."""
+    tell(phase, first + part * share)
 
 
 def _scored(
@@ -235,6 +248,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "unit": "percent",
         "interval_95": interval(scores, [line["group"] for line in predictions]),
         "examples": len(scores),
+        DIGEST: digest(encoded.keys),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),

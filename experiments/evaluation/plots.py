@@ -12,6 +12,7 @@ import numpy as np
 from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
 from experiments.evaluation.order import COUNTED
+from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
     REFERENCE,
@@ -340,6 +341,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the figures of a folder's record by name, and the names of the usual figures, for `experiments.cli.plot`."""
+    check_alike(record["metrics"])
     rows = told_apart(record["metrics"])
     rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

@@ -35,7 +35,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import kvjax
 import models
@@ -44,6 +43,7 @@ from experiments.lm_eval.likelihood import Likelihood, likelihoods
 from experiments.records import knobs_of
 from kvjax import registry
 from kvjax.method import Method
+from models.progress import progress_bar
 
 try:
     from lm_eval import utils
@@ -202,7 +202,7 @@ class KvjaxLM(TemplateLM):
             group_by="gen_kwargs",
             group_fn=lambda args: args[1],
         )
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
+        with progress_bar(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
             for batch in order.get_batched(n=self.batch_size):
                 made = self._generate([prompt for prompt, _ in batch], batch[0][1], tally)
                 for (prompt, wanted), text in zip(batch, made, strict=True):
@@ -299,7 +299,7 @@ class KvjaxLM(TemplateLM):
             grouped.setdefault(tuple(context[-keep:]), []).append(at)
         contexts = sorted(grouped, key=len, reverse=True)
         results: list[Likelihood | None] = [None] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: scoring") as bar:
+        with progress_bar(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: scoring") as bar:
             for start in range(0, len(contexts), self.batch_size):
                 batch = contexts[start : start + self.batch_size]
                 self._score(batch, [grouped[context] for context in batch], requests, results, tally)

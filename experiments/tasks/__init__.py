@@ -16,6 +16,8 @@ from experiments.tasks.making import haystack_for as haystack_for
 from experiments.tasks.making import make_document as make_document
 from experiments.tasks.making import make_documents as make_documents
 from experiments.tasks.making import make_samples as make_samples
+from experiments.tasks.references import check_unicode as check_unicode
+from experiments.tasks.references import reference_text as reference_text
 from experiments.tasks.registry import GROUPS as GROUPS
 from experiments.tasks.registry import TASKS as TASKS
 from experiments.tasks.registry import expand as expand

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -16,10 +17,10 @@ import pytest
 import kvjax
 import models
 from experiments.answering import METHODS, Shape, ask, load_model, padded_length
-from experiments.benchmarks import Cell, Example, Reading, encode_cell
+from experiments.benchmarks import Cell, Example, Reading, alike, encode_cell, is_whole
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, plots, runner, tables, together
+from experiments.evaluation import answers, cells, comparison, plots, progress, runner, stored, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -51,11 +52,15 @@ def tiny(tmp_path_factory):
     return directory
 
 
+@functools.cache
+def loaded(directory):
+    return load_model(directory, "float32")
+
+
 def make(tiny, out, **given):
     given = {"tasks": ("passkey", "niah_single_2"), "lengths": (512,), "samples": 2, "workers": 0, **given}
     chosen = EvaluationSettings.from_mapping({"model": str(tiny), **given}, "a test")
-    model = load_model(tiny, "float32")
-    return runner.Runner(chosen, model, out, progress=False)
+    return runner.Runner(chosen, loaded(tiny), out, progress=False)
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------
@@ -93,7 +98,7 @@ def test_long_contexts_are_cut_and_questions_are_not(mode):
     made = encode([example()], limit=size, truncation=mode)
     assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
     assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
-    assert whole.cut == (0,) and made.keys == whole.keys
+    assert whole.cut == (0,) and made.keys != whole.keys  # it reads other tokens
     with pytest.raises(ValueError, match="question and answer must fit"):
         encode([example()], limit=10)
     with pytest.raises(ValueError, match="token"):
@@ -163,6 +168,36 @@ def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
         ids(contexts[:2], Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
 
 
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_holds_all_that_decides_a_score():
+    plain = encode([example()]).keys[0]
+    others = [
+        encode([example(**{name: value})]).keys[0]
+        for name, value in {
+            "task": "u", "context": "Green.", "question": "?", "answer_prefix": "", "answers": ("grass", "moss"),
+            "stop": ("\n",), "max_new_tokens": 9, "scorer": "part", "classes": ("grass",), "labels": {"depth": 1},
+        }.items()
+    ]  # fmt: skip
+    others += [encode([example()], **{name: value}).keys[0] for name, value in {
+        "around": ("<user>", "</user>"), "limit": 60, "new_tokens": 3,
+    }.items()]  # fmt: skip
+    assert len({plain, *others}) == 1 + len(others)
+    assert encode([example(group="named otherwise")]).keys[0] == plain == encode([example()], limit=9999).keys[0]
+    turns = [example(group="a", question=text) for text in "?!."]
+    first, again = encode(turns).keys, encode([turns[1], turns[0], turns[2]]).keys
+    assert len({*first, *again}) == 6, "an answer in a conversation depends on the turns before it"
+
+
+def test_examples_of_one_prompt_have_keys_of_their_own():
+    made = encode([example(), example(answers=("moss",)), example()]).keys
+    assert len(set(made)) == 3 and made[2] == f"{made[0]}#2" and all(map(is_whole, made))
+    old = made[0].partition("-")[0]
+    before = [old, f"{old}#2", f"{old}#3"]  # of earlier versions, numbered as they are read
+    assert alike(made, before) == (before, before) and alike(made, list(made)) == (list(made), list(made))
+
+
 # ---- folders ------------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +244,10 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
 
 
-def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
+def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
-    found = {}
+    found, told = {}, []
+    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share: told.append((phase, round(share, 2))))
     for most in (8, 1):
         make(tiny, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
@@ -222,6 +258,99 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
             for name, row in rows.items()
         }
     assert found[8] == found[1]
+    both = [("compiling", 0), ("reading", 0), ("asking", 0.33), ("asking", 0.67)]
+    assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
+
+
+def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
+    with progress.Progress(8, True) as bar:
+        bar.waits()
+        bar.end(1)
+        bar.begin("3 methods passkey 512", 3)
+        for phase, share in (("reading", 0.0), ("asking", 1 / 3)):
+            bar.tell(phase, share)
+        bar.begin("2 methods passkey 512", 2)  # three did not fit
+        bar.end(2, "ran 3 s")
+    shown = capsys.readouterr().err
+    for part in ("compiling", " 1/8", "512: compiling", "512: reading", "512: asking", " 2/8", "2 methods", " 1/8", " 3/8"):
+        at = shown.find(part)
+        assert at >= 0, (part, shown)
+        shown = shown[at:]
+    with progress.Progress(8, False) as bar:
+        bar.begin("x", 1)
+    assert capsys.readouterr().err == ""
+
+
+def asks(tiny, out, file, monkeypatch, says=" sky", **given):
+    """An evaluation of a user's file under Full, whose model says the same to everything; the runner."""
+
+    def said(model, encoded, methods, question, batches, clock, new_tokens=None):
+        lines = answers.predict(model, encoded, [model.tokenizer.encode(says).ids] * len(encoded.examples), new_tokens)
+        counted = dict.fromkeys(("seconds", "compile_seconds", *stored._SHOWN_OF_ROW), 1.0) | {"no_effect": False}
+        return [({**counted, **answers.summary(encoded, lines)}, lines) for _ in methods]
+
+    monkeypatch.setattr(runner, "answer_cell", said)
+    monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [])  # compiles nothing
+    given = {"tasks": (f"kvpress:{file}",), "lengths": (64,), "samples": 9, "together": 1, "methods": ["full"], **given}
+    made = make(tiny, out, **given)
+    made.run()
+    return made
+
+
+def rows_of(*answers, question="\nWhat is blue?", task="niah_single_1", **fields):
+    row = {"context": "The sky is blue. " * 30, "question": question, "answer_prefix": "", "task": task, "max_new_tokens": 4}
+    return "".join(json.dumps(row | fields | {"answer": answer}) + "\n" for answer in answers)
+
+
+def test_a_file_that_changed_is_never_compared_with_what_it_was(tiny, tmp_path, monkeypatch):
+    """Whatever was corrected, and whether or not there is a cell left to run."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    file.write_text(rows_of("sky", "sea", question="\nWhich?"))
+    asks(tiny, out, file, monkeypatch)
+    assert len(asks(tiny, out, file, monkeypatch).folder.rows) == 1, "the same file again"
+    changes = {
+        "a reference": rows_of("sky", "the sea", question="\nWhich?"),
+        "a limit": rows_of("sky", "sea", question="\nWhich?", max_new_tokens=5),
+        "a scorer": rows_of("sky", "sea", question="\nWhich?", scorer="niah_number"),
+        "a question": rows_of("sky", "sea", question="\nWhat?"),
+        "a task": rows_of("sky", "sea", question="\nWhich?", task="niah_single_2"),
+        "a row less": rows_of("sky", question="\nWhich?"),
+        "the order": rows_of("sea", "sky", question="\nWhich?"),
+    }
+    for about, text in changes.items():
+        file.write_text(text)
+        for more in ({}, {"methods": ["streamingllm"]}, {"samples": 99}) if about == "a reference" else ({},):
+            with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered .*choose another --out"):
+                asks(tiny, out, file, monkeypatch, **more)
+        other = tmp_path / about
+        asks(tiny, other, file, monkeypatch, methods=["streamingllm"])
+        if about != "a task":
+            with pytest.raises(ValueError, match="different examples of niah_single_1"):
+                comparison.load([out, other])
+    record = read_record(out)
+    record["metrics"] += read_record(tmp_path / "a reference")["metrics"]
+    with pytest.raises(ValueError, match="different examples of niah_single_1: the prompts, the references"):
+        plots.figures(record)
+
+
+def test_a_folder_of_an_earlier_version_is_compared_but_not_continued(tiny, tmp_path, monkeypatch):
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    file.write_text(rows_of("sky", "sea"))
+    (row,) = asks(tiny, out, file, monkeypatch).folder.rows
+    path = out / row["predictions"]
+    path.write_text(re.sub(r'("key": "[0-9a-f]{16})-[0-9a-f]{16}(#2)?"', r'\1"', path.read_text()))
+    (full,) = comparison.load([out])
+    assert len(full.scores) == 2 and list(full.scores.values()) == [1.0, 0.0], "two examples of one prompt"
+    (alone,) = comparison.beside_full([full])
+    assert alone.same == 100 and alone.contexts == 1
+    with pytest.raises(ValueError, match="an earlier version, which kept no references .*choose another --out"):
+        asks(tiny, out, file, monkeypatch)
+    asks(tiny, tmp_path / "new", file, monkeypatch, methods=["streamingllm"])
+    both = comparison.load([out, tmp_path / "new"])
+    with pytest.raises(ValueError, match="under two versions, and the earlier one kept no references"):
+        comparison.beside_full(both)
+    generated = [dataclasses.replace(one, row={**one.row, "source": ""}) for one in both]
+    assert {one.same for one in comparison.beside_full(generated)} == {100}, "the seed tells the references"
 
 
 def test_jobs_are_prefilled_together_as_far_as_they_fit():
