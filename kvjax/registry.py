@@ -113,7 +113,8 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
         ValueError: a text without "=", or a value of the wrong type.
     """
     given: dict[str, Any] = {}
-    cls = classes().get(canonical_name(method))
+    name = canonical_name(method)  # first, because it may import and register a class
+    cls = classes().get(name)
     kinds = typing.get_type_hints(cls) if cls else {}
     for pair in pairs:
         knob, equals, text = pair.partition("=")

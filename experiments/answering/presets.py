@@ -246,10 +246,11 @@ def knobs_by_method(
     """
     grouped: dict[str, list[str]] = {}
     for pair in pairs:
-        name, dot, rest = pair.partition(".")
-        if not dot or "=" in name:
+        named, equals, value = pair.partition("=")
+        name, dot, knob = named.rpartition(".")  # a path has dots of its own
+        if not dot or not equals:
             raise ValueError(f"--set takes METHOD.KNOB=VALUE, got {pair!r}")
-        grouped.setdefault(registry.canonical_name(name), []).append(rest)
+        grouped.setdefault(registry.canonical_name(name), []).append(f"{knob}={value}")
     for name in grouped:
         registry.find(name)  # refuses unknown names
     return {name: parse(name, texts) for name, texts in grouped.items()}

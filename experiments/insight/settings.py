@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.answering import METHODS, ModelSettings, knobs_by_method
+from experiments.answering import METHODS, ModelSettings
 from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax import registry
@@ -53,7 +53,8 @@ class InsightSettings(ModelSettings):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.text not in ("full", "own"):
             raise ValueError(f"text must be one of {('full', 'own')}, got {self.text!r}")
-        knobs_by_method([f"{name}." for name in self.names], lambda name, texts: {})  # refuses unknown names
+        for name in self.names:
+            registry.find(name)  # refuses unknown names
 
     @property
     def names(self) -> tuple[str, ...]:
