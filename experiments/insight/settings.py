@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from experiments.answering import METHODS, ModelSettings
-from experiments.cli import option
+from experiments.cli import names, option
 from experiments.tasks import get_task
 from kvjax import registry
 
@@ -15,7 +15,7 @@ class InsightSettings(ModelSettings):
     """The settings of `experiments.insight`.
 
     Attributes:
-        methods: comma-separated names or package.module:Class, or 'all'
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or 'all'
         knobs: a knob of a method; repeatable
         task: task of the prompts
         haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
@@ -32,7 +32,7 @@ class InsightSettings(ModelSettings):
         ValueError: an unknown task, method or text, or a number below 1.
     """
 
-    methods: tuple[str, ...] = ("all",)
+    methods: tuple[str, ...] = option(("all",), parse=names)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     task: str = "niah_single_2"
     haystack: str | None = None
