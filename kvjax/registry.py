@@ -14,13 +14,15 @@ from typing import Any
 
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
-from kvjax.fields import check_names, nearest, shown
+from kvjax.describe import describe
+from kvjax.fields import at_length, check_names, has_shares, nearest, share, shown
 from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
 from kvjax.wrappers import named
 from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
+_SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
@@ -212,7 +214,8 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Parse texts of the form ``knob=value`` to knobs for `make`.
 
     A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
-    knob's type allows. Unknown methods and knobs pass; `make` refuses them.
+    knob's type allows. A budget may be a share of the prompt, such as 1/8 or 0.125 (`kvjax.share`). Unknown methods and
+    knobs pass; `make` refuses them.
 
     Args:
         method: a method's name; see `canonical_name`.
@@ -230,6 +233,10 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
         if not equals or not knob.strip() or not text.strip():
             raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
         knob = knob.strip()
+        if knob == "budget" in kinds and int in typing.get_args(kinds[knob]) and _SHARE.fullmatch(text.strip()):
+            top, _, bottom = text.partition("/")
+            given[knob] = share(float(top) / float(bottom or 1))
+            continue
         given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
     return given
 
@@ -260,18 +267,34 @@ def _value(knob: str, text: str, kind: Any) -> Any:
     raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
 
 
-def resolve(method: Method | str) -> Method:
-    """Return the method itself, or make the method of that name with default knobs."""
-    return make(method) if isinstance(method, str) else check_method("method", method)
+def resolve(method: Method | str, length: int | None = None, room: int | None = None) -> Method:
+    """Return the method itself, or make the method of that name with default knobs.
+
+    Args:
+        method: the method or its name.
+        length: tokens of the prompt, of which a `kvjax.share` is a part; None refuses shares.
+        room: see `kvjax.fields.at_length`.
+
+    Raises:
+        ValueError: see `make`; or a share without a length.
+    """
+    method = make(method) if isinstance(method, str) else check_method("method", method)
+    if length is not None:
+        return at_length(method, length, room)
+    if has_shares(method):
+        raise ValueError(f"a share is of a prompt, which is not known here: give budgets in tokens, got {describe(method)}")
+    return method
 
 
-def resolve_each(methods: Sequence[Method | str]) -> list[Method]:
+def resolve_each(
+    methods: Sequence[Method | str], length: int | None = None, room: int | None = None
+) -> list[Method]:
     """Apply `resolve` to every entry of a list, which must not be empty."""
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
     if not methods:
         raise ValueError("methods must have at least one method, got none")
-    return [resolve(method) for method in methods]
+    return [resolve(method, length, room) for method in methods]
 
 
 def knobs(cls: type[Method]) -> list[Knob]:

@@ -30,6 +30,7 @@ from experiments.answering.model import LoadedModel as LoadedModel
 from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import load_model as load_model
+from experiments.answering.model import of_loaded as of_loaded
 from experiments.answering.presets import BASELINES as BASELINES
 from experiments.answering.presets import MEASURED as MEASURED
 from experiments.answering.presets import METHODS as METHODS
@@ -40,6 +41,7 @@ from experiments.answering.presets import Setting as Setting
 from experiments.answering.presets import budget_tokens as budget_tokens
 from experiments.answering.presets import knobs_by_method as knobs_by_method
 from experiments.answering.presets import paper_method as paper_method
+from experiments.answering.presets import preset_knobs as preset_knobs
 from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import read_knobs as read_knobs
 from experiments.answering.presets import resolve_question as resolve_question

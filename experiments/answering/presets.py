@@ -99,6 +99,14 @@ def paper_method(
     return Setting(shown, method, note)
 
 
+def preset_knobs(name: str) -> set[str]:
+    """List the knobs that `paper_method` sets where they are not given."""
+    if name in _SCALED:
+        return {*_SCALED[name](1 << 17)[0]}
+    cls = registry.find(name)
+    return {"budget"} & {*cls.__dataclass_fields__} if not registry.inner_fields(cls) else set()
+
+
 def _takes_budget(name: str) -> bool:
     return "budget" in registry.find(name).__dataclass_fields__ and name not in _SCALED
 
