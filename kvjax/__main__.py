@@ -1,4 +1,4 @@
-"""The command ``kvjax``, which is also ``python -m kvjax``; the only file of the library that imports `experiments`."""
+"""The command ``kvjax``, which is also ``python -m kvjax``; which imports `experiments`."""
 
 from __future__ import annotations
 

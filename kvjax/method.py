@@ -27,7 +27,7 @@ from jax import Array, lax
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
-from kvjax.fields import check_fields, check_names, shown
+from kvjax.fields import check_fields, check_names, has_shares, shown
 from kvjax.typing import Model, pytree
 from pallas_kernels.dispatch import run_shared
 
@@ -134,7 +134,8 @@ class Method(abc.ABC):
     @final
     def __post_init__(self) -> None:
         check_fields(self)
-        self.check()
+        if not has_shares(self):  # `kvjax.fields.at_length` makes the method again when the prompt is known
+            self.check()
         check_offload(self)
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ class GenerateSettings(MeshSettings):
 
     Attributes:
         prompt_file: the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
-        method: see kvjax ls; or package.module:Class
+        method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
@@ -60,13 +60,18 @@ class GenerateSettings(MeshSettings):
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
         # Refuse bad knobs before anything is loaded; knobs in files are read with the model.
-        registry.make(self.method, **{knob: x for knob, x in self.knobs.items() if knob != "scores"})
+        registry.make(self.name, **{knob: x for knob, x in self.knobs.items() if knob not in ("scores", "pattern")})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return registry.parse_method(self.method)[0]
 
     @property
     def knobs(self) -> dict[str, Any]:
         """The given knobs of the method."""
-        return registry.parse_knobs(self.method, self.set)
+        return {**registry.parse_method(self.method)[1], **registry.parse_knobs(self.method, self.set)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +86,7 @@ def _generate(settings: GenerateSettings) -> None:
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
-    method = registry.make(settings.method, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
+    method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = encode_prompt(tokenizer, prompt)
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from kvjax.accounting.stats import Stats
 from kvjax.api.generate import eos_array
 from kvjax.api.measure import measure
-from kvjax.api.prefill import Integers, Tokens, pad_tokens
+from kvjax.api.prefill import Integers, Tokens, longest, pad_tokens
 from kvjax.api.shard_map import SAME, spread, total_bytes
 from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
@@ -100,8 +100,8 @@ def sweep(
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     check_kv_dtype(kv_dtype)
-    settings = resolve_each(methods)
     padded, length = pad_tokens(tokens, lengths, 128)
+    settings = resolve_each(methods, longest(length, padded), padded.shape[1])
     asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
     if questions is not None:
         asked, ask_length = pad_tokens(questions, question_lengths)

@@ -21,6 +21,7 @@ from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from experiments.records import CompileClock, Timer
 from kvjax import registry, version
+from kvjax.wrappers.named import EXAMPLES, PATTERNS
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
 
@@ -63,9 +64,10 @@ def test_ls_names_every_method_with_paper_and_knobs(capsys):
 def test_ls_json_is_complete(capsys):
     assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed.keys() == registry.classes().keys()
+    assert listed.keys() == {*registry.classes(), *registry.WRAPPERS, *PATTERNS}
     for entry in listed.values():
-        assert entry["idea"] and entry["paper"].startswith("arXiv:")
+        assert entry["idea"] and (entry["paper"].startswith("arXiv:") or entry["wrapper"]) and isinstance(entry["keeps"], str)
+        assert entry["wrapper"] == (entry["name"] not in registry.classes())
         assert all(knob["doc"] for knob in entry["knobs"]), entry["name"]
     (budget,) = [knob for knob in listed["quest"]["knobs"] if knob["name"] == "budget"]
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
@@ -79,6 +81,20 @@ def test_ls_explains_a_method(name, capsys):
     assert text.startswith(f"{cls.__name__} (--method {name})") and cls.PAPER in text and cls.keeps in text
     for knob in registry.knobs(cls):
         assert f"  {knob.name}=" in text and knob.doc in text
+
+
+def test_ls_lists_and_explains_wrappers(capsys):
+    assert main(["ls"]) == 0
+    text = capsys.readouterr().out
+    assert "\nWrappers, which are made of methods: " in text
+    for name in (*EXAMPLES, *PATTERNS):
+        assert f"\n{name}  [" in text
+    assert main(["ls", *EXAMPLES, *PATTERNS]) == 0
+    text = capsys.readouterr().out
+    for name, example in EXAMPLES.items():
+        cls = type(kvjax.make(example))
+        assert f'{cls.__name__} (--method "{example}")' in text and registry.WRAPPERS[name] is cls
+    assert "Prefill (--method \"xattention(quest)\")" in text and "object at" not in text and "arXiv:2502.20766" in text
 
 
 def test_ls_lists_tasks_and_shows_examples(capsys):
@@ -156,6 +172,12 @@ def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err
+
+
+def test_generate_under_a_wrapper(directory, prompt, capsys):
+    words = ["--method", "stages(snapkv(budget=64), quest(budget=32, num_dense_layers=0))", "--max-new-tokens", "4"]
+    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt), *words]) == 0
+    assert "20 of 80 tokens attended" in capsys.readouterr().err  # a page, and the newest page with 4 tokens
 
 
 def test_streaming_shows_the_same_text(directory, prompt, capsys):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -133,6 +135,84 @@ def test_installed_packages_announce_methods(monkeypatch):
     assert "'tests.outside_method:jnp'" in said[1] and "subclass of kvjax.method.Method" in said[1]
     monkeypatch.setattr(plugins, "_announced", lambda: {"newest": Newest})
     assert registry.find("newest") is Newest and registry.lasting_name("newest") == PATH
+
+
+SPREAD = """
+from kvjax.families import Eviction
+from kvjax.typing import pytree, static, traced
+
+@pytree
+class Spread(Eviction):
+    width: int = static(default=1, least=0)
+    tilt: float = traced(default=0.5)
+    gaps: tuple[int, ...] = static(default=(1, 2))
+
+    def score(self, cache, prompt):
+        return cache.position % (self.width + 1) + self.tilt
+"""
+FIRST_USES = """
+import sys
+from experiments.answering import knobs_by_method
+from experiments.answering.__main__ import GenerateSettings
+from experiments.demo.settings import DemoSettings, runs
+from experiments.evaluation.knobs import set_knobs
+from experiments.evaluation.settings import EvaluationSettings, choices_of
+from experiments.evaluation.sweep import SweepSettings
+from experiments.fidelity.settings import FidelitySettings
+from experiments.insight.settings import InsightSettings
+from kvjax import plugins, registry
+
+def sweep(path):
+    grid = SweepSettings(method=path, grid=("width=0,1,2", "gaps=1,2;3,4"), set=("tilt=2", "budget=512")).knob_grid()
+    assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
+    assert len(grid.choices()) == 6
+
+def generate(path):
+    assert GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).knobs == {"width": 2, "gaps": (3, 4)}
+
+def evaluate(path):
+    made = EvaluationSettings.from_mapping({"methods": [{path: {"width": 2}}], "tasks": "passkey"}, "here")
+    (choice,) = set_knobs(made.methods, ["spread.tilt=1", f"{path}.gaps=5,6"])
+    assert choice.knobs == {"width": 2, "tilt": 1.0, "gaps": (5, 6)}
+
+def fidelity(path):
+    assert FidelitySettings(methods=choices_of([path])).choices[1].name == "spread"
+
+def insight(path):
+    assert InsightSettings(methods=(path,)).names == ("spread",)
+    assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
+
+def demo(path):
+    assert [run.name for run in runs(DemoSettings(methods=(path,)))][1:] == ["spread"] * 2
+
+for first in (sweep, generate, evaluate, fidelity, insight, demo):
+    plugins._registered.clear()  # the command is the first thing that the process does
+    sys.modules.pop("my_methods.spread", None)
+    first("my_methods.spread:Spread")
+"""
+
+
+def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(tmp_path):
+    """In a new process: this one may know the class already."""
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "spread.py").write_text(SPREAD)
+    run_python(FIRST_USES, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_sweep_of_the_page_runs(tmp_path):
+    (tmp_path / "my.py").write_text(SPREAD)
+    words = "sweep --method my:Spread --grid width=0,1,2 --set budget=64 --lengths 512 --samples 1 --tasks niah_single_2"
+    run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
+    assert "spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
+
+
+def run_python(program: str, directory: pathlib.Path) -> str:
+    """Run a program in a new process, in a directory; return its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # ---- what is said of it ---------------------------------------------------------------------------------------------

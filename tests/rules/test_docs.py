@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -291,3 +292,22 @@ def test_worked_example_has_a_page_and_knobs():
     assert "## Score\n\nScore of token i in a layer" in text
     with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1, got 0"):
         kvjax.make("tova", budget=0)
+
+
+# ---- coming from kvpress or transformers ------------------------------------------------------------------------------
+
+
+def test_the_calls_of_the_page_for_other_libraries_exist():
+    """Every call of kvjax in its code has these arguments, and every method of its tables exists."""
+    text = (DOCS / "coming_from.md").read_text()
+    calls = 0
+    for block in re.findall(r"```python\n(# kvjax.*?)```", text, re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("kvjax."):
+                found = eval(ast.unparse(node.func), {"kvjax": kvjax})
+                inspect.signature(found).bind(*node.args, **{keyword.arg: keyword.value for keyword in node.keywords})
+                calls += 1
+    assert calls >= 6
+    for name in re.findall(r"`([A-Z]\w+)(?:\(|`)", text.partition("## The presses")[2].partition("## Score")[0]):
+        if not name.endswith("Press"):
+            assert name.lower() in {**registry.builtin(), **registry.WRAPPERS}, name
