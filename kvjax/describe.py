@@ -17,9 +17,9 @@ from kvjax.fields import Share
 _SHOWN = 8  # the most values of an array that a text shows
 
 
-def is_known(array: Any) -> bool:
-    """Tell whether ``array`` holds values that Python can read; False if it is traced."""
-    return not isinstance(array, Tracer)
+def is_known(*trees: Any) -> bool:
+    """Tell whether all arrays of ``trees`` hold values that Python can read; False if one is traced."""
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def describe(method: Any, brief: bool = False) -> str:

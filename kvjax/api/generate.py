@@ -153,7 +153,7 @@ def generate(
     eos = eos_array(eos_token_ids, cache.model)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
-    in_trace = not is_known(cache.length)
+    in_trace = not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
     end, cost = generate_program(
         params,
@@ -201,6 +201,8 @@ def stream(
     check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
     cache = _ready(params, cache, method, max_new_tokens)
+    if not is_known(params, cache, sampler, key, eos):
+        raise ValueError("stream yields values as they are made, got traced values: call generate inside jit and vmap")
     return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
 
 
@@ -264,7 +266,8 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     given = read_array(model.eos_token_ids if ids is None else ids)
     if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
         raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
-    wrong = [token for token in np.asarray(given).reshape(-1).tolist() if not 0 <= token < model.vocab_size]
+    known = np.asarray(given).reshape(-1).tolist() if is_known(given) else []
+    wrong = [token for token in known if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
     return jnp.asarray(given, jnp.int32).reshape(-1)

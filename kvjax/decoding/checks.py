@@ -1,4 +1,8 @@
-"""Checks of users' arguments. They need known values, so they are skipped inside a trace."""
+"""Checks of users' arguments. They need known values, so they skip traced values.
+
+Inside a trace some values can be known, such as a cache that a jitted function closes over. JAX would trace operations on
+them, too; `jax.ensure_compile_time_eval` runs them at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ from kvjax.typing import Model
 def check_vocabulary(tokens: Array, model: Model) -> None:
     """Refuse token ids outside the model's vocabulary; usually they come from another model's tokenizer."""
     if is_known(tokens) and tokens.size:
-        low, high = int(tokens.min()), int(tokens.max())
+        with jax.ensure_compile_time_eval():
+            low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.vocab_size:
             raise ValueError(
                 f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
@@ -34,21 +39,22 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     """Refuse empty prompts, and more tokens than the model has positions; a method that renumbers positions has no limit."""
     if not is_known(length):
         return
-    if int(length.min()) < 1:
-        row = int(jnp.argmin(length))
+    with jax.ensure_compile_time_eval():
+        least, longest, row = int(length.min()), int(length.max()), int(jnp.argmin(length))
+    if least < 1:
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
-    needed = int(length.max()) + max_new_tokens
+    needed = longest + max_new_tokens
     if needed > model.max_position_embeddings and not method.extrapolates:
         raise ValueError(
-            f"prompt of {int(length.max())} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
+            f"prompt of {longest} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, or use a method that re-numbers positions "
             f"({', '.join(extrapolating())})"
         )
-    again, most = method.reread_tokens(int(length.max())), model.max_position_embeddings
-    if again and int(length.max()) + again > most and not method.extrapolates:
+    again, most = method.reread_tokens(longest), model.max_position_embeddings
+    if again and longest + again > most and not method.extrapolates:
         raise ValueError(
-            f"{type(method).__name__} rereads the prompt in chunks of {again} tokens: {int(length.max())} + {again} = "
-            f"{int(length.max()) + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or the "
+            f"{type(method).__name__} rereads the prompt in chunks of {again} tokens: {longest} + {again} = "
+            f"{longest + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or the "
             "chunks"
         )
 
@@ -71,16 +77,17 @@ def check_sizes(method: Method, model: Model) -> None:
 
 def check_room(cache: Cache, tokens: int | Array) -> None:
     """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
-    if not is_known(cache.length) or not is_known(tokens):
+    if not is_known(cache.length, cache.layers, tokens):
         return
-    methods = layer_methods(cache.method, cache.model)
-    free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
-    length, free = readable(cache.plan, (cache.length, free))
+    methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, which sizes of arrays do not depend on
+    with jax.ensure_compile_time_eval():
+        free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
+        length, free = readable(cache.plan, (cache.length, free))
     wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
     after = np.asarray(length) + wanted
     if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
         raise ValueError(
-            f"{int(length.max())} tokens and {int(wanted.max())} more exceed the model's "
+            f"{np.asarray(length).max()} tokens and {int(wanted.max())} more exceed the model's "
             f"max_position_embeddings={cache.model.max_position_embeddings}"
         )
     for layer, room in enumerate(free):
@@ -109,8 +116,11 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
     if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers of shape [{rows}], one per row, got {shown(value)}")
     check_int32(name, given)
-    if most is not None and is_known(given) and (int(given.min()) < 0 or int(given.max()) > most):
-        raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
+    if most is not None and is_known(given):
+        with jax.ensure_compile_time_eval():
+            outside = int(given.min()) < 0 or int(given.max()) > most
+        if outside:
+            raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
     return jnp.asarray(given, jnp.int32)
 
 
@@ -127,7 +137,7 @@ def read_array(value: Any) -> Array | np.ndarray:
     if isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
-        known = all(map(is_known, jax.tree.leaves(value)))
+        known = is_known(value)
     except (RecursionError, SystemError):  # lists in lists, thousands deep
         return np.asarray(None)
     if not known:

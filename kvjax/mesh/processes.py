@@ -79,7 +79,7 @@ def put[X](x: X, sharding: NamedSharding) -> X:
 def readable[X](mesh: Mesh | None, tree: X) -> X:
     """Gather the arrays of ``tree`` so that this process can read them; if it can already, or in a trace, do nothing."""
     leaves = jax.tree.leaves(tree)
-    if mesh is None or not all(map(is_known, leaves)) or not any(map(is_elsewhere, leaves)):
+    if mesh is None or not is_known(leaves) or not any(map(is_elsewhere, leaves)):
         return tree
     return jax.jit(_copy, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
 

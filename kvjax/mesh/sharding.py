@@ -108,7 +108,7 @@ def place_rows[X: Array | None](plan: Plan | None, *arrays: X) -> tuple[X, ...]:
         if x is not None:
             plan.check_rows(x.shape[0])
     sharding = NamedSharding(plan.mesh, plan.row)
-    if not plan.mesh.is_multi_process or not all(map(is_known, arrays)):
+    if not plan.mesh.is_multi_process or not is_known(arrays):
         return jax.device_put(arrays, sharding)
     processes.check_present(plan.mesh)
     processes.check_same(plan.mesh, arrays)
@@ -182,7 +182,7 @@ def check_plan(params: Any, plan: Plan | None) -> None:
     Raises:
         ValueError: the parameters are on other devices than the cache, or are split in another way.
     """
-    if not all(map(is_known, jax.tree.leaves(params))):
+    if not is_known(params):
         return
     if (got := plan_of(params)) != plan:
         made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
