@@ -303,7 +303,8 @@ def turns(rows: Sequence[Row]) -> Any:
 def solved(rows: Sequence[Row]) -> Any:
     """Plot as `bytes_read`, over the tasks that count in the main table, with the papers' methods and the best baselines.
 
-    A task counts at a length if Full scores at least `COUNTED`, and if its text is no code. A baseline ranks by its best setting.
+    A task counts at a length if Full scores at least `COUNTED`, and if its text is no code. A baseline ranks by its best
+    setting.
 
     Raises:
         ValueError: no task counts.
