@@ -23,7 +23,7 @@ BEST = 6  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
 _ABOUT = """\
 `python -m kvjax eval --config docs/settings/main.yaml --out runs/main` makes the columns of 8K, `main-16k.yaml` and
-`main-extend.yaml` the other columns. UUIDs decide the ranking: methods that score whole blocks, sentences or pages miss them."""
+`main-extend.yaml` the other columns. UUIDs decide the ranking: methods that score blocks, sentences or pages miss them."""
 _NEAR = 0.05  # CHESS' ratios only come near a share
 _OF_BUDGET = ({"budget"}, {"ratios"}, {"channels", "fraction"})  # knobs that give a budget and nothing else
 _SHORT = {
