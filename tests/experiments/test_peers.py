@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -238,7 +239,7 @@ def test_presses_that_prefill_together_keep_what_each_keeps_alone(tmp_path):
 
 
 @needs_torch
-@pytest.mark.parametrize("method", ["full", "snapkv", "kvzip"])
+@pytest.mark.parametrize("method", ["full", "snapkv", "pyramidkv", "kvzip"])
 def test_answers_that_are_decoded_together_are_those_of_each_alone(method):
     for package in ("torch", "transformers", "kvpress"):
         pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
@@ -256,6 +257,12 @@ def test_answers_that_are_decoded_together_are_those_of_each_alone(method):
     together = pressed.decode(model, reads, method, [6, 4], ())
     alone = [pressed.decode(model, [read], method, [limit], ())[0] for read, limit in zip(reads, (6, 4), strict=True)]
     assert together == alone and [len(ids) for ids in alone] == [6, 4]
+    if method == "pyramidkv":  # layers of other lengths, which no padding makes alike
+        layers = [(keys[:, :, -40:], values[:, :, -40:]) for keys, values in reads[1].kept[method].layers]
+        uneven = pressed.Kept([*reads[1].kept[method].layers[:1], *layers[1:]])
+        mixed = [reads[0], dataclasses.replace(reads[1], kept={method: uneven})]
+        ids = pressed.decode(model, mixed, method, [6, 4], ())
+        assert ids == [alone[0], pressed.decode(model, mixed[1:], method, [4], ())[0]]
     if method == "full":
         whole = model(torch.tensor([prompts[0] + alone[0][:-1]])).logits[0, 149:].argmax(dim=-1)
         assert whole.tolist() == alone[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -178,6 +179,7 @@ def _identity(row: Mapping[str, Any]) -> dict[str, Any]:
 def _import(methods: Sequence[str]) -> tuple[ModuleType | Any, str | None]:
     """Import kvpress if a press is wanted; return it, and the error if it cannot be imported."""
     transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip warns of its cost at every prompt
     if all(method == "full" for method in methods):
         return None, None
     try:

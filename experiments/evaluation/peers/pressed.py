@@ -190,7 +190,6 @@ def _take_masked(module: torch.nn.Module, device: torch.device) -> tuple[torch.T
     return heads.to(device), slots.to(device)
 
 
-@torch.no_grad()
 def decode(
     model: transformers.PreTrainedModel,
     reads: Sequence[Read],
@@ -210,6 +209,27 @@ def decode(
     Returns:
         The token ids of each answer, a closing end included.
     """
+    # One mask serves all layers. So caches whose layers differ in length go together only if they differ in the same way.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, read in enumerate(reads):
+        sizes = tuple(keys.shape[2] for keys, _ in read.kept[method].layers)
+        groups.setdefault(sizes if len(set(sizes)) > 1 else (), []).append(row)
+    answers: dict[int, list[int]] = {}
+    for rows in groups.values():
+        made = _decode(model, [reads[row] for row in rows], method, [limits[row] for row in rows], ends)
+        answers.update(zip(rows, made, strict=True))
+    return [answers[row] for row in range(len(reads))]
+
+
+@torch.no_grad()
+def _decode(
+    model: transformers.PreTrainedModel,
+    reads: Sequence[Read],
+    method: str,
+    limits: Sequence[int],
+    ends: Sequence[int],
+) -> list[list[int]]:
+    """Run `decode` for caches that can be joined."""
     cache, mask = _join(model, [read.kept[method] for read in reads])
     tokens = torch.tensor([read.first for read in reads], device=model.device)
     lengths = torch.tensor([read.length for read in reads], device=model.device)
