@@ -29,8 +29,8 @@ docs/notebook/readings-others.md has all rows.
   it selects for fewer tokens, and more often. Chunks of 512, 256 and 128 score 65.3, 73.8 and 72.5, and the prompts of 16
   samples take 1.71, 1.92 and 2.29 s on an H200.
 * Pooling of votes: none, as the paper does not mention it. The code pools them over neighbouring tokens, with a width
-  for each dataset and model, while the prompt is read too: 5 for Qwen2 on passkeys, numbers and key-value pairs, and 6, 0 and 32
-  for Llama-3. ``kernel=5`` scores 65.3, 74.1 and 73.4 with the three chunks: no difference beyond noise.
+  for each dataset and model, while the prompt is read too: 5 for Qwen2 on passkeys, numbers and key-value pairs, and 6, 0
+  and 32 for Llama-3. ``kernel=5`` scores 65.3, 74.1 and 73.4 with the three chunks: no difference beyond noise.
 * Reuse while decoding, as the paper says; in the released code it is switched off (``theta=2`` never reuses). The paper sets
   0.9 for InfiniteBench and LongBench and no value for RULER, where the default of 0.9 is our choice. With ``theta=2`` the
   scores are the same, and a step reads 65 % of Full's bytes instead of 41 %.
