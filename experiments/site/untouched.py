@@ -27,6 +27,7 @@ _CODE = {
     "code line": ("code_completion", "code_completion_renamed"),
 }  # heads of columns, and the two tasks of each
 _REVERSED = "reversed"
+_READINGS = {"sentencekv": ("prefilter=", "kernel="), "tokenselect": ("chunk=",)}  # knobs that are no budgets, by method
 
 
 def runs_of(docs: pathlib.Path) -> Runs:
@@ -122,11 +123,13 @@ def settings(runs: Runs) -> str:
 
 
 def bytes_read(runs: Runs) -> str:
-    """Show, for each method, the score of the setting that reads most within a share of Full's bytes."""
+    """Show, for each method as it is by default, the score of the setting that reads most within a share of Full's bytes."""
     _, rows = _at_first(runs)
     by_name: dict[str, list[Row]] = {}
     for mean in averages(runs.counting(rows)):
-        by_name.setdefault(mean["method"].partition("(")[0], []).append(mean)
+        name, _, knobs = mean["method"].partition("(")
+        if not any(knob in knobs for knob in _READINGS.get(name, ())):
+            by_name.setdefault(name, []).append(mean)
     lines = {name: [_most(line, limit) for limit in SHARES] for name, line in by_name.items()}
     shown = [name for name in lines if name not in ("full", _REVERSED) and lines[name][-1]]
     shown.sort(key=lambda name: -max(x["score"] for x in lines[name][-1:] if x))

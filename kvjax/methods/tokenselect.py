@@ -28,12 +28,12 @@ docs/notebook/readings-others.md has all rows.
 * The prompt's chunk: the paper and the code read 512 tokens at a time, as many as there are local ones. The default is 256:
   it selects for fewer tokens, and more often. Chunks of 512, 256 and 128 score 65.3, 73.8 and 72.5, and the prompts of 16
   samples take 1.71, 1.92 and 2.29 s on an H200.
-* Pooling of votes: none, as the paper does not mention it. The code pools them over neighbouring tokens, with a width for each
-  dataset and model, while the prompt is read too: 5 for Qwen2 on passkeys, numbers and key-value pairs, and 6, 0 and 32
-  for Llama-3. ``kernel=5`` scores 65.3, 74.1 and 73.4 with the three chunks: no difference beyond noise.
+* Pooling of votes: none, as the paper does not mention it. The code pools them over neighbouring tokens, with a width
+  for each dataset and model, while the prompt is read too: 5 for Qwen2 on passkeys, numbers and key-value pairs, and 6, 0
+  and 32 for Llama-3. ``kernel=5`` scores 65.3, 74.1 and 73.4 with the three chunks: no difference beyond noise.
 * Reuse while decoding, as the paper says; in the released code it is switched off (``theta=2`` never reuses). The paper sets
-  0.9 for InfiniteBench and LongBench and no value for RULER, where the default of 0.9 is our choice. With ``theta=2`` the
-  scores are the same, and a step reads 65 % of Full's bytes instead of 41 %.
+  0.9 for InfiniteBench and LongBench and no value for RULER, where the default of 0.9 is our choice. With ``theta=2`` and
+  chunks of 512 and 128 the scores are the same, and a step reads 65 % of Full's bytes instead of 41 %.
 * A query head is scored against the KV head that it attends to; paper and code take ``head mod num_kv_heads``
   (``gqa_map="mod"``). The release's reading of it all (chunk 512, ``kernel=5``, ``theta=2``, "mod") scores 63.4.
 """
