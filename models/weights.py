@@ -28,6 +28,7 @@ from .named_models import adapter_directory
 from .replaced_files import replaced_files
 from .sharding import check_mesh, on_host, param_sharding, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
+from .tokenizer import tokenizer_files
 from .transformer import Transformer, initializer
 
 _CONFIG = "config.json"
@@ -193,11 +194,16 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def save_pretrained(
-    directory: str | os.PathLike, params: dict[str, Any], config: ModelConfig, dtype: str | None = None
+    directory: str | os.PathLike,
+    params: dict[str, Any],
+    config: ModelConfig,
+    dtype: str | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
+    """Write ``config.json``, ``model.safetensors`` and possibly a tokenizer in Hugging Face's layout.
 
-    Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged. If the
+    All files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged. If the
     parameters span processes, every process must call this, and the first process writes the files.
 
     Args:
@@ -205,13 +211,16 @@ def save_pretrained(
         params: the model's parameter tree, in any float dtype, on one device or many.
         config: the model.
         dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
+        tokenizer: the checkpoint whose tokenizer and chat template are copied, such as the directory or the name that
+            `from_pretrained` read; or a tokenizer object, see `as_tokenizer`. None writes no tokenizer.
 
     Raises:
-        ValueError: the dtype is unknown, or ``params`` is not the tree of ``config``.
+        ValueError: the dtype is unknown, ``params`` is not the tree of ``config``, or the tokenizer does not fit ``config``.
     """
     dtype = config.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    words = {} if tokenizer is None else tokenizer_files(tokenizer, config)
     hf = config.to_hf() | {"torch_dtype": dtype}
     flat = cast(dict[str, Any], flatten_dict(params, sep="/"))
     shapes = cast(dict[str, Any], flatten_dict(param_shapes(config), sep="/"))
@@ -231,14 +240,18 @@ def save_pretrained(
             tensors.update(zip(leaf.names, leaf.split(host), strict=True))
     try:
         if tensors:
-            _write(directory, tensors, hf)
+            _write(directory, tensors, words, hf)
     finally:
         if shared:
             multihost_utils.sync_global_devices("save_pretrained")
 
 
-def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], hf: dict[str, Any]) -> None:
-    """Write both files, or neither."""
-    with replaced_files(directory, (WEIGHTS, _CONFIG)) as scratch:
+def _write(
+    directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]
+) -> None:
+    """Write all files, or none; ``words`` are the files of the tokenizer."""
+    with replaced_files(directory, (WEIGHTS, *words, _CONFIG)) as scratch:
+        for name, data in words.items():
+            (scratch / name).write_bytes(data)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

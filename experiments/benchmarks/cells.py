@@ -15,7 +15,7 @@ from experiments.benchmarks.generated import examples
 from experiments.benchmarks.keys import Keys, numbered
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import encode_prompt
+from experiments.tasks import encode_prompt, length_within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,23 +115,19 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     if not made:
         # The suites' lengths include the chat template.
         around = len(ids("".join(reading.around))) if reading.around else 0
-        if around >= cell.length:
-            raise ValueError(
-                f"{cell.title}: the chat template and the system message in it have {around} tokens, expected fewer than the "
-                f"length of {cell.length}"
+        with length_within(cell.length, around) as length:
+            made = tuple(
+                examples(
+                    cell.task,
+                    length=length,
+                    count=cell.samples,
+                    seed=cell.seed,
+                    count_tokens=lambda text: len(ids(text)),
+                    haystack=cell.haystack,
+                    depth=cell.depth,
+                    questions=cell.questions,
+                )
             )
-        made = tuple(
-            examples(
-                cell.task,
-                length=cell.length - around,
-                count=cell.samples,
-                seed=cell.seed,
-                count_tokens=lambda text: len(ids(text)),
-                haystack=cell.haystack,
-                depth=cell.depth,
-                questions=cell.questions,
-            )
-        )
     heads, tails, wholes, cut, keys = [], [], [], [], Keys()
     for example in made:
         before, after = reading.around if reading.around and example.chat else ("", "")

@@ -5,7 +5,9 @@ from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Request as Request
 from experiments.tasks.base import Sample as Sample
 from experiments.tasks.base import Task as Task
+from experiments.tasks.base import TooShort as TooShort
 from experiments.tasks.code_files import library_origin as library_origin
+from experiments.tasks.fitting import length_within as length_within
 from experiments.tasks.haystack import Haystack as Haystack
 from experiments.tasks.haystack import held_out_text as held_out_text
 from experiments.tasks.haystack import load_haystack as load_haystack

@@ -301,9 +301,22 @@ def test_wrong_requests_are_refused(tiny, wanted, problem):
         make(tiny).generate_until(requests("generate_until", ("Hi", wanted)), disable_tqdm=True)
 
 
+def test_a_request_that_cannot_be_scored_is_named_and_the_others_are_scored(tiny, caplog):
+    lm = make(tiny, max_length=16)
+    scorable = [(("c", " a"), [1, 2], [3]), (("c", " b"), [4], [5, 6])]
+    beyond = tiny.config.vocab_size
+    others = [(("c", " long"), [1], [2] * 17), (("c", ""), [1], []), (("", "x"), [], [1]), (None, [1], [beyond])]
+    want = lm._loglikelihood_tokens(scorable, disable_tqdm=True)
+    assert not caplog.records
+    got = lm._loglikelihood_tokens([scorable[0], *others, scorable[1]], disable_tqdm=True)
+    assert got == [want[0], *[(-np.inf, False)] * 4, want[1]]
+    said = [record.getMessage() for record in caplog.records]
+    assert "request 2 of 6, ('c', ' long'), cannot be scored" in said[0] and "tokens, got 17" in said[0]
+    assert ["got 0" in line for line in said] == [False, True, True, False] and f"got {beyond}" in said[3]
+    assert lm._loglikelihood_tokens(others, disable_tqdm=True) == [(-np.inf, False)] * 4
+
+
 def test_texts_beyond_their_limits_are_refused(tiny):
-    with pytest.raises(ValueError, match="1 to max_length=16 tokens, got 17"):
-        make(tiny, max_length=16)._loglikelihood_tokens([(None, [1], [2] * 17)])
     model = {"params": tiny.params, "config": tiny.config, "method": "full", "length": 8, "room": 8}
     with pytest.raises(ValueError, match="every context must have 1 to 8 tokens, got 0 to 0"):
         likelihoods(contexts=[[]], texts=[[[1]]], **model)

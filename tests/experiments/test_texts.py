@@ -83,9 +83,11 @@ def test_truncation_cuts_the_context_alone(mode, around, begins, tokenizer_file)
 
 def test_a_system_message_that_fills_the_length_is_named(tokenizer_file):
     around = ("<bos><user> " + "be brief. " * 200, "\n<model>")
-    told = "the chat template and the system message in it have .* tokens, expected fewer than the length of 128"
-    with pytest.raises(ValueError, match=told):
-        encode_cell(Reading(tokenizer_file, around), Cell("niah_single_1", 128, 1))
+    size = len(Tokenizer.from_file(str(tokenizer_file)).encode("".join(around), add_special_tokens=False).ids)
+    told = r"the chat template and the system message in it take \d+ of the length of {} tokens"
+    for length, end in ((128, ", expected fewer"), (size + 20, "$")):
+        with pytest.raises(ValueError, match=told.format(length) + end):
+            encode_cell(Reading(tokenizer_file, around), Cell("niah_single_1", length, 1))
     example = Example("mine", "some context", "Why?", "", ("x",), 4, "answer")
     told = r"must fit 128 tokens, got \d+ without the context, \d+ of them for what precedes it: .*system message"
     with pytest.raises(ValueError, match=told):

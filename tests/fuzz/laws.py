@@ -228,11 +228,11 @@ def offloaded_equals_resident_in_8_bits(draw: Draw) -> None:
 
 
 def saved_equals_loaded(draw: Draw) -> None:
-    """A cache on disk is the cache, bit for bit."""
-    cache = draw.read()
+    """A cache on disk is the cache, bit for bit, whatever its folder is called."""
+    cache, name = draw.read(), "".join(draw.rng.choice(list("ab []{}*?\\:!%#~ü日'\"\n"), 8))
     with tempfile.TemporaryDirectory() as folder:
-        kvjax.save_cache(Path(folder) / "cache", cache)
-        back = kvjax.load_cache(Path(folder) / "cache", config=draw.model, method=draw.method)
+        kvjax.save_cache(Path(folder) / name, cache)
+        back = kvjax.load_cache(Path(folder) / name, config=draw.model, method=draw.method)
     assert jax.tree.structure(back) == jax.tree.structure(cache), "another structure"
     jax.tree.map(np.testing.assert_array_equal, back, cache)
 
