@@ -103,7 +103,7 @@ def test_every_ablation_runs_and_tabulates_its_arms(name, run):
 @pytest.mark.thorough
 def test_chess_ablation_runs_resumes_and_calibrates_once(run, monkeypatch):
     said, found = run("chess")
-    assert len(found["metrics"]) == (1 + 2 * 8) + 8 + (1 + 2 * 6) + (1 + 2 * 2 * len(READINGS))
+    assert len(found["metrics"]) == (1 + 2 * 8) + 8 + (1 + 2 * 2 * len(READINGS))
     shown = {m["arm"]: m["counters"] for m in found["metrics"] if m["name"] == "written"}
     assert len(shown) == 8 and shown["never, 1 %"]["reconstructions"] == 0 and "pages between" in said
 
