@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import json
 import pathlib
+import re
 import shutil
 import time
 import tomllib
@@ -172,6 +173,25 @@ def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err
+
+
+def test_a_text_is_given_and_put_into_the_template(directory, tmp_path, capsys, fails):
+    """The template's begin and end are part of the prompt; without a template a line says so."""
+    folder = shutil.copytree(directory, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [answer]")
+    told = {}
+    for model, words in (
+        (folder, []), (folder, ["--template", "auto"]), (folder, ["--template", "auto", "--system", "Be brief."]),
+        (directory, ["--template", "auto"]),
+    ):  # fmt: skip
+        assert main(["generate", "--model", str(model), "--prompt", "The sky is", "--max-new-tokens", "4", *words]) == 0
+        told[model, len(words)] = capsys.readouterr().err
+    plain, chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
+    assert plain == none < chat < system and "has no chat template: the text is continued" in told[directory, 2]
+    assert "by --prompt TEXT or --prompt-file FILE, got neither" in fails("generate", "--model", directory)
+    assert "got both" in fails("generate", "--model", directory, "--prompt", "a", "--prompt-file", "-")
+    assert "--prompt must be a text, got ' '" in fails("generate", "--model", directory, "--prompt", " ")
+    assert "add --template auto" in fails("generate", "--model", directory, "--prompt", "a", "--system", "b")
 
 
 def test_generate_under_a_wrapper(directory, prompt, capsys):
