@@ -142,6 +142,12 @@ def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text and command.about in text for name, command in COMMANDS.items())
+    first, second = text.index("\nUse methods"), text.index("\nStudy methods")
+    assert first < text.index("\n  eval ") < second < text.index("\n  kernels ")
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    text = capsys.readouterr().out
+    assert text.index("\nthis call:") < text.index("\n  --out ") < text.index("\nsettings:") < text.index("\n  --tasks ")
 
 
 @pytest.mark.parametrize("name", ("demo", "eval", "sweep", "compare", "plot", "generate", "ls", "suites"))
