@@ -90,7 +90,7 @@ def test_a_path_names_a_method():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("nowhere.methods:Newest", "there is no module 'nowhere', which the method 'nowhere.methods:Newest' needs"),
+        ("nowhere.methods:Newest", "there is no module 'nowhere', which 'nowhere.methods:Newest' needs"),
         ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
         ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
         ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
