@@ -124,7 +124,8 @@ def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels,
     """Nothing is timed, and the operation's table is as it was."""
     before = MERGE_SPLITS.table
     words = [word for name in ("merge", "wrong", "fails") for word in ("--with", f"{my_kernels}:{name}")]
-    assert kernels.main(["--interpret", "--only", "merge_splits", *words, "--out", "one.json"]) == 1
+    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
+        kernels.main(["--interpret", "--only", "merge_splits", *words, "--out", "one.json"])
     found = {row["implementation"]: row for row in json.loads((tmp_path / "one.json").read_text())["metrics"]}
     assert [*found] == [f"{my_kernels}:{name}" for name in ("fails", "wrong", "merge")] + ["pallas_triton", "xla"]
     assert [row["passed"] for row in found.values()] == [False, False, True, True, True]
