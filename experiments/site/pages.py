@@ -12,6 +12,7 @@ from experiments.site import (
     choice,
     distance,
     method_pages,
+    operations,
     paper_tables,
     quality,
     record_pages,
@@ -75,7 +76,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
-    for module in (quality, agreement, distance, choice, paper_tables):
+    for module in (quality, agreement, distance, choice, paper_tables, operations):
         made |= module.parts(docs)
     return made
 
