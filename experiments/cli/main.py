@@ -17,6 +17,7 @@ import types
 from collections.abc import Sequence
 from typing import NoReturn
 
+from experiments.cli import shown
 from experiments.cli.flags import guarded
 
 
@@ -88,6 +89,9 @@ def _run(argv: list[str]) -> int:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown command {argv[0]!r}{hint}; commands: {', '.join(COMMANDS)}")
+    if (told := shown.help_of(argv[0], argv[1:])) is not None:
+        print(told, end="")
+        return 0
     return _imported(COMMANDS[argv[0]].module).main(argv[1:]) or 0
 
 

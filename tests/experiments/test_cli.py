@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 import time
 import tomllib
 
@@ -17,7 +20,7 @@ import pytest
 
 import kvjax
 import models
-from experiments import tasks
+from experiments import cli, tasks
 from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from experiments.records import CompileClock, Timer
@@ -148,6 +151,41 @@ def test_help_names_every_command(capsys):
         main(["eval", "--help"])
     text = capsys.readouterr().out
     assert text.index("\nthis call:") < text.index("\n  --out ") < text.index("\nsettings:") < text.index("\n  --tasks ")
+
+
+def test_what_is_kept_of_help_and_ls_is_what_they_say():
+    if sys.version_info[:2] != (3, 12):
+        pytest.skip("another version of Python formats help in another way")
+    for file, text in cli.shown_texts().items():
+        assert file.read_text() == text, "python -m experiments.site docs --tables writes it again"
+
+
+FAST = """
+import contextlib, io, json, sys
+from experiments.cli.main import main
+
+def said(*argv):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(list(argv)) == 0
+    return out.getvalue()
+
+assert said("eval", "--help").startswith("usage: kvjax eval ")
+assert "\\nsnapkv  [arXiv:" in said("ls") and "\\ntwilight  [" in said("ls")
+assert said("ls", "quest").startswith("Quest (--method quest)") and len(json.loads(said("ls", "--json"))) > 40
+assert "jax" not in sys.modules and "kvjax" not in sys.modules
+assert said("ls", "mine:Spread").startswith("Spread (--method mine:Spread)") and "spread  [no paper]" in said("ls")
+"""
+
+
+def test_help_and_ls_import_no_jax_in_a_new_process(tmp_path):
+    """Except for a method from outside, which the kept text cannot have."""
+    (tmp_path / "mine.py").write_text(
+        "from kvjax.families import Eviction\nfrom kvjax.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
+        "    def score(self, cache, prompt):\n        return cache.position * 1.0\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FAST], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ("demo", "eval", "sweep", "compare", "plot", "generate", "ls", "suites"))
