@@ -75,20 +75,34 @@ def load(path: str) -> type[Method]:
     Raises:
         ValueError: there is no such module, or it has no such class, or the class is no method that can be run.
     """
-    module_name, _, name = path.strip().partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
-        raise ValueError(f"a method outside of kvjax is named package.module:Class, got {path!r}")
-    module = _import(module_name, path)
-    try:
-        cls = operator.attrgetter(name)(module)
-    except AttributeError as error:
-        close = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"the module {module_name!r} has no class {name!r}{hint}, which {path!r} names") from error
+    cls = named_by(path, "class")
     try:
         return cls if cls in _own().values() else register(cls)
     except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
         raise ValueError(f"{path!r} names no method: {error}") from error
+
+
+def named_by(path: str, what: str) -> Any:
+    """Import what a path ``package.module:name`` names; its module may lie in the current directory.
+
+    Args:
+        path: the path.
+        what: what the name stands for, for messages: "class" or "function".
+
+    Raises:
+        ValueError: the path has another form, or there is no such module, or it has no such name.
+    """
+    module_name, _, name = path.strip().partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
+        kind = "method" if what == "class" else what
+        raise ValueError(f"a {kind} outside of kvjax is named package.module:{what.capitalize()}, got {path!r}")
+    module = _import(module_name, path)
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"the module {module_name!r} has no {what} {name!r}{hint}, which {path!r} names") from error
 
 
 def class_path(cls: type) -> str:
@@ -116,7 +130,7 @@ def _import(name: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another one
-        raise ValueError(f"there is no module {error.name!r}, which the method {path!r} needs") from error
+        raise ValueError(f"there is no module {error.name!r}, which {path!r} needs") from error
     finally:
         sys.path[:] = kept
 

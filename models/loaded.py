@@ -74,7 +74,6 @@ class Loaded:
             The token ids of the two parts.
 
         Raises:
-            ModuleNotFoundError: the package 'jinja2' is not installed, and there is a template.
             ValueError: the template cannot be split around a message, or there is a system message and no template.
         """
         chat = self.template if template else None

@@ -46,6 +46,16 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     return jax.eval_shape(init, jax.random.key(0))["params"]
 
 
+def _check_config_and_key(config: Any, key: Any) -> None:
+    """Refuse arguments that are no description and no key, such as the two in the other order."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    old = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == np.uint32  # of jax.random.PRNGKey
+    if not isinstance(config, ModelConfig) or not (typed or old):
+        swapped = "the two in the other order" if isinstance(key, ModelConfig) else None
+        got = swapped or f"{type(config).__name__} and {type(key).__name__}"
+        raise TypeError(f"expected random_params(config, jax.random.key(seed)) with a ModelConfig, got {got}")
+
+
 def random_params(
     config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None
 ) -> dict[str, Any]:
@@ -65,8 +75,9 @@ def random_params(
     Raises:
         ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or
             `from_pretrained` refuses the mesh.
-        TypeError: ``mesh`` is no mesh.
+        TypeError: ``mesh`` is no mesh, ``config`` is no `ModelConfig`, or ``key`` is no PRNG key.
     """
+    _check_config_and_key(config, key)
     shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config), sep="/"))
     if mesh is not None:
         if sharding is not None:
@@ -216,7 +227,11 @@ def save_pretrained(
 
     Raises:
         ValueError: the dtype is unknown, ``params`` is not the tree of ``config``, or the tokenizer does not fit ``config``.
+        TypeError: ``params`` is no dict, or ``config`` is no `ModelConfig`.
     """
+    if not isinstance(config, ModelConfig) or not isinstance(params, dict):
+        got = f"{type(params).__name__} and {type(config).__name__}"
+        raise TypeError(f"expected save_pretrained(directory, params, config) with a dict and a ModelConfig, got {got}")
     dtype = config.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

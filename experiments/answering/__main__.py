@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 import kvjax
+import models
 from experiments.answering.mesh import make_mesh
-from experiments.answering.model import MeshSettings, load_model
+from experiments.answering.model import LoadedModel, MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
@@ -30,7 +31,11 @@ class GenerateSettings(MeshSettings):
     """What to continue, and how.
 
     Attributes:
-        prompt_file: the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
+        prompt: the text to continue
+        prompt_file: a file of the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
+        template: auto puts the checkpoint's chat template around the text, if it has one; none continues the text as it is
+        system: text of the template's system turn (default: the template's own)
+        template_variables: a variable of the template, such as enable_thinking=false; repeatable
         method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
@@ -42,7 +47,11 @@ class GenerateSettings(MeshSettings):
         kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn (default: the dtype of computation)
     """
 
-    prompt_file: str
+    prompt: str | None = None
+    prompt_file: str | None = None
+    template: str = option("none", choices=("auto", "none"))
+    system: str | None = None
+    template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
     method: str = "full"
     set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
     max_new_tokens: int = 128
@@ -55,6 +64,11 @@ class GenerateSettings(MeshSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.prompt is None) == (self.prompt_file is None):
+            got = "neither" if self.prompt is None else "both"
+            raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
+        if self.template == "none" and (self.system is not None or self.template_variables):
+            raise ValueError("--system and --template-set belong to a chat template: add --template auto")
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not -(2**63) <= self.seed < 2**63:
@@ -82,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(settings: GenerateSettings) -> None:
     """Print the continuation to standard output, and its costs to standard error."""
-    prompt = _read_prompt(settings.prompt_file)
+    prompt = _read_prompt(settings.prompt, settings.prompt_file)
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
-    ids = encode_prompt(tokenizer, prompt)
+    ids = _encode(model, prompt, settings)
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
@@ -127,7 +141,22 @@ def _generate(settings: GenerateSettings) -> None:
     )
 
 
-def _read_prompt(path: str) -> str:
+def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list[int]:
+    """Encode the prompt, in the chat template if it is wanted and there is one."""
+    template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    if template is None:
+        if settings.template == "auto":
+            _say(f"{model.name} has no chat template: the text is continued as it is")
+        return encode_prompt(model.tokenizer, prompt)
+    before, after = template.around(settings.system, **settings.template_variables)
+    return model.tokenizer.encode(before + prompt + after, add_special_tokens=False).ids
+
+
+def _read_prompt(text: str | None, path: str | None) -> str:
+    if text is not None or path is None:
+        if not (text or "").strip():
+            raise ValueError(f"--prompt must be a text, got {text!r}")
+        return text or ""
     text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
     if not text.strip():
         raise ValueError(f"the prompt is empty: {'standard input' if path == '-' else path}")

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.cli import shown
 from experiments.cli.flags import run
 from experiments.cli.settings import option
 
@@ -41,20 +42,12 @@ def _ls(command: LsCommand) -> int | None:
     if command.names and command.names[0] in _OTHERS:
         more = ["--json"] if command.json else []
         return importlib.import_module(_OTHERS[command.names[0]]).main([*command.names[1:], *more])
-    from kvjax import registry
-    from kvjax.wrappers.named import PATTERNS
-
-    names = [registry.canonical_name(name).partition("(")[0] for name in command.names]  # may import and register a class
-    known = {**registry.classes(), **registry.WRAPPERS, **dict.fromkeys(PATTERNS, registry.WRAPPERS["prefill"])}
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(
-                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
-            )
-    ordered = names or sorted(known, key=lambda name: (name in registry.WRAPPERS or name in PATTERNS, name != "full", name))
-    listed = [_entry(name, known[name]) for name in ordered]
+    kept = None if any(":" in name for name in command.names) else shown.methods()
+    known = {entry["name"]: entry for entry in kept or []}
+    names = [name.strip().lower().partition("(")[0] for name in command.names]
+    if not set(names) <= set(known) or not known:
+        names, known = _all_known(command.names)
+    listed = [known[name] for name in names] if names else list(known.values())
     if command.json:
         print(json.dumps(listed, indent=1))
         return None
@@ -66,6 +59,36 @@ def _ls(command: LsCommand) -> int | None:
         print(_explained(entry) if names else _summary(entry), end="\n\n")
     print(_EXPLAINED)
     return None
+
+
+def _all_known(given: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Find the canonical names of methods, and all known methods by name, plug-ins too.
+
+    Raises:
+        ValueError: an unknown method; the message has the nearest known name.
+    """
+    from kvjax import registry
+
+    names = [registry.canonical_name(name).partition("(")[0] for name in given]  # may import and register a class
+    known = {entry["name"]: entry for entry in entries()}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
+            )
+    return names, known
+
+
+def entries() -> list[dict[str, Any]]:
+    """Describe all methods, Full first, and then all wrappers, as JSON values."""
+    from kvjax import registry
+    from kvjax.wrappers.named import PATTERNS
+
+    known = {**dict.fromkeys(PATTERNS, registry.WRAPPERS["prefill"]), **registry.WRAPPERS, **registry.classes()}
+    methods = registry.classes()
+    return [_entry(name, known[name]) for name in sorted(known, key=lambda name: (name not in methods, name != "full", name))]
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:

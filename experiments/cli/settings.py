@@ -283,6 +283,6 @@ def _yaml() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "settings are written as YAML by the package 'pyyaml', which is not installed; "
-            "install the extra 'eval' (pip install 'kvjax[eval]')"
+            "it belongs to kvjax (pip install pyyaml)"
         ) from error
     return yaml

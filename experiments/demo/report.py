@@ -11,7 +11,6 @@ from experiments.demo.settings import DemoOutput
 from experiments.records import (
     COLORS,
     REFERENCE,
-    check_installed,
     new_figure,
     save,
     tidy,
@@ -115,12 +114,9 @@ def check_output(output: DemoOutput) -> None:
 
     Raises:
         ValueError: the directory is a file.
-        ModuleNotFoundError: a figure is wanted and matplotlib is not installed.
     """
     if output.out.exists() and not output.out.is_dir():
         raise ValueError(f"--out must be a directory, got the file {output.out}")
-    if output.plot:
-        check_installed()
 
 
 def write(result: dict[str, Any], files: list[pathlib.Path]) -> None:

@@ -12,6 +12,7 @@ from experiments.cli import Against, option, run
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import CellSettings, Choice, EvaluationSettings
+from experiments.records import with_figures
 from kvjax import registry
 
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(settings: SweepSettings, output: Output, against: Against) -> None:
+    output = with_figures(output)
     runner = make_runner(settings.beside(), output)
     run_sweep(runner, settings.knob_grid())
     finish(runner.folder, output, against)

@@ -19,7 +19,7 @@ from experiments.evaluation import set_knobs
 from experiments.fidelity.report import cells, fidelity_tables, table
 from experiments.fidelity.run import Runner
 from experiments.fidelity.settings import FidelitySettings
-from experiments.records import check_installed, write_bytes
+from experiments.records import with_figures, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     Runner(settings, model, command.out, force=command.force, progress=not command.quiet).run()

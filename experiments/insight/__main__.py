@@ -24,7 +24,7 @@ from experiments.insight.plots import draw
 from experiments.insight.report import table
 from experiments.insight.run import open_results, run_methods
 from experiments.insight.settings import InsightSettings
-from experiments.records import check_installed, save, write_bytes
+from experiments.records import save, with_figures, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     knobs = knobs_by_method(settings.knobs)
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     path = command.out.with_suffix(".json")

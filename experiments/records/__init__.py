@@ -23,6 +23,7 @@ from experiments.records.plotting import text_color as text_color
 from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
+from experiments.records.plotting import with_figures as with_figures
 from experiments.records.record import commit as commit
 from experiments.records.record import device_kinds as device_kinds
 from experiments.records.record import make_record as make_record

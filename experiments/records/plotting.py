@@ -6,9 +6,11 @@ global settings or needs a display.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,20 +23,30 @@ FAINT = "#999999"  # marks that explain, such as the end of an answer
 COLOR_MAP = "cividis"  # colours of heat maps: dark is low, light is high, in print without colours too
 _MARKERS = ("o", "s", "^", "D")
 _DASHES = ("-", "--", ":", "-.")
+_MISSING = "figures need the package 'matplotlib', which is not installed: pip install 'kvjax[plot]'"
 _SMALL = 8  # points, size of ticks and of labels beside lines
 
 
 def check_installed() -> None:
-    """Refuse to begin a measurement whose figure could not be drawn at the end.
+    """Refuse to draw a figure without matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message names the extra to install.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "figures need the package 'matplotlib', which is not installed; install the extra 'plot' "
-            "(pip install 'kvjax[plot]') or pass --no-plot"
-        )
+        raise ModuleNotFoundError(_MISSING)
+
+
+def with_figures[T](output: T) -> T:
+    """Return the output of a measurement, without figures if matplotlib is not installed; a line on standard error says so.
+
+    Args:
+        output: a dataclass with a field ``plot``.
+    """
+    if not vars(output)["plot"] or importlib.util.find_spec("matplotlib") is not None:
+        return output
+    print(f"kvjax: {_MISSING}; --no-plot leaves this line out", file=sys.stderr)
+    return dataclasses.replace(output, plot=False)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 
-from experiments.cli import write_figures
+from experiments.cli import shown_texts, write_figures
 from experiments.records import write_bytes
 from experiments.site import (
     agreement,
     choice,
     distance,
     method_pages,
+    operations,
     paper_tables,
     quality,
     record_pages,
@@ -65,10 +66,14 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     """Write the tables again: the records' tables in ``docs/tables`` and result folders, and the parts between marks.
 
+    For this checkout's own ``docs`` also what ``kvjax COMMAND --help`` and ``kvjax ls`` show.
+
     Returns:
         The files.
     """
     texts = record_tables.pages(docs) | marked_pages(docs)
+    if docs == DOCS:
+        texts |= shown_texts()
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)
@@ -77,7 +82,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
-    for module in (quality, untouched, agreement, distance, choice, paper_tables):  # the README is of the later runs
+    for module in (quality, untouched, agreement, distance, choice, paper_tables, operations):
         made |= module.parts(docs)
     return made
 

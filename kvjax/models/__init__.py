@@ -7,9 +7,34 @@ imports ``models``, when a name is asked for, and says which file hides it if th
 from __future__ import annotations
 
 import functools
+import importlib.util
 import pathlib
+import sys
 import types
 from typing import Any
+
+_HOME = pathlib.Path(__file__).resolve().parents[2]  # our packages lie beside each other
+
+
+def hidden(name: str) -> str | None:
+    """Describe the foreign module that hides one of our packages, or that the package is missing; None if all is well.
+
+    Args:
+        name: "models" or "experiments".
+    """
+    if name in sys.modules:
+        known = vars(sys.modules[name])
+        places, file = known.get("__path__", ()), known.get("__file__")
+    else:
+        found = importlib.util.find_spec(name)
+        places = () if found is None else found.submodule_search_locations or ()
+        file = None if found is None else found.origin
+    folders = [pathlib.Path(place).resolve() for place in places]
+    if _HOME / name in folders:
+        return None
+    other = next(iter(folders), None) or file
+    what = f"{other} hides it: rename that, or take its directory off the search path" if other else "it is missing"
+    return f"kvjax needs its own package {name!r} in {_HOME}, but {what}"
 
 
 @functools.cache
@@ -19,24 +44,11 @@ def _ours() -> types.ModuleType:
     Raises:
         ImportError: another module has its name, or it is missing.
     """
-    home = pathlib.Path(__file__).resolve().parents[2] / "models"
-    try:
-        import models as found
-    except ModuleNotFoundError as error:
-        if error.name != "models":
-            raise
-        raise ImportError(f"kvjax needs its own package 'models' in {home.parent}, but it is missing") from error
-    except ImportError as error:
-        raise ImportError(f"{_told(home, None)} ({error})") from error
-    places = [pathlib.Path(place).resolve() for place in vars(found).get("__path__", ())]
-    if home not in places:
-        raise ImportError(_told(home, vars(found).get("__file__") or next(iter(places), None)))
-    return found
+    if told := hidden("models"):
+        raise ImportError(told)
+    import models
 
-
-def _told(home: pathlib.Path, other: Any) -> str:
-    hidden = f"{other} hides it: rename that, or take its directory off the search path"
-    return f"kvjax needs its own package 'models' in {home.parent}, but {hidden}"
+    return models
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from jax import Array
 
 import kvjax
 import kvjax.__main__ as command
+import models
 from experiments.answering import METHODS, paper_method
 from experiments.cli.main import main
 from experiments.evaluation.settings import EvaluationSettings
@@ -99,7 +100,7 @@ def test_a_path_names_a_method():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("nowhere.methods:Newest", "there is no module 'nowhere', which the method 'nowhere.methods:Newest' needs"),
+        ("nowhere.methods:Newest", "there is no module 'nowhere', which 'nowhere.methods:Newest' needs"),
         ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
         ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
         ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
@@ -266,6 +267,43 @@ def test_a_score_that_reads_empty_slots_breaks_a_law():
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
     assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 15
+
+
+# ---- the package's home for models ----------------------------------------------------------------------------------
+
+
+def test_the_home_of_models_has_every_name_of_models():
+    assert kvjax.models.load is models.load and dir(kvjax.models) == sorted(models.__all__)
+    assert all(getattr(kvjax.models, name) is getattr(models, name) for name in models.__all__)
+    with pytest.raises(AttributeError, match="kvjax.models has no name 'from_pretraned', expected one of ChatTemplate"):
+        kvjax.models.from_pretraned  # noqa: B018
+
+
+HIDING = """
+import pathlib, sys
+import kvjax  # which needs no models
+assert "models" not in sys.modules
+for begin in ("", "import models; "):
+    try:
+        exec(begin + "from kvjax.models import load")
+    except ImportError as error:
+        told = str(error)
+    place = pathlib.Path(FILE).resolve()
+    assert told.startswith(f"kvjax needs its own package 'models' in {HOME}, but {place} hides it: rename that, or"), told
+try:
+    kvjax.answer("builtin", "a", "b")
+except ImportError as error:
+    assert FILE in str(error)
+"""
+
+
+@pytest.mark.parametrize("file", ["models.py", "models/__init__.py"])
+def test_a_users_own_models_is_named(file, tmp_path):
+    """In a new process, whether the user has imported it already or not."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("MINE = 1\n")
+    named = tmp_path / (file if file == "models.py" else "models")
+    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(named)!r}\n{HIDING}", tmp_path)
 
 
 # ---- python -m kvjax ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 import kvjax
 import models
 from experiments.evaluation import examples
-from experiments.site import method_costs, method_pages, method_scores, pages, record_pages, record_tables
+from experiments.site import method_costs, method_pages, method_scores, operations, pages, record_pages, record_tables
 from kvjax import registry
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
@@ -311,3 +311,19 @@ def test_the_calls_of_the_page_for_other_libraries_exist():
     for name in re.findall(r"`([A-Z]\w+)(?:\(|`)", text.partition("## The presses")[2].partition("## Score")[0]):
         if not name.endswith("Press"):
             assert name.lower() in {**registry.builtin(), **registry.WRAPPERS}, name
+
+
+# ---- the page of operations -------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_operations_has_all_of_them_and_the_methods_that_call_them():
+    rows = {row["name"]: set(row["methods"]) for row in json.loads((RECORDS / operations.FILE).read_text())["metrics"]}
+    assert rows.keys() == operations.operations().keys()
+    text = (DOCS / "operations.md").read_text()
+    for name, (_, table, _) in operations.operations().items():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| [`{name}`]")]
+        assert all(f"`{kernel}` (" in line for kernel in table.implementations if kernel != "xla")
+    known = {*registry.builtin(), *registry.WRAPPERS}
+    assert set().union(*rows.values()) == known, "python -m experiments.site docs --tables --operations traces them again"
+    for method in ("snapkv", "pariskv"):
+        assert operations.uses(method) == {name for name, methods in rows.items() if method in methods}
