@@ -15,9 +15,20 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.machine import KERNELS_FROM, Machine, current_machine, say_once
+from pallas_kernels.machine import (
+    KERNELS_FROM,
+    PALLAS_TPU,
+    PALLAS_TRITON,
+    Machine,
+    current_machine,
+    say_once,
+    why_missing,
+)
 
 XLA = "xla"  # the name of plain JAX in every table
+
+# The module of JAX without which the implementations of a name do not run. Those in Triton's own language are for comparison.
+_NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS_TRITON, "pallas_tpu": PALLAS_TPU}
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
 _DEFAULT = jax.make_user_context(None)
@@ -203,6 +214,8 @@ class Operation:
                     raise NotImplementedError(f"needs a platform in {entry.platforms}")
                 if entry.platforms and here.platform == "gpu" and not here.has_kernels:
                     raise NotImplementedError(f"needs {_KERNELS_NEED}, got {here}")
+                if name in _NEEDS and (why := why_missing(_NEEDS[name])):
+                    raise NotImplementedError(f"needs {_NEEDS[name]}, got {why}")
                 entry.check(*args, **kwargs)
                 return name, action(entry)
             except NotImplementedError as error:
@@ -217,8 +230,11 @@ _KERNELS_NEED = "an NVIDIA GPU of compute capability {}.{} or above".format(*KER
 
 
 def _say_where_kernels_are(here: Machine) -> None:
-    """Tell the user of an accelerator what runs as plain JAX there; on a CPU this is no news."""
-    if here.platform == "tpu":
+    """Tell the user of an accelerator what runs as plain JAX there, and any user which modules JAX lacks."""
+    lacking = {"gpu": (PALLAS_TRITON,), "tpu": (PALLAS_TPU,)}.get(here.platform, (PALLAS_TRITON, PALLAS_TPU))
+    if lacks := [f"{module} ({why})" for module in lacking if (why := why_missing(module))]:
+        say_once(f"operations run as plain JAX (implementation {XLA!r}): this JAX has no {' and no '.join(lacks)}")
+    elif here.platform == "tpu":
         say_once(f"operations without a kernel for TPUs run as plain JAX (implementation {XLA!r})")
     elif here.platform != "cpu" and not here.has_kernels:
         say_once(f"all operations run as plain JAX (implementation {XLA!r}): kernels need {_KERNELS_NEED}, got {here}")

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -22,6 +24,11 @@ KERNELS_FROM = (8, 0)  # the oldest compute capability that kernels run on
 # Capability" of NVIDIA's CUDA programming guide, "maximum amount of shared memory per thread block".
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 _LEAST_SHARED_KIB = 99  # the least of all GPUs that kernels run on
+
+# Modules of JAX that kernels are written with. They are experimental, and Triton's is deprecated: JAX may come without them.
+PALLAS = "jax.experimental.pallas"
+PALLAS_TRITON = "jax.experimental.pallas.triton"
+PALLAS_TPU = "jax.experimental.pallas.tpu"
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,6 +101,33 @@ def assume_machine(platform: str, capability: tuple[int, int] | None = None) -> 
     """
     with _ASSUMED(Machine(platform, capability)):
         yield
+
+
+@functools.cache
+def why_missing(module: str) -> str | None:
+    """Say why a module of JAX cannot be imported; None if it can."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def back_end(module: str) -> Any:
+    """Import a module of JAX, or return a stand-in, with which kernels can be defined but not called."""
+    return _Missing(module) if why_missing(module) else importlib.import_module(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Missing:
+    """Stands for a module that cannot be imported. All that it is asked for raises ``NotImplementedError``."""
+
+    module: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python itself asks
+            raise AttributeError(name)
+        raise NotImplementedError(f"needs {self.module}.{name}, got {why_missing(self.module)}")
 
 
 @functools.cache

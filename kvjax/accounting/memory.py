@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
@@ -58,6 +59,7 @@ class Needed:
         return f"{device}, {_gib(self.host)} of host memory"
 
 
+@in_32_bits
 def memory_needed(
     method: Method | str | Sequence[Method | str],
     config: Model,

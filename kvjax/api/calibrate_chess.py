@@ -15,12 +15,14 @@ from kvjax.api.generate import eos_array
 from kvjax.api.prefill import Integers, Tokens, prefill
 from kvjax.api.shard_map import SAME, on_devices
 from kvjax.cache import Cache
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods.chess.method import Chess
 from kvjax.typing import Model
 
 
+@in_32_bits
 def calibrate_chess(
     params: Any,
     tokens: Tokens,

@@ -27,6 +27,7 @@ from kvjax.api.new_folder import folder_of_all
 from kvjax.api.plain_path import plain_path
 from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import Cache, LayerStorage, check_alive
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.describe import describe
 from kvjax.mesh.processes import check_all_processes, readable
@@ -46,6 +47,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
 
 
+@in_32_bits
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     """Write ``cache`` to a new directory, of any name that the file system takes.
 
@@ -139,6 +141,7 @@ def _says_nothing(record: logging.LogRecord) -> bool:
     return False
 
 
+@in_32_bits
 def load_cache(
     directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None
 ) -> Cache:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvjax.api.programs import repeat_program
 from kvjax.cache.storage import Cache, check_alive, repeat_rows
+from kvjax.decoding.bits import in_32_bits
 from kvjax.fields import positive_int
 
 
+@in_32_bits
 def fork(cache: Cache, copies: int = 1) -> Cache:
     """Copy ``cache`` with every row repeated ``copies`` times: row b becomes the rows b*copies to (b+1)*copies - 1.
 

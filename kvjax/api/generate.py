@@ -1,8 +1,8 @@
 """The functions that users call after `kvjax.prefill`: `extend`, `decode_step`, `generate`, `stream`.
 
 All of them are jitted with static shapes, so each shape is compiled once. They consume (donate) their cache: go on with the
-cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit`` or ``jax.vmap`` they skip the checks that need
-concrete values.
+cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit``, ``jax.vmap`` and ``jax.grad`` they consume nothing,
+and skip the checks of traced values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from jax import Array
 
 from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
-from kvjax.api.programs import decode_program, extend_program, generate_program, step_program
+from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
 from kvjax.api.text import GrowingText, rows_of, texts_of
 from kvjax.cache.storage import Cache, check_alive
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
     bool_rows,
     check_cache,
@@ -67,6 +68,7 @@ class Generation:
         return texts_of(tokenizer, self.rows(), self.eos_token_ids)
 
 
+@in_32_bits
 def decode_step(
     params: Any, cache: Cache, tokens: Integers, *, active: Array | np.ndarray | Sequence[bool] | None = None
 ) -> Cache:
@@ -86,9 +88,11 @@ def decode_step(
     moves = bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
     check_vocabulary(fed, cache.model)
     check_room(cache, moves.astype(jnp.int32))
-    return step_program(params, cache, *place_rows(cache.plan, fed[:, None], moves[:, None]))
+    args = place_rows(cache.plan, fed[:, None], moves[:, None])
+    return consuming(step_program, params, cache, args)(params, cache, *args)
 
 
+@in_32_bits
 def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None = None) -> Cache:
     """Append tokens to every row: the next turn, or the next question about the same context.
 
@@ -111,9 +115,13 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | Non
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
     check_vocabulary(padded, cache.model)
     check_room(cache, length)
-    return extend_program(params, cache, *place_rows(cache.plan, padded, length)) if padded.shape[1] else cache
+    if not padded.shape[1]:
+        return cache
+    args = place_rows(cache.plan, padded, length)
+    return consuming(extend_program, params, cache, args)(params, cache, *args)
 
 
+@in_32_bits
 def generate(
     params: Any,
     cache: Cache,
@@ -155,7 +163,7 @@ def generate(
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
-    end, cost = generate_program(
+    end, cost = consuming(generate_program, params, cache, sampler, key, eos, done, most)(
         params,
         cache,
         sampler,
@@ -172,6 +180,7 @@ def generate(
     return Generation(tokens=tokens, num_tokens=count, eos_token_ids=eos, cache=end.cache, stats=stats)
 
 
+@in_32_bits
 def stream(
     params: Any,
     cache: Cache,
@@ -222,7 +231,7 @@ def _streamed(
     texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
     for first in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - first)
-        end = decode_program(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
+        end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
         made = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
         drawn, counts, bad, ended = map(np.asarray, made)

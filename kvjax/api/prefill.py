@@ -14,7 +14,9 @@ from kvjax.accounting.memory import check_memory
 from kvjax.api.programs import prefill_program
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
+    as_jax,
     check_arrays,
     check_fits,
     check_int32,
@@ -54,8 +56,10 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
         check_int32("token ids", tokens)
         given = np.full(rows, padded, np.int32) if lengths is None else lengths
         length = int32_rows("lengths", given, rows, most=padded, bound="T")
-        array = jnp.asarray(tokens, jnp.int32)
-        return jnp.pad(array, ((0, 0), (0, -padded % multiple))), length
+        widths = (0, 0), (0, -padded % multiple)
+        if is_known(tokens):
+            return as_jax(np.pad(np.asarray(tokens), widths), jnp.int32), length
+        return jnp.pad(jnp.asarray(tokens, jnp.int32), widths), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
         raise ValueError(
             f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}"
@@ -67,7 +71,7 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
     padded = np.zeros((len(rows), -(-max(sizes) // multiple) * multiple), np.int32)
     for row, values in enumerate(rows):
         padded[row, : len(values)] = values
-    return jnp.asarray(padded), jnp.asarray(sizes, jnp.int32)
+    return as_jax(padded), as_jax(np.asarray(sizes, np.int32))
 
 
 def _row(row: Any) -> np.ndarray:
@@ -134,6 +138,7 @@ def prefill(
     return cache
 
 
+@in_32_bits
 def prefill_each(
     params: Any,
     tokens: Tokens,
@@ -172,7 +177,7 @@ def prefill_each(
         check_fits(length, max_new_tokens, config, method)
     padded, length = place_rows(plan, padded, length)
     large = len(chosen) > 1 or chosen[0].offload or plan is not None
-    if large and is_known(padded):
+    if large and is_known(padded, jnp.zeros(())):  # zeros are traced inside jit
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         check_memory(chosen, config, None if plan is None else plan.mesh, kv_dtype, sizes | {"chunk_size": chunk_size})
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}

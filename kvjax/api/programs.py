@@ -18,7 +18,9 @@ from jax.stages import Lowered
 
 from kvjax.api import shard_map
 from kvjax.cache import Cache
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.sampling import Sampler
+from kvjax.describe import is_known
 from kvjax.mesh.sharding import plan_of
 from kvjax.method import Method
 from kvjax.typing import Model
@@ -32,6 +34,19 @@ decode_program = _loop(shard_map.decode)
 generate_program = _loop(shard_map.decode_and_measure)
 cost_program = jax.jit(shard_map.cost)
 repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
+_KEEP = {  # the programs that do not consume their cache
+    step_program: jax.jit(shard_map.step),
+    extend_program: jax.jit(shard_map.extend),
+    generate_program: jax.jit(shard_map.decode_and_measure, static_argnames=("steps", "stop_early")),
+}
+
+
+def consuming(program: Any, *args: Any) -> Any:
+    """Return the program itself, which consumes its cache, or the program that does not if one of its arguments is traced.
+
+    A mapped or differentiated function may close over its cache, and is then called again.
+    """
+    return program if is_known(args) else _KEEP[program]
 
 
 def lower_programs(
@@ -79,7 +94,8 @@ def lower_programs(
 
     asked = rows * copies
     count = by_row(_integers(asked))
-    traced = prefill_program.trace(
+    caches, lowered = _lower(
+        prefill_program,
         params,
         by_row(_integers(rows, padded)),
         by_row(_integers(rows)),
@@ -90,19 +106,20 @@ def lower_programs(
         plan=plan,
         kv_dtype=kv_dtype,
     )
-    yield traced.lower()
-    for cache in traced.out_info:
+    yield lowered
+    for cache in caches:
         cache = _placed(cache)
         if copies > 1:
-            traced = repeat_program.trace(cache, copies=copies)
-            cache = _placed(traced.out_info)
+            cache, lowered = _lower(repeat_program, cache, copies=copies)
+            cache = _placed(cache)
             if plan is not None:  # otherwise `kvjax.fork` runs operation by operation
-                yield traced.lower()
+                yield lowered
         if question_length:
-            traced = extend_program.trace(params, cache, by_row(_integers(asked, question_length)), count)
-            cache = _placed(traced.out_info)
-            yield traced.lower()
-        yield generate_program.trace(
+            cache, lowered = _lower(extend_program, params, cache, by_row(_integers(asked, question_length)), count)
+            cache = _placed(cache)
+            yield lowered
+        yield _lower(
+            generate_program,
             params,
             cache,
             Sampler(),
@@ -112,7 +129,14 @@ def lower_programs(
             count if with_limits else None,
             steps=max_new_tokens,
             stop_early=num_eos > 0 or with_limits,
-        ).lower()
+        )[1]
+
+
+@in_32_bits
+def _lower(program: Any, *args: Any, **static: Any) -> tuple[Any, Lowered]:
+    """Return the shapes of the results of a program, and the lowered program."""
+    traced = program.trace(*args, **static)
+    return traced.out_info, traced.lower()
 
 
 def _placed(cache: Cache) -> Cache:

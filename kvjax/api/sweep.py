@@ -26,11 +26,12 @@ from kvjax.api.shard_map import SAME, spread, total_bytes
 from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
+from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from kvjax.describe import describe
+from kvjax.describe import describe, is_known
 from kvjax.fields import positive_int
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
 from kvjax.method import Method
@@ -58,6 +59,7 @@ class SweepResult:
         return texts_of(tokenizer, self.rows(), self.eos_token_ids)
 
 
+@in_32_bits
 def sweep(
     params: Any,
     tokens: Tokens,
@@ -147,7 +149,7 @@ def sweep(
 
 def _check_finite(bad: Array, methods: Sequence[Method]) -> None:
     """Refuse logits that were not finite, by the bad steps int32 [lanes, B] of a group."""
-    if int(bad.max()) >= 0:
+    if is_known(bad) and int(bad.max()) >= 0:
         raise FloatingPointError(f"logits are not finite under {describe(methods[int(bad.max(axis=1).argmax())])}")
 
 

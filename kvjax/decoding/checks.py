@@ -90,8 +90,8 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             f"{np.asarray(length).max()} tokens and {int(wanted.max())} more exceed the model's "
             f"max_position_embeddings={cache.model.max_position_embeddings}"
         )
-    for layer, room in enumerate(free):
-        if room is not None and (short := wanted - np.asarray(room)).max() > 0:
+    for layer, room in enumerate(None if room is None else np.asarray(room) for room in free):
+        if room is not None and (short := wanted - room).max() > 0:
             row = int(short.argmax())
             raise ValueError(
                 f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
@@ -121,7 +121,7 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
             outside = int(given.min()) < 0 or int(given.max()) > most
         if outside:
             raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
-    return jnp.asarray(given, jnp.int32)
+    return as_jax(given, jnp.int32)
 
 
 def bool_rows(name: str, value: Any, rows: int) -> Array:
@@ -129,7 +129,15 @@ def bool_rows(name: str, value: Any, rows: int) -> Array:
     given = read_array(value)
     if given.shape != (rows,) or given.dtype != bool:
         raise ValueError(f"{name} must be bool of shape [{rows}], one per row, got {shown(value)}")
-    return jnp.asarray(given)
+    return as_jax(given)
+
+
+def as_jax(given: Array | np.ndarray, dtype: Any = None) -> Array:
+    """Convert to a JAX array, whose values stay known inside a trace if the values of ``given`` are."""
+    if not is_known(given):
+        return jnp.asarray(given, dtype)
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(given, dtype)
 
 
 def read_array(value: Any) -> Array | np.ndarray:

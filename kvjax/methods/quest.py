@@ -35,7 +35,7 @@ from pallas_kernels.store.widen_page import widen_page
 
 @pytree
 class Box:
-    """The bounds of each page's keys per channel, [B, H, P, D] in the keys' dtype; NaN for an empty page."""
+    """The bounds of each page's keys per channel, [B, H, P, D] in the keys' dtype; inf and -inf for an empty page."""
 
     low: Array
     high: Array
@@ -63,10 +63,9 @@ class Quest(Retrieval):
         return self.page_size
 
     def summarize(self, key: Array, valid: Array) -> Box:
-        mask, empty = valid[..., None], ~valid.any(axis=3)[..., None]
-        low = jnp.where(mask, key, jnp.inf).min(axis=3)
-        high = jnp.where(mask, key, -jnp.inf).max(axis=3)
-        return Box(low=jnp.where(empty, jnp.nan, low), high=jnp.where(empty, jnp.nan, high))
+        # An empty page gets the bounds inf and -inf. NaN would do, too, but jax_debug_nans stops at it.
+        low, high = (jnp.where(valid[..., None], key, bound) for bound in (jnp.inf, -jnp.inf))
+        return Box(low=low.min(axis=3), high=high.max(axis=3))
 
     def join(self, summary: Box, cache: LayerStorage) -> Box:
         key, rows = cache.newest_key

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as plt
 
+from pallas_kernels._mosaic.pallas import plt
 from pallas_kernels.formats.quantised import Quantised
 
 LANES = 128  # numbers in a row of a tile

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.pallas import plt
 
 
 def assembly(program: str, args: list[Array], pack: int = 1, result: Any = jnp.int32) -> Array:

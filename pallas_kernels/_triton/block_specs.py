@@ -6,7 +6,8 @@ A block spec only offsets the pointer of an operand: the kernel sees a ref of th
 from __future__ import annotations
 
 import jax
-from jax.experimental import pallas as pl
+
+from pallas_kernels._triton.pallas import pl
 
 
 def whole(x: jax.Array) -> pl.BlockSpec:

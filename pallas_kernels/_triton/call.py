@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.pallas import pl, plt
 
 
 def triton_call(

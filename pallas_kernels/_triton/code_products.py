@@ -20,9 +20,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.assembly import assembly
+from pallas_kernels._triton.pallas import plt
 
 ROWS = 8  # query heads of a program, at least
 LEAST_WIDTH = 32  # numbers of a key or a value, the least that a product of bytes takes

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.kth_histogram import MOST_BINS, narrowed
 from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, rank
+from pallas_kernels._triton.pallas import pl, plt
 
 CHUNKS = 64, 32, 16, 8, 4, 2
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._triton.pallas import plt
 from pallas_kernels.numerics import finite_or_zero
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # softmax denominator [G], maximum logit [G], weighted values [G, D]

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.packed_vectors import TERMS
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._triton.pallas import pl, plt
 
 
 def put(ref, at, x, keep, interpret):

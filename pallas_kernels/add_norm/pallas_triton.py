@@ -8,10 +8,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
 
 MOST_ROWS = 1024  # enough for a decode step; for the many rows of a prompt XLA is as good
 MOST_WIDTH = 2**14  # one program holds a row in registers

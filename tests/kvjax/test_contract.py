@@ -271,6 +271,13 @@ def test_bfloat16_is_kept_under_strict_promotion(name):
 
 
 @pytest.mark.parametrize("name", law(ALL))
+def test_no_state_holds_nan(name):
+    """`jax_debug_nans` stops at a program that returns NaN, also in a slot or a page that holds nothing."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(base(name)[1]):
+        assert not np.issubdtype(leaf.dtype, np.inexact) or not np.isnan(leaf).any(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name", law(ALL))
 def test_resident_bytes_are_the_arrays(name):
     laws.resident_bytes_are_the_arrays(subject(name))
 

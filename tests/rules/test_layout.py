@@ -158,11 +158,12 @@ def frames_to(target, run):
 
 
 def test_a_step_is_nine_frames_from_generate():
-    """Both ends count. No other test has these sizes, so that nothing is traced already."""
+    """Both ends count, and `in_32_bits` around them does not. No other test has these sizes: nothing is traced already."""
     model = TinyModel()
     params = model.random_params(0)
     cache = kvjax.prefill(params, [range(5, 42)], config=model, method="quest", max_new_tokens=11)
     frames = frames_to(SlotAttention.attend, lambda: kvjax.generate(params, cache, max_new_tokens=3))
+    assert frames.pop(0) == "kvjax/decoding/bits.py:run"
     assert frames[0] == "kvjax/api/generate.py:generate" and frames[-1] == "kvjax/slots.py:attend"
     assert len(frames) <= 9, frames
     drawing = (ROOT / "ARCHITECTURE.md").read_text().partition("## One decode step")[2].partition("## One prefill")[0]

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton import code_products as codes
 from pallas_kernels._triton.online_softmax import store_logits
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.split import blocks_to_read
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.jax_triton_call import launch, package
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.attend.dense_decode import pallas_triton
 from pallas_kernels.attend.merge_splits.jax_triton_partials import merged, partial_shapes

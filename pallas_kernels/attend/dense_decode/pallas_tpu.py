@@ -11,12 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic import softmax
 from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
+from pallas_kernels._mosaic.pallas import pl, plt
 
 _BLOCK_BYTES = 1 << 20  # of the keys of a block; values take as much, and two blocks are in fast memory
 _MOST = 2048  # slots of a block

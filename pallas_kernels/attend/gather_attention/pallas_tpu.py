@@ -12,12 +12,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic import softmax
 from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, tile_rows, where_it_is
+from pallas_kernels._mosaic.pallas import pl, plt
 
 _SCALAR_BYTES = 1 << 18  # of scalar memory for page numbers; a TPU v5e has 1 MiB
 

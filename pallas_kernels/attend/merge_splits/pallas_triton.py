@@ -10,10 +10,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.numerics import finite_or_zero
 
 PIECE = 64  # channels per program, so that several multiprocessors read the partials of one list

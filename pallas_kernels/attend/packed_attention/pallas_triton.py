@@ -15,13 +15,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.online_softmax import add_block, nothing, result
 from pallas_kernels._triton.packed_vectors import check_format, owner_of, unpack_tile
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.numerics import LOG2_E, finite_or_zero, product_precision
 

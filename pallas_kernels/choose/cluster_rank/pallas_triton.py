@@ -14,13 +14,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
 from pallas_kernels._triton.kth_search import NEVER, bounds_of, find, order_key, rank
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels._triton.split import Config
 from pallas_kernels.numerics import ceil_share, finite_or_zero

@@ -18,14 +18,13 @@ import operator
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_histogram import histogram
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, find, order_key, rank
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.region_list import fill, put
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.numerics import finite_or_zero

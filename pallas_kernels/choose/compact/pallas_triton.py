@@ -13,10 +13,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.jax_triton_call import launch, package
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels.choose.kth_select import pallas_triton
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of, rank
+from pallas_kernels._triton.pallas import pl, plt
 
 
 def list_best(first, first_slots, load, tiles, wanted, list_ref, among=None):

@@ -23,12 +23,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import LOWEST, NEVER, bounds_of, find, order_key, rank
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.kth_select.listing import finish, list_best
 from pallas_kernels.numerics import finite_or_zero
 

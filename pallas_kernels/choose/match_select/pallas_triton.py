@@ -15,12 +15,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import rank
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.region_list import fill, put
 from pallas_kernels.score.bucket_matches import pallas_triton as matches
 from pallas_kernels.score.bucket_matches.pallas_triton import HALF, Config, default_config

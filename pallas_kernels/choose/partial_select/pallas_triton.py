@@ -17,10 +17,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.block_specs import of_list, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels.choose.kth_select import pallas_triton as kth
 from pallas_kernels.choose.partial_select.reference import wanted
 from pallas_kernels.score.partial_score import pallas_triton as scores

@@ -14,14 +14,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
 from pallas_kernels._triton.kth_search import LOWEST, NEVER, order_key
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.rerank.products import PACK, products
 from pallas_kernels.formats.key_codes import LEVEL
 

@@ -11,12 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_best import threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.sentence_cut.rules import CLOSES, bounds
 
 MOST_SLOTS = 1 << 14  # what the registers of one program hold

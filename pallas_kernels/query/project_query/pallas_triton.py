@@ -6,12 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_row
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.packed_vectors import check_format
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.packed_vectors import TERMS
 
 ROWS = 16  # rows of a basis per program

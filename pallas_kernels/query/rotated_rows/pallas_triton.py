@@ -6,9 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels.formats.quantised import Quantised, vectors
 

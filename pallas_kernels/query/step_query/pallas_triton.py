@@ -6,9 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.rotate import angles, rotated_pair
 from pallas_kernels.query.step_query.result import StepQuery
 

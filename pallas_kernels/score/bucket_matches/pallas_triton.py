@@ -17,13 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_histogram import histogram
+from pallas_kernels._triton.pallas import pl, plt
 
 MOST_HEADS = 8  # query heads whose counts a thread holds, four registers each
 MOST_TABLES = 2047

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.assembly import assembly
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.sign_codes import BLOCK
 
 ENTRIES = 16  # neighbours of a table, which a thread copies

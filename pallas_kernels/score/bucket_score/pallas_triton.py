@@ -15,12 +15,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.machine import current_machine

@@ -8,12 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.packed_vectors import check_format, owner_of, product_tile, query_table
+from pallas_kernels._triton.pallas import pl, plt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ def page_score(
 
     Returns:
         float32 [B, H, P], or [B, H, G, P] of each query head; -inf for pages that are not in use, hold nothing or come before
-        ``first``, and for a score of NaN, which marks a page without a token.
+        ``first``, and for a page without a token, whose bounds are inf and -inf, or NaN.
 
     Raises:
         ValueError: shapes or dtypes disagree, or ``reduce`` or the implementation is unknown.

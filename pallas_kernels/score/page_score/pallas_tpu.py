@@ -11,11 +11,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
+from pallas_kernels._mosaic.pallas import pl, plt
 from pallas_kernels._mosaic.softmax import products
 
 _BLOCK_BYTES = 1 << 20  # of one bound of a block; two blocks of each are in fast memory

@@ -32,7 +32,7 @@ def _used(score, limit, page_size, newest, position, first):
     used = -(-limit // page_size)
     used = used.reshape(*used.shape, *(1,) * (score.ndim - used.ndim))
     page = jnp.arange(score.shape[-1], dtype=jnp.int32).reshape((1,) * (score.ndim - 1) + (-1,))
-    # NaN compares false, so it becomes -inf like a page that is not in use.
+    # A page without a token has the bounds inf and -inf. It scores -inf, or NaN for a product 0 * inf; NaN compares false.
     score = jnp.where((page < used) & (score > -jnp.inf), score, -jnp.inf)
     score = jnp.where(page == used - 1, jnp.inf, score) if newest else score
     return score if position is None and not first else jnp.where(_chosen_from(page, position, first), score, -jnp.inf)

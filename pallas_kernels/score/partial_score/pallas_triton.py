@@ -18,13 +18,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.kth_search import NEVER, order_key
+from pallas_kernels._triton.pallas import pl, plt
 
 MOST_CHANNELS = 256
 MOST_GROUP = 32  # query heads; the program is unrolled over them, and takes long to compile for more

@@ -7,10 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.key_codes import codes, rotated
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels.formats.key_codes import SLICE
 
 

@@ -13,11 +13,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.quantised import Quantised
 
 MOST_SLOTS = 2**14  # one program holds the scores of a head in registers

@@ -6,10 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.sentence_cut.rules import CLOSES
 from pallas_kernels.host import copy_row, sinks_of
 

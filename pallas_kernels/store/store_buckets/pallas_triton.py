@@ -6,11 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.host import copy_row, sinks_of
 

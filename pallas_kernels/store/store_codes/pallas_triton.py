@@ -11,13 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_row, whole
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.key_codes import codes, rotated
 from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.key_codes import CLUSTERS
 from pallas_kernels.host import copy_row, sinks_of
 

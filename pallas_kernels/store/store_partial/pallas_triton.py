@@ -6,11 +6,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.host import copy_row, sinks_of
 
 

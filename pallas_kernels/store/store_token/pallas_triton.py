@@ -10,9 +10,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import cosine_sine
 from pallas_kernels.formats.quantised import Quantised, codes_of, scale_of

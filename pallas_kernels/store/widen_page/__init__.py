@@ -39,9 +39,9 @@ def widen_page(
         key: [B, H, S, D]; with ``rows`` the copies [B, H, R, D].
         position: int32 [B, H, S], negative for an empty slot, which changes nothing.
         cursor: int32 [B], the slot behind the newest token.
-        low: [B, H, P, D] in the dtype of the key, lower bounds; NaN for a page without a token. Rewritten in place where the
+        low: [B, H, P, D] in the dtype of the key, lower bounds; inf for a page without a token. Rewritten in place where the
             caller gives it up.
-        high: [B, H, P, D], upper bounds, as ``low``.
+        high: [B, H, P, D], upper bounds, as ``low``; -inf for a page without a token.
         page_size: slots per page.
         rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
         implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.

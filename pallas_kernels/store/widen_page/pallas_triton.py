@@ -6,9 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl
 from pallas_kernels.host import copy_row, sinks_of
 
 
@@ -27,7 +27,7 @@ def _kernel(
     def _():
         row = slot if sinks is None else copy_row(slot, sinks, key_ref.shape[0])
         key, low, high = key_ref[row, :], old_low_ref[page, :], old_high_ref[page, :]
-        # NaN compares false: the first key of a page is both of its bounds.
+        # Bounds of inf and -inf, or NaN, compare false: the first key of a page is both of its bounds.
         low_ref[page, :] = jnp.where(low <= key, low, key)
         high_ref[page, :] = jnp.where(high >= key, high, key)
 

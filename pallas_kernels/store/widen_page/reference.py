@@ -15,6 +15,6 @@ def widen_page(key, position, cursor, low, high, *, page_size, rows=None):
     new = key[b, h, slot if rows is None else copy_row(slot, rows.sinks, key.shape[2])]
     held = (position[b, h, slot] >= 0) & ((cursor > 0) & (cursor <= num_slots))[:, None]
     at = b, h, slot // page_size
-    # NaN compares false: the first key of a page is both of its bounds.
+    # Bounds of inf and -inf, or NaN, compare false: the first key of a page is both of its bounds.
     below, above = held[..., None] & ~(low[at] <= new), held[..., None] & ~(high[at] >= new)
     return low.at[at].set(jnp.where(below, new, low[at])), high.at[at].set(jnp.where(above, new, high[at]))

@@ -303,6 +303,51 @@ def test_mapping_a_hyper_parameter_equals_calls_one_by_one():
         np.testing.assert_array_equal(run(budget), tokens)
 
 
+def test_calls_inside_transformations_equal_calls_outside():
+    """A cache, tokens and limits that a function closes over; `jit`, `vmap`, both, and `lax.map`."""
+    cache = read(Quest(budget=8, capacity=12, page_size=4, num_dense_layers=0))
+    asked, sizes, limits = jnp.array([[5, 9], [8, 1], [4, 0]]), jnp.array([2, 2, 1]), jnp.array([4, 5, 3])
+    budgets, keys = jnp.array([4, 12]), jax.random.split(jax.random.key(5), 2)
+
+    def draw(budget, key):
+        method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
+        now = kvjax.extend(tiny_params(), kvjax.fork(cache), asked, lengths=sizes)
+        options = {"temperature": 1.0, "key": key, "limits": limits, "eos_token_ids": limits, "method": method}
+        return kvjax.generate(tiny_params(), now, max_new_tokens=5, **options).tokens
+
+    want = [np.asarray(draw(*given)) for given in zip(budgets, keys, strict=True)]
+    np.testing.assert_array_equal(jax.jit(lambda: draw(budgets[0], keys[0]))(), want[0])
+    np.testing.assert_array_equal(jax.vmap(draw)(budgets, keys), want)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(budgets, keys), want)
+    np.testing.assert_array_equal(jax.lax.map(lambda given: draw(*given), (budgets, keys)), want)
+    step = jax.jit(lambda: kvjax.decode_step(tiny_params(), cache, limits, active=limits > 3).logits)
+    np.testing.assert_allclose(
+        step(), kvjax.decode_step(tiny_params(), kvjax.fork(cache), limits, active=limits > 3).logits, atol=1e-5
+    )
+
+
+def test_evicting_under_an_eager_vmap_equals_calls_one_by_one():
+    def run(budget):
+        return kvjax.generate(tiny_params(), read(SnapKV(budget=budget, capacity=12, obs_window=5)), max_new_tokens=5).tokens
+
+    for budget, tokens in zip((6, 12), jax.vmap(run)(jnp.array([6, 12])), strict=True):
+        np.testing.assert_array_equal(run(budget), tokens)
+
+
+def test_checks_see_the_values_that_a_jitted_function_closes_over():
+    cache, outside, zeros = read("full"), jnp.array([1, 2, 99]), jnp.array([0, 0, 0])
+    for call, told in (
+        (lambda: kvjax.generate(tiny_params(), cache, max_new_tokens=33).tokens, "room for 32 more tokens"),
+        (lambda: kvjax.generate(tiny_params(), cache, max_new_tokens=500).tokens, "max_position_embeddings"),
+        (lambda: kvjax.decode_step(tiny_params(), cache, outside).logits, "vocab_size=61"),
+        (lambda: kvjax.generate(tiny_params(), cache, limits=outside).tokens, "limits must lie between"),
+        (lambda: kvjax.prefill(tiny_params(), outside[:, None], lengths=zeros, config=ONE).logits, "at least 1 token"),
+        (lambda: list(kvjax.stream(tiny_params(), cache, max_new_tokens=5)), "call generate inside jit"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            jax.jit(call)()
+
+
 def test_a_method_with_array_leaves_survives_generate():
     """`generate` consumes the cache, not the method object it was given."""
     method = SnapKV(budget=jnp.int32(12), capacity=12, obs_window=5)

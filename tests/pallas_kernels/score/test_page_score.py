@@ -43,7 +43,7 @@ RUN = {
 
 
 def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bounds=True, per_head=False):
-    """Query, bounds and limits; pages behind the limit are NaN, and so is a page in use."""
+    """Query, bounds and limits; pages behind the limit are NaN, and a page in use has no token: inf and -inf, or NaN."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
     low, high = np.sort(rng.normal(size=(2, rows, heads, pages, dim)), axis=0)
@@ -51,8 +51,8 @@ def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bou
     if limit.size > 1:
         limit.reshape(-1)[:2] = 0, pages
     behind = np.arange(pages) >= (limit if per_head else limit[:, None])[..., None]
-    behind = behind | (np.arange(pages) == 7)
     low, high = (np.where(behind[..., None], np.nan, x) for x in (low, high))
+    low[:, :, 7], high[:, :, 7] = (np.inf, -np.inf) if bounds else (np.nan, np.nan)
     query, low, high = (jnp.asarray(x, dtype) for x in (query, low, high))
     return query, low, high if bounds else None, jnp.asarray(limit)
 
@@ -63,6 +63,7 @@ def oracle(query, low, high, limit, reduce, newest):
     )
     query, low = query[:, :, :, None], low[:, :, None]
     score = query * low if high is None else np.maximum(query * low, query * high[:, :, None])
+    score = score if high is None else np.where(low == np.inf, -np.inf, score)
     score = score.sum(-1)
     score = score.max(2) if reduce == "max" else score.sum(2) if reduce == "sum" else score
     limit = np.asarray(limit).reshape(*limit.shape, *(1,) * (score.ndim - limit.ndim))

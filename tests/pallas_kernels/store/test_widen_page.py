@@ -34,7 +34,8 @@ def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):
         old = np.where((np.arange(slots) < last[:, None, None])[..., None], old, np.nan)
         old = np.pad(old, ((0, 0), (0, 0), (0, pages * page_size - slots), (0, 0)), constant_values=np.nan)
         old = old.reshape(len(cursor), 2, pages, page_size, 16)
-        return tuple(jnp.asarray(f.reduce(old, axis=3), dtype) for f in (np.fmin, np.fmax))
+        low, high = (f.reduce(old, axis=3) for f in (np.fmin, np.fmax))  # NaN for a page without a token
+        return jnp.asarray(np.nan_to_num(low, nan=np.inf), dtype), jnp.asarray(np.nan_to_num(high, nan=-np.inf), dtype)
 
     return key, position, jnp.asarray(cursor), bounds(cursor - 1), bounds(cursor)
 

@@ -1,0 +1,45 @@
+"""Arrays of 32 bits, whatever ``jax_enable_x64`` says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.describe import is_known
+
+_INT32 = np.iinfo(np.int32)
+
+
+def in_32_bits[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` as JAX runs it without ``jax_enable_x64``: programs, kernels and caches have numbers of 32 bits.
+
+    Under ``jax_enable_x64`` a Python number would enter a program with 64 bits, and a sum of int32 would have 64. Then
+    kernels would refuse their arguments, and tokens would differ. JAX arrays of 64 bits among the arguments are converted,
+    also traced arrays; integers that int32 cannot hold stay as they are, for `kvjax.decoding.checks` to refuse.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not jax.config.jax_enable_x64:
+            return function(*args, **kwargs)
+        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _narrow(leaf: Any) -> Any:
+    """Convert a JAX array of 64 bits."""
+    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype.itemsize < 8:
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.astype(jnp.float32)
+    if is_known(leaf) and leaf.size and not (_INT32.min <= np.min(leaf) and np.max(leaf) <= _INT32.max):
+        return leaf
+    return leaf.astype(jnp.int32)

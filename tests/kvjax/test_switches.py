@@ -1,0 +1,122 @@
+"""JAX's own switches: every method runs under `jax_enable_x64`, with the same tokens, and under `jax_debug_nans`.
+
+And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.harness import ALL, any_example, example, group, read, tiny_params
+from tests.kvjax.cases import base, go_on, model
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+def everything(name):
+    """All calls on abstract values, in one trace: the shapes of what they return."""
+
+    def run(tokens, lengths, temperature):
+        where = {"config": model(name), "max_new_tokens": 24, "pad_multiple": 1}
+        cache = kvjax.prefill(tiny_params(), tokens, lengths=lengths, method=any_example(name), **where)
+        cache = kvjax.decode_step(tiny_params(), kvjax.extend(tiny_params(), cache, tokens[:, :3]), tokens[:, 0])
+        options = {"temperature": temperature, "top_k": 3, "top_p": 0.9, "key": jax.random.key(0)}
+        return cache, kvjax.generate(tiny_params(), cache, max_new_tokens=4, **options)
+
+    # Both have 64 bits under `jax_enable_x64`.
+    whole, real = (jax.dtypes.canonicalize_dtype(dtype) for dtype in (np.int64, np.float64))
+    shapes = ((3, 40), whole), ((3,), whole), ((), real)
+    return jax.eval_shape(run, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_method_has_32_bits_under_x64(name):
+    tiny_params()
+    with jax.enable_x64(True):
+        made = everything(name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+        key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        assert key or leaf.dtype.itemsize <= 4, f"{jax.tree_util.keystr(path)} is {leaf.dtype}"
+
+
+@pytest.mark.parametrize("name", [*(pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in ALL)])
+def test_every_method_has_the_same_tokens_under_x64(name):
+    want = base(name)[1].tokens
+    with jax.enable_x64(True):
+        got = go_on(read(any_example(name), config=model(name)))
+    np.testing.assert_array_equal(got.tokens, want)
+
+
+@pytest.mark.xdist_group("quest")
+def test_tokens_are_the_same_under_x64():
+    """Python numbers, arrays of 64 bits, `stream`; called eagerly and from a jitted function."""
+    where = {"config": model("quest")}
+
+    def run(method):
+        return go_on(read(method, **where)).tokens
+
+    want = np.asarray(base("quest")[1].tokens)
+    budget, sizes = any_example("quest").budget, {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8}
+    with jax.enable_x64(True):
+        method = example("quest", budget=jnp.asarray(budget), capacity=budget)
+        assert method.budget.dtype == jnp.int64
+        np.testing.assert_array_equal(run(method), want)
+        np.testing.assert_array_equal(jax.jit(run)(method), want)
+        rows = np.array(list(kvjax.stream(tiny_params(), read(method, **where), max_new_tokens=1, eos_token_ids=())))
+        np.testing.assert_array_equal(rows[0, :, 0], want[:, 0])
+        assert kvjax.memory_needed("snapkv", **where, **sizes).device > 0
+        with pytest.raises(ValueError, match="token ids must be int32, got 8589934592"):
+            kvjax.prefill(tiny_params(), jnp.asarray([[2**33]]), **where)
+
+
+@pytest.mark.parametrize("name", [group("quest"), group("freekv")])
+def test_debug_nans_does_not_stop_an_empty_page(name):
+    with jax.debug_nans(True):
+        go_on(read(any_example(name), config=model(name)))
+
+
+WITHOUT_BACK_ENDS = """
+import importlib, pkgutil, sys
+for name in ("triton", "tpu", "mosaic_gpu"):
+    sys.modules[f"jax.experimental.pallas.{name}"] = None
+    sys.modules[f"jax._src.pallas.{name.replace('tpu', 'mosaic')}"] = None
+import jax, kvjax, models, pallas_kernels
+from pallas_kernels.machine import assume_machine
+from tests.kvjax.test_switches import everything
+
+with assume_machine("gpu", (9, 0)):
+    for name in sys.argv[1:]:
+        everything(name)
+with assume_machine("tpu"):
+    everything("quest")
+everything("quest")
+for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
+    if "jax_triton_" not in found.name:  # which need the package jax-triton
+        importlib.import_module(found.name)
+"""
+
+
+EACH = [x.values[0] for x in ALL]
+
+
+@pytest.mark.parametrize("names", [("tova", "quest", "mosaickv"), pytest.param(EACH, marks=pytest.mark.thorough)], ids=len)
+def test_every_method_runs_as_plain_jax_without_back_ends_for_kernels(names):
+    """In a new process without Triton's and Mosaic's modules, as if on a GPU, on a TPU, and on a CPU. One line says why."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_BACK_ENDS, *names], capture_output=True, text=True, timeout=400, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "run as plain JAX" in line]
+    assert len(lines) == 3 and len(set(lines)) == 3, lines
+    for line, module in zip(lines, ("triton", "tpu", "triton"), strict=True):
+        assert f"this JAX has no jax.experimental.pallas.{module} (ModuleNotFoundError" in line
+    assert " and no jax.experimental.pallas.tpu" in lines[2] and " and no " not in lines[0] + lines[1]
