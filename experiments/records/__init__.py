@@ -32,8 +32,12 @@ from experiments.records.record import write_bytes as write_bytes
 from experiments.records.record import write_record as write_record
 from experiments.records.resumable import Results as Results
 from experiments.records.resumable import knobs_of as knobs_of
+from experiments.records.tables import csv_table as csv_table
+from experiments.records.tables import latex_table as latex_table
+from experiments.records.tables import latex_text as latex_text
 from experiments.records.tables import markdown_rows as markdown_rows
 from experiments.records.tables import short_commit as short_commit
 from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
+from experiments.records.titles import method_title as method_title

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 from experiments.speed.rows import Row, failure, run_line, scaled, spread
 
 _LEGEND = (
@@ -122,7 +122,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
         body = [
-            [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
+            [x["model"], method_title(x["method"]), x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
             for x in notes["largest_batch"]
         ]
         lines += ["## Largest batch that fits", "", *markdown_rows([("model", "method", "length", "rows"), *body]), ""]
@@ -172,7 +172,7 @@ def _field(name: str, scale: float, style: str) -> Callable[[Row, Sequence[Row]]
 
 
 _FIRST = {
-    "method": lambda row, others: row["method"],
+    "method": lambda row, others: method_title(row["method"]),
     "length": lambda row, others: row["length"],
 }
 _ROWS = {"rows": lambda row, others: row["batch"]}

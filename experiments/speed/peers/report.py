@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 from experiments.speed.rows import Row, failure, scaled, spread
 
 _HEAD = (
@@ -51,7 +51,7 @@ _NAMED = ("torch", "transformers", "kvpress", "flash-attn")
 
 
 def _cells(row: Row) -> list[Any]:
-    which = [row[name] for name in ("method", "cache", "compiled", "attention", "length", "batch")]
+    which = [method_title(row["method"]), *(row[name] for name in ("cache", "compiled", "attention", "length", "batch"))]
     if row["error"] is not None:
         return [*which, "", "", "", "", "", "", failure(row)]
     gigabytes = [scaled(row[name], 1e-9, ".2f") for name in ("cache_bytes", "peak_bytes")]
