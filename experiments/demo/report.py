@@ -62,7 +62,7 @@ def draw(result: Mapping[str, Any]) -> Any:
         panel.bar_label(bars, [shown.format(value) for value in values], fontsize=8, padding=2.5, bbox=white)
         panel.axvline(values[0], color=REFERENCE, linestyle="--", linewidth=1, zorder=0)
         panel.set_xlim(0, 1.15 * max(*values, 1e-9))
-        tidy(panel, title, grid="x")
+        tidy(panel, "", title, grid="x")
     panels[0].set_xlim(0, 115)
     panels[0].set_xticks(range(0, 101, 25))
     panels[0].set_yticks(range(len(metrics)), names)

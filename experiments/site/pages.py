@@ -33,7 +33,7 @@ FIGURES = {
     "results/main/pareto.png": ("results/main", "pareto"),
     "results/sweep-snapkv/pareto.png": ("results/sweep-snapkv", "pareto"),
     "results/toy/pareto.png": ("results/toy", "pareto"),
-    "speed.png": ("speed.json", "speed"),
+    "speed-h200.png": ("speed-h200.json", "speed"),
     "speed-four-scaling.png": ("speed-four.json", "scaling"),
 }
 

@@ -708,12 +708,37 @@ def test_a_method_looks_alike_in_every_panel():
     rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
     figure = plots.bytes_read([one.row for one in rows])
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
-    for name in ("quest", "h2o"):
+    for name in ("Quest", "H2O"):
         assert colours[0][name] == colours[1][name]
-    assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
+    assert len({colours[1][name] for name in ("Quest", "H2O", "KeyDiff")}) == 3
     named = [{text.get_text() for text in panel.texts} for panel in figure.axes]
-    assert named == [{"full", "quest", "h2o"}, {"full", "quest", "h2o", "keydiff"}]
+    assert named == [{"Full", "Quest", "H2O"}, {"Full", "Quest", "H2O", "KeyDiff"}]
     assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
+
+
+@pytest.mark.parametrize("name", ["main", "toy", "base"])
+def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
+    """The other curves are grey, the legend names them and says what the frontier is."""
+    rows = read_record(RECORDS / "results" / name)["metrics"]
+    figure = plots.bytes_read(rows)
+    figure.draw_without_rendering()
+    methods = {row["method"].partition("(")[0] for row in rows}
+    for panel in figure.axes:
+        named = {text.get_text() for text in panel.texts}
+        assert "Full" in named and len(named) <= 8 and not any(title.islower() for title in named)
+        outer = panel.get_window_extent()
+        boxes = [text.get_window_extent() for text in panel.texts]
+        assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 for box in boxes)
+        assert all(outer.y0 <= box.y0 and box.y1 <= outer.y1 for box in boxes)
+        clashes = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert not clashes, "no name covers another one"
+        assert "score" in panel.get_ylabel() and "MB" in panel.get_xlabel()
+        grey = {line.get_label() for line in panel.lines if line.get_color() == "#c4c4c4"}
+        assert bool(grey) == (len(methods) > 8) and not grey & named
+    (legend,) = figure.legends
+    told = " ".join(text.get_text() for text in legend.get_texts())
+    assert "frontier: no setting reads fewer bytes and scores as high" in told
+    assert all(title in told.replace("\n", " ") for panel in figure.axes for title in grey)
 
 
 def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
@@ -722,10 +747,10 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
              for question, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
     rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
     lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
-    assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
-    assert not any("h2o" in label for label in lines)
+    assert lines["Quest (prefill)"] == [0.0] and lines["Quest (extend)"] == [100.0]
+    assert not any("H2O" in label for label in lines)
     named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
-    assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
+    assert named == ["Full (prefill)", "Quest (prefill)", "Quest (extend)", "H2O (prefill)"]
 
 
 # ---- sweeps, the command line -------------------------------------------------------------------------------------

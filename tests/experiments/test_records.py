@@ -24,9 +24,9 @@ from experiments.records import (
     write_record,
 )
 from experiments.records.__main__ import main
+from experiments.records.names_on_lines import label_lines
 from experiments.records.plotting import (
     amount_axis,
-    label_lines,
     line_style,
     log_ticks,
     spread,
@@ -72,6 +72,29 @@ def test_special_characters_of_latex_stand_for_themselves():
         r"a\_b \& 50 \% \{x\} \textasciitilde{} \textasciicircum{} \textbackslash{} \$ \# $-$1.5 $\pm$ 2, x-1, "
         r"\textbf{bold}"
     )
+
+
+@pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_figures_are_the_same_bytes_whenever_they_are_drawn(kind, begin):
+    """In vector files text stays text, for search and for editing."""
+    made = []
+    for _ in range(2):
+        figure = new_figure(2, 2)
+        figure.subplots().set_ylabel("score")
+        made.append(save(figure, kind))
+    assert made[0] == made[1] and made[0].startswith(begin)
+    assert kind != "svg" or b">score</text>" in made[0]
+
+
+def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
+    figure = new_figure(4, 3)
+    panel = figure.subplots()
+    token_axis(panel, [1024, 131072])
+    panel.set_ylim(0, 10)
+    label_lines(panel, [(131072, 9.9, "a very long name of a method", "#0072b2"), (131072, 9.8, "another", "#d55e00")])
+    figure.draw_without_rendering()
+    outer, boxes = panel.get_window_extent(), [text.get_window_extent() for text in panel.texts]
+    assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 and box.y1 <= outer.y1 + 1 for box in boxes)
 
 
 def test_every_method_has_a_name_as_in_its_paper():
