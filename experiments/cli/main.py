@@ -43,6 +43,7 @@ COMMANDS = {
     "generate": Command("experiments.answering.__main__", "continue a text under a method"),
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
     "fetch": Command("experiments.answering.fetch", "download a model, and nothing else"),
+    "cache": Command("experiments.cli.cache", "show what is kept on disk, or clear it"),
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
     "suites": Command("experiments.benchmarks.__main__", "show what a suite's file holds"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),

@@ -40,7 +40,8 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     about = "How well each method answers, beside Full on the same examples."
     units = {item.row["unit"] for item in compared}
     legend = f"{_LEGEND} {_PERPLEXITY}" if "perplexity" in units else _LEGEND
-    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), legend]
+    title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
+    parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
     if "percent" in units:
         parts += ["## Means over tasks", summary_table(compared)]
         parts += left_out(compared)

@@ -67,7 +67,7 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
         f"Device {device.get('kind', '')}, commit "
         f"{', '.join(dict.fromkeys(map(short_commit, commits or [record.get('commit')])))}."
     )
-    parts = ["# Distance from Full", about, _LEGEND]
+    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, _LEGEND]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
     return "\n\n".join(parts) + "\n"

@@ -18,6 +18,7 @@ from experiments.site import (
     record_tables,
     untouched,
 )
+from experiments.site.address import addressed
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -68,7 +69,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     Returns:
         The files.
     """
-    texts = record_tables.pages(docs) | marked_pages(docs)
+    texts = addressed(docs.parent) | record_tables.pages(docs) | marked_pages(docs)
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows, method_title
-from experiments.speed.rows import Row, failure, run_line, scaled, spread
+from experiments.speed.rows import Row, failure, run_line, scaled, spread, titled
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: TPOT with everything on the device. "
@@ -56,7 +56,7 @@ def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         "host GB",
         "notes",
     )
-    lines = ["# Decoding from host memory", ""]
+    lines = [titled("Decoding from host memory", metrics, notes), ""]
     lines += ["How long a token takes when keys and values of some or all layers are in pinned host memory.", ""]
     for model in dict.fromkeys(row["model"] for row in metrics):
         mine = [row for row in metrics if row["model"] == model]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows, method_title
-from experiments.speed.rows import Row, failure, run_line, scaled, spread
+from experiments.speed.rows import Row, failure, run_line, scaled, spread, titled
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
@@ -104,7 +104,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """
     models = dict.fromkeys(row["model"] for row in metrics)
     title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
-    lines = [f"# Speed: {title}" if title else "# Speed", ""]
+    lines = [titled(f"Speed: {title}" if title else "Speed", metrics, notes), ""]
     lines += ["How long a step, a prompt or a layer takes under each method, beside the time that its bytes must take.", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
