@@ -106,6 +106,7 @@ class Method(abc.ABC):
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
     PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
+    TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
 
     extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
     keeps = "every token"  # the tokens that stay stored, in words for tables

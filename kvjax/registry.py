@@ -19,6 +19,7 @@ from kvjax.fields import at_length, check_names, has_shares, nearest, share, sho
 from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
 from kvjax.wrappers import named
+from kvjax.wrappers.named import PATTERNS as PATTERNS
 from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
@@ -74,6 +75,16 @@ def find(name: str) -> type[Method]:
         names = f"{', '.join(sorted(classes()))}; wrappers: {', '.join(WRAPPERS)}"
         raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {names}")
     return cls
+
+
+def title(label: str) -> str:
+    """Write the names in a method's text as the papers write them: ``twilight(chess)`` becomes ``Twilight(CHESS)``.
+
+    Args:
+        label: a method as `parse_method` takes it. Knobs and unknown names stay.
+    """
+    titles = {name: cls.TITLE or cls.__name__ for name, cls in {**WRAPPERS, **classes()}.items()} | named.TITLES
+    return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda found: titles.get(found[0], found[0]), label)
 
 
 def parse_method(

@@ -46,5 +46,6 @@ from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import read_knobs as read_knobs
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect
+from experiments.answering.row_budget import budget_of as budget_of
 from experiments.answering.teacher_forcing import follow as follow
 from experiments.answering.teacher_forcing import score as score

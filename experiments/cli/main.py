@@ -43,6 +43,7 @@ USE = {  # for everybody, first
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
     "fetch": Command("experiments.answering.fetch", "download a model, and nothing else"),
+    "cache": Command("experiments.cli.cache", "show what is kept on disk, or clear it"),
     "suites": Command("experiments.benchmarks.__main__", "show what a suite's file holds"),
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import budget_of
 from experiments.benchmarks import alike, numbered
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
@@ -254,6 +255,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
     If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
     the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
+    ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
     scores = [item for item in compared if item.row["unit"] == "percent"]
@@ -276,6 +278,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "question": question,
                 "length": length,
                 "drawn": drawn,
+                "budget": round(float(np.mean([budget_of(item.row) for item in members]))),
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 import models
-from experiments.answering import load_model, make_mesh, of_loaded, preset_knobs, without_effect
+from experiments.answering import load_model, make_mesh, of_loaded, preset_knobs
 from experiments.benchmarks import files_of, parse
-from experiments.evaluation.comparison import BASELINE, Compared, beside_full, load, place_of
+from experiments.evaluation.comparison import beside_full, load, place_of
+from experiments.evaluation.flat import flat
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from kvjax import Pattern, plugins, registry
@@ -66,36 +67,7 @@ def evaluate_methods(
         and any(all(item.row.get(name) == value for name, value in cell.items()) for cell in cells)
     ]
     place = place_of([item.row for item in mine])
-    return [_row(item) for item in sorted(mine, key=lambda item: place(item.row))]
-
-
-def _row(item: Compared) -> dict[str, Any]:
-    row, full = item.row, item.row["method"] == BASELINE
-    low, high = row["interval_95"]
-    return {
-        "task": row["name"],
-        "length": row["length"],
-        "depth": row.get("depth"),
-        "question": row["question"],
-        "method": row["method"],
-        "budget": row["budget"],
-        "score": row["value"],
-        "score_low": low,
-        "score_high": high,
-        "against_full": None if full else item.difference,
-        "against_full_low": None if full else item.interval_95[0],
-        "against_full_high": None if full else item.interval_95[1],
-        "same_answer": item.same,
-        "examples": row["examples"],
-        "tokens_attended": row["attended_tokens"],
-        "tokens": row["length_tokens"],
-        "bytes_read": row["bytes_read_per_step"],
-        "bytes_read_full": row["full_bytes_read_per_step"],
-        "bytes_resident": row["resident_bytes_per_row"],
-        "no_effect": without_effect(row),
-        "seconds": row["seconds"],
-        "knobs": row["knobs"],
-    }
+    return [flat(item) for item in sorted(mine, key=lambda item: place(item.row))]
 
 
 def entry_of(method: Method) -> dict[str, Any]:

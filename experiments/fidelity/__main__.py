@@ -59,7 +59,7 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
     written = [command.out / "table.md"]
     write_bytes(written[0], fidelity_tables(record).encode())
     if command.plot and any(row["value"] > 0 for row in record["metrics"]):
-        written += write_figures(command.out, [], command.out, ("png",))
+        written += write_figures(command.out, [], command.out)
     if command.json:
         print(json.dumps({"folder": str(command.out), "rows": record["metrics"]}))
     else:

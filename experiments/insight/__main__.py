@@ -32,7 +32,7 @@ class InsightCommand:
     """The output of `experiments.insight`.
 
     Attributes:
-        out: path without suffix; OUT.json and OUT.png are written
+        out: path without suffix; OUT.json, OUT.png and OUT.pdf are written
         plot: draw the figure (needs matplotlib)
     """
 
@@ -55,7 +55,9 @@ def _insight(settings: InsightSettings, command: InsightCommand, against: Agains
     run_methods(settings, model, open_results(path, settings, model), knobs)
     record = json.loads(path.read_text(encoding="utf-8"))
     if command.plot:
-        write_bytes(path.with_suffix(".png"), save(draw(record)))
+        figure = draw(record)
+        for kind in ("png", "pdf"):
+            write_bytes(path.with_suffix(f".{kind}"), save(figure, kind))
     print(table(record))
     against.show(path)
 

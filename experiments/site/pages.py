@@ -19,6 +19,7 @@ from experiments.site import (
     record_tables,
     untouched,
 )
+from experiments.site.address import addressed
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -34,7 +35,7 @@ FIGURES = {
     "results/main/pareto.png": ("results/main", "pareto"),
     "results/sweep-snapkv/pareto.png": ("results/sweep-snapkv", "pareto"),
     "results/toy/pareto.png": ("results/toy", "pareto"),
-    "speed.png": ("speed.json", "speed"),
+    "speed-h200.png": ("speed-h200.json", "speed"),
     "speed-four-scaling.png": ("speed-four.json", "scaling"),
 }
 
@@ -71,7 +72,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     Returns:
         The files.
     """
-    texts = record_tables.pages(docs) | marked_pages(docs)
+    texts = addressed(docs.parent) | record_tables.pages(docs) | marked_pages(docs)
     if docs == DOCS:
         texts |= shown_texts()
     for file, text in texts.items():

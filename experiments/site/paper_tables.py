@@ -23,9 +23,9 @@ from experiments.evaluation import (
     remade_tables,
     verdicts,
 )
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 from experiments.site.marks import missing
-from experiments.site.runs import title, wrapped
+from experiments.site.runs import wrapped
 
 MAIN = "main"
 PAGE = "papers"  # of docs/tables
@@ -205,4 +205,4 @@ def _points(gap: Difference) -> str:
 
 def _title(label: str) -> str:
     method, space, rest = label.partition(" ")
-    return title(method) + space + rest
+    return method_title(method) + space + rest

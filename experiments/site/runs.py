@@ -22,8 +22,6 @@ _MODELS = {
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct (4-bit weights) as it was published",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct (4-bit weights) as it was published",
 }
-# Titles that are not the name of a method's class.
-_TITLES = {"chess": "CHESS", "twilight": "Twilight", "minference": "MInference"}
 
 
 class Runs:
@@ -122,13 +120,6 @@ class Runs:
         runs = [run for folder in self.folders for run in read_runs(folder) or [read_record(folder)]]
         commits = dict.fromkeys(short_commit(run["commit"]) for run in runs)
         return f"{self.subject}, JAX {runs[0]['versions']['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-
-
-def title(label: str) -> str:
-    """Return a method's name as the pages write it; knobs in brackets stay."""
-    name, bracket, knobs = label.partition("(")
-    cls = registry.classes().get(name)
-    return _TITLES.get(name, cls.__name__ if cls else name) + bracket + knobs
 
 
 def megabytes(count: float) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 from experiments.answering import PAPERS, without_effect
 from experiments.evaluation import COUNTED, Compared, averages, beside_full
-from experiments.records import markdown_rows, token_label
+from experiments.records import markdown_rows, method_title, token_label
 from experiments.site.marks import command_of, missing
 from experiments.site.quality import short
-from experiments.site.runs import Row, Runs, against, megabytes, read, share, title, wrapped
+from experiments.site.runs import Row, Runs, against, megabytes, read, share, wrapped
 from experiments.tasks import GROUPS, TASKS
 
 RECORDS = ("qwen-16k", "qwen-32k", "qwen-extend")
@@ -77,7 +77,7 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
         scores = (_score(runs.mean(method, *at)) for at in asked)
         shown = (column.get(method, "") for column in code.values())
-        body.append((title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
+        body.append((method_title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
     told = (
         f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt"
         f"{' or after it' if after else ''}. Code: the score on Python's library, and on the same code with new names. "
@@ -101,7 +101,7 @@ def means(runs: Runs) -> str:
         for length in lengths:
             if (mean := runs.mean(method, "prefill", length)) is not None:
                 shown = (column.get(method, "") for column in code[length].values())
-                body.append((title(method), f"{length:,}", *_line(mean, shown)))
+                body.append((method_title(method), f"{length:,}", *_line(mean, shown)))
     head = ("method", "length", *_head(code[lengths[0]]))
     links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
     told = f"{runs.about}. Scores are {_over(runs, lengths)}."
@@ -134,7 +134,7 @@ def bytes_read(runs: Runs) -> str:
     shown = [name for name in lines if name not in ("full", _REVERSED) and lines[name][-1]]
     shown.sort(key=lambda name: -max(x["score"] for x in lines[name][-1:] if x))
     body = [
-        (title(name), *("" if x is None else f"{x['score']:.1f} ({share(x)})" for x in lines[name])) for name in shown
+        (method_title(name), *("" if x is None else f"{x['score']:.1f} ({share(x)})" for x in lines[name])) for name in shown
     ]
     return _table(("method", *(f"within 1/{round(1 / x)} of the bytes" for x in SHARES)), body)
 
@@ -148,7 +148,7 @@ def tasks(runs: Runs) -> str:
         at = {(row["method"], row["name"]): row["value"] for row in rows}
         body = []
         for method in runs.ranked("prefill", length):
-            body.append((title(method), *(f"{at[method, x]:.0f}" if (method, x) in at else "" for x in names)))
+            body.append((method_title(method), *(f"{at[method, x]:.0f}" if (method, x) in at else "" for x in names)))
         counted = runs.counted[length]
         head = ("method", *(f"**{short(name)}**" if name in counted else short(name) for name in names))
         made.append(f"{length:,} tokens; tasks in bold count in the means:\n\n{_table(head, body)}")
@@ -161,7 +161,7 @@ def questions(runs: Runs) -> str:
     body = []
     for method in runs.ranked("prefill", length):
         before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
-        body.append((title(method), _score(before), against(before), _score(after), against(after)))
+        body.append((method_title(method), _score(before), against(before), _score(after), against(after)))
     return _table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
 
 
@@ -233,7 +233,7 @@ def _line(mean: Row, code: Any) -> tuple[str, ...]:
 
 
 def _told(label: str) -> str:
-    return "Reversed" + label.removeprefix(_REVERSED) if label.startswith(_REVERSED) else title(label)
+    return "Reversed" + label.removeprefix(_REVERSED) if label.startswith(_REVERSED) else method_title(label)
 
 
 def _place(name: str) -> int:

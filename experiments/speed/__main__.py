@@ -55,7 +55,9 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
     failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
     time_rows(bench, settings)
     if command.plot:
-        write_bytes(results.path.with_suffix(".png"), save(plots.overview(results.metrics)))
+        figure = plots.overview(results.metrics, " and ".join(results.devices))
+        for kind in ("png", "pdf"):
+            write_bytes(results.path.with_suffix(f".{kind}"), save(figure, kind))
     finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.describe import megabytes
 from kvjax.method import Method
 
-_SHOWN = ("task", "length", "method", "score", "against_full", "same_answer", "bytes_read", "bytes_resident")
+_SHOWN = ("task", "length", "method", "budget", "score", "against_full", "same_answer", "bytes_read", "bytes_resident")
 
 
 class Table(list[dict[str, Any]]):

@@ -31,6 +31,9 @@ PATTERNS: Mapping[str, tuple[Mapping[str, Any], str]] = types.MappingProxyType(
         ),
     }
 )
+TITLES: Mapping[str, str] = types.MappingProxyType(  # of `PATTERNS`, as the papers write them
+    {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
+)
 EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.make` take them
     {
         "twilight": "twilight(quest, mass=0.85)",

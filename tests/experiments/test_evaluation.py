@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
+import io
 import json
 import pathlib
 import re
@@ -16,7 +18,7 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import METHODS, Shape, ask, load_model, padded_length
+from experiments.answering import METHODS, Shape, ask, budget_of, load_model, padded_length
 from experiments.benchmarks import Cell, Example, Reading, alike, encode_cell, is_whole
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
@@ -499,11 +501,43 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     compared = comparison.beside_full(rows)
     means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
     assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
-    assert "| quest | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
+    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
     told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
     assert told == {f"t, {drawn}" for drawn in means}
     alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))
     assert [one["drawn"] for one in alone] == ["", ""]
+
+
+def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
+    """Of all records, whatever the method calls its budget."""
+    folders = [str(RECORDS / "results" / name) for name in ("main", "toy")]
+    for folder in folders:
+        out = tmp_path / "t.csv"
+        assert main(["compare", folder, "--out", str(out)]) == 0
+        rows = list(csv.DictReader(io.StringIO(out.read_text())))
+        assert len(rows) == len(read_record(pathlib.Path(folder))["metrics"])
+        assert all(int(row["budget"]) > 0 and row["title"] and float(row["score"]) >= 0 for row in rows)
+        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or folder == folders[1]
+        assert all(json.loads(row["knobs"]).keys() or row["method"] == "full" for row in rows if row["knobs"])
+        assert main(["compare", folder, "--format", "latex"]) == 0
+        tex = capsys.readouterr().out
+        body = [line for line in tex.splitlines() if not line.startswith("%")]
+        assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") >= 2
+        assert not re.search(r"(?<!\\)[%_#]|±|\*\*", "\n".join(body)), "special characters stand for themselves"
+        wide = {line.count(" & ") for line in body[body.index(r"\toprule") + 1 : body.index(r"\bottomrule")] if "&" in line}
+        assert wide == {9}
+    for wrong in (["--format", "tsv"], ["--papers", "--format", "csv"]):
+        assert main(["compare", folders[0], *wrong]) == 2
+        assert re.search("--format takes markdown, csv, latex|--papers is a table in Markdown", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [({"budget": 64}, 64), ({"budget": [10, 20]}, 15), ({"fraction": 0.25}, 250), ({"ratios": [0.5, 0.2]}, 100),
+     ({"channels": 0.6}, 900), ({"method": "Quest(budget=512)"}, 900), ({}, 900)],
+)  # fmt: skip
+def test_every_setting_has_a_budget(knobs, expected):
+    assert budget_of({"knobs": knobs, "length_tokens": 1000.0, "attended_tokens": 900.4}) == expected
 
 
 def test_what_is_left_out_is_said():
@@ -512,7 +546,7 @@ def test_what_is_left_out_is_said():
     assert runner.without_file(dataclasses.replace(settings, haystack=("qa_1=file:x.json",))) == ["qa_2"]
     cells = [entry("full", [1.0], task="t"), entry("full", [1.0], task="u"), entry("quest", [1.0], task="t")]
     assert tables.left_out(comparison.beside_full(cells)) == [
-        "No mean, because they lack cells that Full has or have others: quest (prefill, 512)."
+        "No mean, because they lack cells that Full has or have others: Quest (prefill, 512)."
     ]
     assert tables.left_out(comparison.beside_full(cells[:2])) == []
 
@@ -674,12 +708,37 @@ def test_a_method_looks_alike_in_every_panel():
     rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
     figure = plots.bytes_read([one.row for one in rows])
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
-    for name in ("quest", "h2o"):
+    for name in ("Quest", "H2O"):
         assert colours[0][name] == colours[1][name]
-    assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
+    assert len({colours[1][name] for name in ("Quest", "H2O", "KeyDiff")}) == 3
     named = [{text.get_text() for text in panel.texts} for panel in figure.axes]
-    assert named == [{"full", "quest", "h2o"}, {"full", "quest", "h2o", "keydiff"}]
+    assert named == [{"Full", "Quest", "H2O"}, {"Full", "Quest", "H2O", "KeyDiff"}]
     assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
+
+
+@pytest.mark.parametrize("name", ["main", "toy", "base"])
+def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
+    """The other curves are grey, the legend names them and says what the frontier is."""
+    rows = read_record(RECORDS / "results" / name)["metrics"]
+    figure = plots.bytes_read(rows)
+    figure.draw_without_rendering()
+    methods = {row["method"].partition("(")[0] for row in rows}
+    for panel in figure.axes:
+        named = {text.get_text() for text in panel.texts}
+        assert "Full" in named and len(named) <= 8 and not any(title.islower() for title in named)
+        outer = panel.get_window_extent()
+        boxes = [text.get_window_extent() for text in panel.texts]
+        assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 for box in boxes)
+        assert all(outer.y0 <= box.y0 and box.y1 <= outer.y1 for box in boxes)
+        clashes = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert not clashes, "no name covers another one"
+        assert "score" in panel.get_ylabel() and "MB" in panel.get_xlabel()
+        grey = {line.get_label() for line in panel.lines if line.get_color() == "#c4c4c4"}
+        assert bool(grey) == (len(methods) > 8) and not grey & named
+    (legend,) = figure.legends
+    told = " ".join(text.get_text() for text in legend.get_texts())
+    assert "frontier: no setting reads fewer bytes and scores as high" in told
+    assert all(title in told.replace("\n", " ") for panel in figure.axes for title in grey)
 
 
 def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
@@ -688,10 +747,10 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
              for question, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
     rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
     lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
-    assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
-    assert not any("h2o" in label for label in lines)
+    assert lines["Quest (prefill)"] == [0.0] and lines["Quest (extend)"] == [100.0]
+    assert not any("H2O" in label for label in lines)
     named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
-    assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
+    assert named == ["Full (prefill)", "Quest (prefill)", "Quest (extend)", "H2O (prefill)"]
 
 
 # ---- sweeps, the command line -------------------------------------------------------------------------------------
@@ -836,10 +895,12 @@ def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys)
         assert (out / name).stat().st_size > 100
     assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("| method | question |") and "| newest(budget=1/8) |" in shown.out
+    assert shown.out.startswith("| method | budget | question |") and "| Newest(budget=1/8) | 64 |" in shown.out
     assert shown.err == ""  # nothing is run again, and --quiet is quiet
     assert main(["compare", str(out)]) == 0
-    assert "| newest(budget=1/8) |" in capsys.readouterr().out
+    assert "| Newest(budget=1/8) |" in capsys.readouterr().out
+    assert main(["compare", str(out), "--out", str(tmp_path / "all.csv")]) == 0
+    assert [line["budget"] for line in csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text()))][2:] == ["64", "64"]
     assert main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
     turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]

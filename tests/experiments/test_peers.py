@@ -105,7 +105,7 @@ def test_table_says_why_a_row_has_no_value():
     row |= {"batch": 1, "value": None, "out_of_memory": False, "error": "kvpress is not installed: pip install kvpress"}
     text = peer_tables([row, {**row, "method": "full", "error": "OutOfMemoryError: 1 | 2", "out_of_memory": True}], {})
     said = "kvpress is not installed: pip install kvpress"
-    assert f"| snapkv | static | default | sdpa | 8 | 1 |  |  |  |  |  |  | {said} |" in text
+    assert f"| SnapKV | static | default | sdpa | 8 | 1 |  |  |  |  |  |  | {said} |" in text
     assert "|  | out of memory |" in text
 
 

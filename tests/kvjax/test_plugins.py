@@ -205,7 +205,7 @@ def test_the_sweep_of_the_page_runs(tmp_path):
     (tmp_path / "my.py").write_text(SPREAD)
     words = "sweep --method my:Spread --grid width=0,1,2 --set budget=64 --lengths 512 --samples 1 --tasks niah_single_2"
     run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
-    assert "spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
+    assert "Spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
 
 
 def run_python(program: str, directory: pathlib.Path) -> str:

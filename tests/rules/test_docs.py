@@ -209,6 +209,33 @@ def test_the_figures_that_pages_show_are_known_and_there():
         assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
 
 
+def titles_of_pages():
+    """The title of every page that is kept, by file; code in a page has no titles."""
+    files = [*DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *DOCS.glob("notebook/*.md"), *RECORDS.glob("*/*/*.md")]
+    made = {}
+    for file in files:
+        text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        (made[file],) = re.findall(r"^# (.+)$", text, re.MULTILINE)
+    return made
+
+
+def test_every_page_has_one_title_of_its_own_and_speed_names_its_card():
+    titles = titles_of_pages()
+    assert len(set(titles.values())) == len(titles)
+    for file, title in titles.items():
+        if file.parent.name == "tables" and (file.stem.startswith(("speed", "offload")) or file.stem in ("kernels", "peers")):
+            device = json.loads((RECORDS / f"{file.stem}.json").read_text())["device"]
+            assert device["kind"] in title, file
+
+
+def test_the_front_page_has_a_result_and_a_figure():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert re.search(r"!\[.+\]\(records/.+\.png\)", text)
+    for begin, end in re.findall(r':start-after: "(.+)"\n:end-before: "(.+)"', text):
+        part = (ROOT / "README.md").read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+        assert len(part) > 500, "the README still has the part that the front page shows"
+
+
 def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "FIGURES", {"ablations/drift.png": pages.FIGURES["ablations/drift.png"]})
     file = tmp_path / "records" / "ablations" / "drift.png"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
-from experiments.speed.rows import Row, failure, run_line, spread
+from experiments.speed.rows import Row, failure, run_line, spread, titled
 
 
 def line(row: Row) -> str:
@@ -53,4 +53,4 @@ def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         "rerank and the operations on packed vectors, against their xla implementation on the same arguments."
     )
     about = "How long every implementation of every operation takes at the shapes of an 8B model, beside its floor."
-    return "\n".join(["# Kernels", "", about, "", *markdown_rows(table), "", legend, "", *runs]) + "\n"
+    return "\n".join([titled("Kernels", metrics, notes), "", about, "", *markdown_rows(table), "", legend, "", *runs]) + "\n"

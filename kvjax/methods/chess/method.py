@@ -184,6 +184,7 @@ class Chess(Method):
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
+    TITLE: ClassVar[str] = "CHESS"
 
     dense_prompt = True
     spans_layers = True
