@@ -30,6 +30,7 @@ from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.fields import check_fields, check_names, has_shares, shown
 from kvjax.typing import Model, pytree
 from pallas_kernels.dispatch import run_shared
+from pallas_kernels.numerics import run_if
 
 
 @pytree
@@ -285,17 +286,16 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
         rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
         return functools.reduce(jnp.logical_or, [each.any() for each in rows])
 
-    def change(carry: tuple) -> tuple:
+    def change(states: tuple, methods: Sequence[LayerMethod]) -> tuple:
         some: list[Any] = []
-        made = _reworked([methods[at] for at in chosen], carry[0])
-        for at, state, take in zip(chosen, carry[0], made, strict=True):
+        for method, state, take in zip(methods, states, _reworked(methods, states), strict=True):
             if some:  # one layer after the other, so that only one layer's temporaries exist at a time
                 state, some[-1] = lax.optimization_barrier((state, some[-1]))
-            some.append(run_shared(type(methods[at]).settle, methods[at], state, take()))
-        return tuple(some), jnp.zeros((), bool)
+            some.append(run_shared(type(method).settle, method, state, take()))
+        return tuple(some)
 
     some = tuple(states[at] for at in chosen)
-    some, _ = lax.while_loop(lambda carry: carry[1], change, (some, any_due(some)))
+    some = run_if(change, any_due(some), some, tuple(methods[at] for at in chosen))
     new = list(states)
     for at, state in zip(chosen, some, strict=True):
         new[at] = state

@@ -228,6 +228,7 @@ def _cut(score: Array, count: Array, capacity: int) -> tuple[Array, Array]:
     Returns:
         float32 [B, R] and int32 [B, R]; inf and -1 where there is none.
     """
+    score = lax.stop_gradient(score)  # a choice has no slope
     slots, listed = kth_select_mask(score, count, capacity)
 
     def worse(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -156,6 +156,40 @@ def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A call of a kernel that says that it has no derivative, where JAX would fail inside of the kernel.
+
+    Attributes:
+        operation: the name of the operation.
+        name: the name of the implementation.
+        run: as in `Implementation`.
+    """
+
+    operation: str
+    name: str
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
+        call = _Call(self.run, structure, fixed)
+
+        @jax.custom_jvp
+        def run(arrays: list[jax.Array]) -> Any:
+            args, kwargs = call.arguments(iter(arrays))
+            return call.run(*args, **kwargs)
+
+        @run.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            raise NotImplementedError(
+                f"{self.operation}: the kernel {self.name!r} has no derivative: differentiate plain JAX, within "
+                f"default_implementation({XLA!r})"
+            )
+
+        return run([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+
+
+@dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation and its implementations, fastest first; the last one runs everywhere."""
 
@@ -194,7 +228,10 @@ class Operation:
 
         def action(entry: Implementation) -> Any:
             # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
-            return run_shared(entry.run, *args, **kwargs) if entry.platforms else entry.run(*args, **kwargs)
+            if not entry.platforms:
+                return entry.run(*args, **kwargs)
+            kernels = [name for name, other in self.implementations.items() if other is entry and name in _NEEDS]
+            return run_shared(_Kernel(self.name, kernels[0], entry.run) if kernels else entry.run, *args, **kwargs)
 
         return self._first(implementation, platform, action, args, kwargs)[1]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,54 @@ def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def bounded_loop(body: Callable[..., Any], most: int, count: jax.Array, carry: Any, operands: Any) -> Any:
+    """Run ``carry = body(index, carry, operands)`` for each index below ``count``: a loop whose length is known at run time.
+
+    JAX does not differentiate such a loop in reverse. If an argument is differentiated, the loop has ``most`` steps, of which
+    the steps from ``count`` on change nothing.
+
+    Args:
+        body: closes over no traced array.
+        most: the largest ``count``.
+        count: int32 scalar.
+        carry: a pytree.
+        operands: a pytree.
+    """
+    return jax.lax.fori_loop(0, count, lambda index, carry: body(index, carry, operands), carry)
+
+
+@bounded_loop.defjvp
+def _(body: Callable[..., Any], most: int, primals: tuple, tangents: tuple) -> tuple:
+    def run(count: jax.Array, carry: Any, operands: Any) -> Any:
+        def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
+            return jax.lax.cond(index < count, lambda now: body(index, now, operands), lambda now: now, carry), None
+
+        return jax.lax.scan(step, carry, jnp.arange(most, dtype=jnp.int32))[0]
+
+    return jax.jvp(run, primals, tangents)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def run_if(body: Callable[..., Any], wanted: jax.Array, carry: Any, operands: Any) -> Any:
+    """Return ``body(carry, operands)`` if ``wanted`` bool is true, else ``carry``; the body closes over no traced array.
+
+    It is a loop of at most one round, because a branch of `jax.lax.cond` that does nothing copies ``carry``. JAX does not
+    differentiate such a loop in reverse, so if an argument is differentiated it is a `jax.lax.cond`.
+    """
+    return jax.lax.while_loop(
+        lambda state: state[1], lambda state: (body(state[0], operands), jnp.zeros((), bool)), (carry, wanted)
+    )[0]
+
+
+@run_if.defjvp
+def _(body: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple:
+    def run(wanted: jax.Array, carry: Any, operands: Any) -> Any:
+        return jax.lax.cond(wanted, body, lambda carry, operands: carry, carry, operands)
+
+    return jax.jvp(run, primals, tangents)
 
 
 def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

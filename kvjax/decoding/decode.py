@@ -20,6 +20,7 @@ from kvjax.method import settle_due
 from kvjax.typing import EMPTY, Model, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
+from pallas_kernels.numerics import bounded_loop
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -83,12 +84,14 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     if chunks == 1:
         return run_step(params, cache, tokens, active)
 
-    def body(index: Array, cache: Cache) -> Cache:
+    def body(index: Array, cache: Cache, operands: tuple) -> Cache:
+        params, tokens, active, after = operands
         piece, real = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, active))
         return run_step(params, cache, piece, real, length=after)
 
     # Questions are padded to lengths that many share: chunks after the end of the longest hold padding only.
-    return lax.fori_loop(0, -(-axes.most(jnp.max(length), axes.DATA) // chunk), body, cache)
+    count = -(-axes.most(jnp.max(length), axes.DATA) // chunk)
+    return bounded_loop(body, chunks, count, cache, (params, tokens, active, after))
 
 
 @pytree

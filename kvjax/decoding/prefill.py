@@ -23,6 +23,7 @@ A method's own block is never split, even if it has more than ``chunk_size`` tok
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from kvjax.method import LayerMethod, Method
 from kvjax.typing import EMPTY, Model
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
+from pallas_kernels.numerics import bounded_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +214,8 @@ class _Run:
         """
         chunk, within = self.order.chunk, self.within
 
-        def read(states: tuple, logits: Array, start: Array | int, piece: Array) -> tuple[tuple, Array]:
+        def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:
+            (states, logits), (params, each, all_shared, length, rows, piece) = carry, operands
             at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
             position = jnp.where(at < length[:, None], at, EMPTY)
             last = length - 1 - start
@@ -220,7 +223,7 @@ class _Run:
             def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
                 outs, made = [], []
                 for layers, state, own, spec, early in zip(
-                    self.each, states, sized.shared, sized.specs, within, strict=True
+                    each, states, all_shared, sized.specs, within, strict=True
                 ):
                     inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
                     mine = state if rows is None else row_of(state, rows[0])
@@ -234,22 +237,23 @@ class _Run:
                     return lax.optimization_barrier((outs[0], tuple(made)))
                 return outs[0], tuple(made)
 
-            new, states = self.model.apply(self.params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+            new, states = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
         if self.order.chunks == 1:
-            return read(states, logits, 0, tokens)
+            return read(0, (states, logits), (self.params, self.each, sized.shared, length, rows, tokens))
 
-        def body(index: Array, carry: tuple) -> tuple:
+        def body(index: Array, carry: tuple, operands: tuple) -> tuple:
+            *others, tokens = operands
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            states, logits = carry
-            return read(states, logits, index * chunk, piece)
+            return read(index * chunk, carry, (*others, piece))
 
-        chunks: Array | int = self.order.chunks
-        if self.order.groups > 1:  # devices that have other rows run the same number of passes
-            chunks = -(-axes.most(jnp.max(length), axes.DATA) // chunk)
-        return lax.fori_loop(0, chunks, body, (states, logits))
+        operands, most = (self.params, self.each, sized.shared, length, rows, tokens), self.order.chunks
+        if self.order.groups == 1:
+            return lax.fori_loop(0, most, functools.partial(body, operands=operands), (states, logits))
+        # Devices that have other rows run the same number of passes.
+        return bounded_loop(body, most, -(-axes.most(jnp.max(length), axes.DATA) // chunk), (states, logits), operands)
 
     def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""

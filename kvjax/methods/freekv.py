@@ -171,7 +171,7 @@ class FreeKV(SlotMethod):
 
     def _turned(self, aux: Speculation, query: Array) -> Array:
         """Decide whether each KV head selects by its own ``query`` [B, H, G, D]: bool [B, H]."""
-        one, other = query.astype(jnp.float32), aux.query.astype(jnp.float32)
+        one, other = (lax.stop_gradient(x.astype(jnp.float32)) for x in (query, aux.query))  # a decision has no slope
         # One reduction of three products is one kernel; the mean, head by head, fuses with the code that uses it.
         products = lax.reduce((one * other, one * one, other * other), (jnp.float32(0),) * 3, _sums, (3,))
         group = zip(*(jnp.unstack(x, axis=2) for x in products), strict=True)

@@ -34,7 +34,7 @@ from kvjax.slots import cost_of_all
 from kvjax.typing import pytree, static, traced
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
-from pallas_kernels.numerics import finite_or_zero, merge_pair, product_precision
+from pallas_kernels.numerics import bounded_loop, finite_or_zero, merge_pair, product_precision
 
 
 @pytree
@@ -124,7 +124,9 @@ class SelfExtend(LayerMethod):
         group, window, scale = jnp.asarray(self.group_size), jnp.asarray(self.window), 1 / math.sqrt(near.shape[-1])
         size = min(self.block, cache.num_slots)
 
-        def add(step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(step: Array, sums: tuple[Array, Array], operands: tuple) -> tuple[Array, Array]:
+            first, count, near, far, cache, position, inv_freq, group, window = operands
+            step = first + step
             start = jnp.minimum(step * size, cache.num_slots - size)  # the last block may begin in the one before
             key, value, kept = (
                 lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position)
@@ -147,7 +149,9 @@ class SelfExtend(LayerMethod):
 
         blocks = (jnp.max(cache.cursor) + size - 1) // size
         nothing = jnp.zeros(near.shape, jnp.float32), jnp.full(near.shape[:-1], -jnp.inf, jnp.float32)
-        return lax.fori_loop(jnp.min(count) // size, blocks, add, nothing)
+        first, most = jnp.min(count) // size, -(-cache.num_slots // size)
+        operands = first, count, near, far, cache, position, inv_freq, group, window
+        return bounded_loop(add, most, blocks - first, nothing, operands)
 
     def _far(self, position: Array) -> Array:
         """Compute the position at which a query at ``position`` meets keys in groups."""

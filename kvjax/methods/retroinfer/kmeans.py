@@ -115,5 +115,6 @@ def assign(
 
 
 def _norm(x: Array) -> Array:
-    """Compute the norm of vectors [..., D]: [..., 1]."""
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True))
+    """Compute the norm of vectors [..., D]: [..., 1]; its derivative is 0 where the norm is."""
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)

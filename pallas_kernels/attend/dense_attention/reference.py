@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention.blocks import block_count, block_logits
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import bounded_loop, finite_or_zero, product_precision
 
 
 def dense_attention(query, key, value, *, query_position, key_position, scale, limit, block):
@@ -15,9 +15,9 @@ def dense_attention(query, key, value, *, query_position, key_position, scale, l
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
 
-    def add_block(index, carry):
+    def add_block(index, carry, operands):
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
-        total, maximum, out = carry
+        (total, maximum, out), (flat, key, value, query_position, key_position) = carry, operands
         start, logits, visible = block_logits(
             index, flat, key, query_position, key_position, scale=scale, block=block, group=group
         )
@@ -45,7 +45,8 @@ def dense_attention(query, key, value, *, query_position, key_position, scale, l
         jnp.zeros((*shape, value.shape[-1]), jnp.float32),
     )
     count = block_count(query_position, key_position, limit, block)
-    total, maximum, out = jax.lax.fori_loop(0, count, add_block, carry)
+    most, operands = -(-key.shape[2] // block), (flat, key, value, query_position, key_position)
+    total, maximum, out = bounded_loop(add_block, most, count, carry, operands)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = finite_or_zero(maximum) + jnp.log(total)
     return out.astype(query.dtype).reshape(*query.shape[:4], -1), lse.reshape(rows, heads, group, length)

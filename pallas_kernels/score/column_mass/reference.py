@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention.blocks import block_count, block_logits
-from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.numerics import bounded_loop, finite_or_zero
 
 
 def column_mass(query, key, lse, *, query_position, key_position, scale, limit, block, reduce):
@@ -15,7 +15,8 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
     flat = query.reshape(rows, heads, group * length, dim)
     shift = finite_or_zero(lse.reshape(rows, heads, group * length))
 
-    def add_block(index, mass):
+    def add_block(index, mass, operands):
+        flat, key, shift, query_position, key_position = operands
         start, logits, visible = block_logits(
             index, flat, key, query_position, key_position, scale=scale, block=block, group=group
         )
@@ -25,4 +26,5 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
         return jax.lax.dynamic_update_slice_in_dim(mass, new, start, axis=2)
 
     count = block_count(query_position, key_position, limit, block)
-    return jax.lax.fori_loop(0, count, add_block, jnp.zeros(key.shape[:3], jnp.float32))
+    operands = flat, key, shift, query_position, key_position
+    return bounded_loop(add_block, -(-key.shape[2] // block), count, jnp.zeros(key.shape[:3], jnp.float32), operands)
