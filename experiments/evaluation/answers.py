@@ -112,15 +112,17 @@ def make_batches(
     return made
 
 
-def with_room(config: Any, shape: Shape) -> Any:
+def with_room(config: Any, shape: Shape, methods: Sequence[Method]) -> Any:
     """Return the model's description with enough positions for all the room of a shape.
 
     A context and its answer fit the model as it is, because each answer has a limit of its own. But the room for answers is
-    the same for all tasks, and would not fit behind the longest contexts. A conversation fits with all its turns.
+    the same for all tasks, and would not fit behind the longest contexts. Nor would the pieces fit in which a method reads a
+    context again (`Method.reread_tokens`), as its paper does behind the context. A conversation fits with all its turns.
     """
     if shape.keep:
         return config
-    return dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + shape.room)
+    room = max(shape.room, *(method.reread_tokens(shape.length) for method in methods))
+    return dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + room)
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
@@ -166,7 +168,7 @@ def answer_cell(
         asked.append(
             ask_each(
                 model.params,
-                with_room(model.config, batch.shape),
+                with_room(model.config, batch.shape, methods),
                 [texts[unit[0]] for unit in batch.units],
                 methods,
                 batch.shape,

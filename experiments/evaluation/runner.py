@@ -260,7 +260,7 @@ class Runner:
         """Add the programs of a group to the queue; return their keys."""
         cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
         for batch in self._batches(cell, methods[0], group[0].question):
-            shape, config = batch.shape, with_room(self.model.config, batch.shape)
+            shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
             keys.append(
                 (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
@@ -285,7 +285,7 @@ class Runner:
         """Compute `cache_bytes` once for each structure and shape."""
         at = jax.tree.structure(methods), shape
         if at not in self._known_bytes:
-            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape), shape, self.model)
+            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape, methods), shape, self.model)
         return self._known_bytes[at]
 
     def check(self, cell: Cell) -> None:

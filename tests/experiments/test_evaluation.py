@@ -1015,3 +1015,12 @@ def test_records_of_speed_and_insight_are_drawn():
         figures(RECORDS / "speed.json", ["tpott"])
     with pytest.raises(ValueError, match="a record of 'kernels' has no figures here"):
         figures(RECORDS / "kernels.json", [])
+
+
+def test_a_method_that_reads_its_context_again_has_positions_for_it():
+    config, shape = dataclasses.replace(TINY, max_position_embeddings=4096), Shape(4096, 1, 128)
+    assert answers.with_room(config, shape, [kvjax.methods.SnapKV()]).max_position_embeddings == 4096 + 128
+    again = kvjax.methods.KVzip()
+    room = again.reread_tokens(4096)
+    assert room > 128
+    assert answers.with_room(config, shape, [kvjax.methods.Full(), again]).max_position_embeddings == 4096 + room
