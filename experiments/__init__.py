@@ -11,6 +11,7 @@ Quality:
 * ``benchmarks``: readers of the files of published benchmarks, their scorers, truncation, worker processes.
 * ``answering``: a model, the loop that asks it, methods at their papers' budgets; download of named models (`kvjax fetch`).
 * ``evaluation``: `kvjax eval`, `sweep` and `compare`: result folders, comparison with Full, numbers that papers print.
+  ``evaluation/peers``: kvpress's presses on the prompts of a result folder.
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``ablations``: the parts of the papers' methods, one at a time; recall over a long generation.
 * ``insight``: attention mass and recall by layer, head and step; scores and patterns of heads.

@@ -5,13 +5,18 @@
 """
 
 from kvjax import methods as methods
+from kvjax import models as models
 from kvjax import moved as moved
 from kvjax.accounting.memory import memory_needed as memory_needed
 from kvjax.accounting.memory import offload_share as offload_share
 from kvjax.accounting.stats import Stats as Stats
+from kvjax.api.answer import Answers as Answers
+from kvjax.api.answer import answer as answer
 from kvjax.api.calibrate_chess import calibrate_chess as calibrate_chess
 from kvjax.api.checkpoint import load_cache as load_cache
 from kvjax.api.checkpoint import save_cache as save_cache
+from kvjax.api.evaluate import Table as Table
+from kvjax.api.evaluate import evaluate as evaluate
 from kvjax.api.fork import fork as fork
 from kvjax.api.generate import Generation as Generation
 from kvjax.api.generate import decode_step as decode_step
@@ -27,6 +32,7 @@ from kvjax.attention.patterns import Pattern as Pattern
 from kvjax.attention.patterns import patterns as patterns
 from kvjax.cache import Cache as Cache
 from kvjax.cache import LayerCache as LayerCache
+from kvjax.fields import share as share
 from kvjax.methods.head_scores import head_scores as head_scores
 from kvjax.plugins import register as register
 from kvjax.registry import make as make

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.fields import Share
+
 _SHOWN = 8  # the most values of an array that a text shows
 
 
@@ -75,6 +77,8 @@ def show_value(value: Any, brief: bool) -> str:
         if (count := len(jax.tree.leaves(value))) > 2 * _SHOWN:
             return f"({count} numbers)"
         return "(" + ", ".join(show_value(inner, brief) for inner in value) + ")"
+    if isinstance(value, Share):
+        return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(value, brief)
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ import functools
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,74 @@ class Limits:
         bounds = (("of at least", self.least), ("above", self.above), ("at most", self.most))
         parts = [f"{word} {bound:.10g}" for word, bound in bounds if bound is not None]
         return f" {' and '.join(parts)}" if parts else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A part of a prompt's tokens, in place of a budget in tokens; see `share`."""
+
+    part: float
+
+    def __repr__(self) -> str:
+        return f"share({self.part:.6g})"
+
+    def tokens(self, length: int) -> int:
+        """Return this share of ``length`` tokens, rounded to whole tokens, at least 1."""
+        return max(1, round(self.part * length))
+
+
+def share(part: float) -> Any:
+    """Give a budget as a share of the prompt: ``SnapKV(budget=share(1/8))`` keeps an eighth of it.
+
+    `kvjax.prefill` and `kvjax.sweep` replace the share by tokens of the batch's longest prompt, and check the method then.
+    Prompts that are padded to one length share a compiled program. A wrapper may have methods with shares inside.
+
+    Args:
+        part: above 0, at most 1.
+
+    Returns:
+        A `Share`, for the knob ``budget`` of any method.
+
+    Raises:
+        ValueError: ``part`` is something else.
+    """
+    return Share(float(check_value("share", part, (float,), Limits(above=0, most=1), static=True)))
+
+
+def has_shares(method: Any) -> bool:
+    """Tell whether a budget of a method, or of a method inside of it, is a `share`."""
+    for value in vars(method).values():
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(inner, Share) or (dataclasses.is_dataclass(inner) and has_shares(inner)):
+                return True
+    return False
+
+
+def at_length[T](method: T, length: int, room: int | None = None) -> T:
+    """Replace every `share` of a method, and of the methods inside of it, by tokens.
+
+    Args:
+        method: the method, which is returned itself if it has no share.
+        length: tokens of the prompt.
+        room: tokens of the padded prompt, of which the static ``capacity`` is a share, unless it is given; None means
+            ``length``.
+
+    Raises:
+        ValueError: the method refuses a budget.
+    """
+    if not has_shares(method):
+        return method
+    changed: dict[str, Any] = {}
+    for name, value in vars(method).items():
+        if isinstance(value, Share):
+            changed[name] = value.tokens(length)
+            if vars(method)["capacity"] is None:
+                changed["capacity"] = value.tokens(max(length, room or 0))
+        elif isinstance(value, dict):
+            changed[name] = {at: at_length(inner, length, room) for at, inner in value.items()}
+        elif dataclasses.is_dataclass(value):
+            changed[name] = at_length(value, length, room)
+    return dataclasses.replace(cast("Any", method), **changed)
 
 
 def known(value: Any) -> np.ndarray | None:
@@ -130,6 +198,8 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
     if name not in _declared(owner):
         return value
     kinds, limits, static = _declared(owner)[name]
+    if isinstance(value, Share) and limits.within is not None and int in kinds:
+        return value
     return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
 
 
@@ -142,7 +212,7 @@ def check_within(owner: Any, name: str, bound: str) -> None:
         ValueError: a value is too large; or ``bound`` is None and the values are not known.
     """
     value, who = vars(owner)[name], f"{type(owner).__name__}: "
-    if value is None:
+    if value is None or isinstance(value, Share):
         return
     values = value if isinstance(value, tuple) else (value,)
     if vars(owner)[bound] is None:

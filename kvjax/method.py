@@ -27,7 +27,7 @@ from jax import Array, lax
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
-from kvjax.fields import check_fields, check_names, shown
+from kvjax.fields import check_fields, check_names, has_shares, shown
 from kvjax.typing import Model, pytree
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import run_if
@@ -107,6 +107,7 @@ class Method(abc.ABC):
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
     PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
+    TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
 
     extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
     keeps = "every token"  # the tokens that stay stored, in words for tables
@@ -135,7 +136,8 @@ class Method(abc.ABC):
     @final
     def __post_init__(self) -> None:
         check_fields(self)
-        self.check()
+        if not has_shares(self):  # `kvjax.fields.at_length` makes the method again when the prompt is known
+            self.check()
         check_offload(self)
 
     def check(self) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from kvjax import methods
 from kvjax.fields import shown
 from kvjax.method import Method
+from kvjax.wrappers.named import WRAPPERS
 
 _GROUP = "kvjax.methods"
 _registered: dict[str, type[Method]] = {}
@@ -57,7 +58,7 @@ def register[M: Method](cls: type[M]) -> type[M]:
             `kvjax.typing.pytree`.
         ValueError: a built-in method, which is refused itself, or a class of another module has the name.
     """
-    if any(cls is own for own in builtin().values()):
+    if any(cls is own for own in _own().values()):
         raise ValueError(f"expected a method that kvjax does not have, got its own {cls.__name__}")
     _add(cls, _registered)
     return cls
@@ -74,20 +75,34 @@ def load(path: str) -> type[Method]:
     Raises:
         ValueError: there is no such module, or it has no such class, or the class is no method that can be run.
     """
+    cls = named_by(path, "class")
+    try:
+        return cls if cls in _own().values() else register(cls)
+    except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
+        raise ValueError(f"{path!r} names no method: {error}") from error
+
+
+def named_by(path: str, what: str) -> Any:
+    """Import what a path ``package.module:name`` names; its module may lie in the current directory.
+
+    Args:
+        path: the path.
+        what: what the name stands for, for messages: "class" or "function".
+
+    Raises:
+        ValueError: the path has another form, or there is no such module, or it has no such name.
+    """
     module_name, _, name = path.strip().partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
-        raise ValueError(f"a method outside of kvjax is named package.module:Class, got {path!r}")
+        kind = "method" if what == "class" else what
+        raise ValueError(f"a {kind} outside of kvjax is named package.module:{what.capitalize()}, got {path!r}")
     module = _import(module_name, path)
     try:
-        cls = operator.attrgetter(name)(module)
+        return operator.attrgetter(name)(module)
     except AttributeError as error:
         close = difflib.get_close_matches(name, vars(module), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"the module {module_name!r} has no class {name!r}{hint}, which {path!r} names") from error
-    try:
-        return cls if cls in builtin().values() else register(cls)
-    except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
-        raise ValueError(f"{path!r} names no method: {error}") from error
+        raise ValueError(f"the module {module_name!r} has no {what} {name!r}{hint}, which {path!r} names") from error
 
 
 def class_path(cls: type) -> str:
@@ -96,8 +111,13 @@ def class_path(cls: type) -> str:
 
 
 def path_of(cls: type) -> str | None:
-    """Return the path of a plug-in's class; None if the class is built in or not known."""
-    return class_path(cls) if cls in outside().values() else None
+    """Return the path of the class of a plug-in or a wrapper; None if it is a class of `kvjax.methods`, or not known."""
+    return class_path(cls) if cls in (*outside().values(), *WRAPPERS.values()) else None
+
+
+def _own() -> dict[str, type[Method]]:
+    """Return the classes that kvjax has, by lower-case name."""
+    return {**WRAPPERS, **builtin()}
 
 
 def _import(name: str, path: str) -> Any:
@@ -110,7 +130,7 @@ def _import(name: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another one
-        raise ValueError(f"there is no module {error.name!r}, which the method {path!r} needs") from error
+        raise ValueError(f"there is no module {error.name!r}, which {path!r} needs") from error
     finally:
         sys.path[:] = kept
 
@@ -124,7 +144,7 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
     if "__dataclass_fields__" not in vars(cls):
         raise TypeError(f"a method must be decorated with kvjax.typing.pytree, got {cls.__name__} without it")
     name = cls.__name__.lower()
-    other = builtin().get(name) or known.get(name)
+    other = _own().get(name) or known.get(name)
     if other is not None and class_path(other) != class_path(cls):
         raise ValueError(f"the method name {name!r} belongs to {class_path(other)}, got {class_path(cls)}: rename the class")
     known[name] = cls

@@ -1,4 +1,4 @@
-"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, and the plug-ins of `kvjax.plugins`."""
+"""Methods by name, and their knobs: the classes that `kvjax.methods` imports, plug-ins (`kvjax.plugins`), and wrappers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvjax import plugins
-from kvjax.fields import check_names, nearest, shown
+from kvjax.attention.patterns import Pattern
+from kvjax.describe import describe
+from kvjax.fields import at_length, check_names, has_shares, nearest, share, shown
 from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
+from kvjax.wrappers import named
+from kvjax.wrappers.named import PATTERNS as PATTERNS
+from kvjax.wrappers.named import WRAPPERS as WRAPPERS
+from kvjax.wrappers.named import inner_fields as inner_fields
 
 _MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
+_SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
@@ -37,13 +44,16 @@ def classes() -> dict[str, type[Method]]:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name in `classes` of a method, which is given by its name in any case or its path ``package.module:Class``.
+    """Return the name in `classes` or `WRAPPERS` of a method, given by its name in any case or as ``package.module:Class``.
 
-    The class of a path is imported and registered. An unknown name passes; `make` refuses it.
+    The class of a path is imported and registered. An unknown name passes; `make` refuses it. So does a name with brackets
+    (see `parse_method`), which only loses its spaces.
 
     Raises:
         ValueError: a path that names no method; see `kvjax.plugins.load`.
     """
+    if "(" in name:
+        return "".join(name.split())
     return plugins.load(name).__name__.lower() if ":" in name else name.strip().lower()
 
 
@@ -51,7 +61,7 @@ def find(name: str) -> type[Method]:
     """Find the class of a method.
 
     Args:
-        name: see `canonical_name`.
+        name: a name, a path or a text with brackets; see `canonical_name` and `parse_method`.
 
     Raises:
         ValueError: ``name`` is no text, or names no method; the message has the nearest known name.
@@ -59,12 +69,70 @@ def find(name: str) -> type[Method]:
     if not isinstance(name, str):
         names = ", ".join(sorted(classes()))
         raise ValueError(f"name must be the name of a method, got {shown(name)}; known methods: {names}")
-    given = canonical_name(name)  # which may import and register a class
-    known = classes()
+    given = canonical_name(named.split_call(name)[0])  # which may import and register a class
+    known = {**dict.fromkeys(named.PATTERNS, WRAPPERS["prefill"]), **WRAPPERS, **classes()}
     cls = known.get(given)
     if cls is None:
-        raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {', '.join(sorted(known))}")
+        names = f"{', '.join(sorted(classes()))}; wrappers: {', '.join(WRAPPERS)}"
+        raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {names}")
     return cls
+
+
+def title(label: str) -> str:
+    """Write the names in a method's text as the papers write them: ``twilight(chess)`` becomes ``Twilight(CHESS)``.
+
+    Args:
+        label: a method as `parse_method` takes it. Knobs and unknown names stay.
+    """
+    titles = {name: cls.TITLE or cls.__name__ for name, cls in {**WRAPPERS, **classes()}.items()} | named.TITLES
+    return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda found: titles.get(found[0], found[0]), label)
+
+
+def parse_method(
+    text: str, parse: Callable[[str, Sequence[str]], dict[str, Any]] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Parse a method and its knobs from a text: ``quest``, ``quest(budget=256)``, ``stages(snapkv, quest(budget=256))``.
+
+    In the brackets stand the methods inside of a wrapper, in the order of its fields or by name (``evict=snapkv``), and
+    knobs as ``KNOB=VALUE``. A layer of `kvjax.PerLayer` is ``INDEX=METHOD``.
+
+    Args:
+        text: a name or a path, with or without brackets.
+        parse: parses the texts ``KNOB=VALUE`` of a method; None means `parse_knobs`.
+
+    Returns:
+        The canonical name, and its knobs for `make`. A method inside is its name, or ``{name: knobs}``.
+
+    Raises:
+        ValueError: a malformed text, an unknown method, a method that the class has no field for, or a bad value.
+    """
+    given, parts = named.split_call(text)
+    name, cls = canonical_name(given), find(given)
+    knobs: dict[str, Any] = {}
+    if name not in classes() and name in named.PATTERNS:
+        knobs, name = {**named.PATTERNS[name][0]}, "prefill"
+    fields = inner_fields(cls)
+    for part in parts:
+        knob, value = named.split_knob(part)
+        if not knob:
+            free = [field for field, by_layer in fields.items() if not by_layer and field not in knobs]
+            if not free:
+                raise ValueError(f"{text!r}: {cls.__name__} takes no {'other ' * bool(fields)}method inside, got {part!r}")
+            knobs[free[0]] = _nested(part, parse)
+        elif knob in fields:
+            knobs[knob] = _nested(value, parse)
+        elif knob.lstrip("-").isdigit() and True in fields.values():
+            by_layer = next(field for field, many in fields.items() if many)
+            knobs[by_layer] = {**knobs.get(by_layer, {}), int(knob): _nested(value, parse)}
+        else:
+            knobs |= (parse or parse_knobs)(name, [f"{knob}={value}"])
+    return name, knobs
+
+
+def _nested(text: str, parse: Callable[[str, Sequence[str]], dict[str, Any]] | None) -> Any:
+    name, knobs = parse_method(text, parse)
+    name = name if name in WRAPPERS else lasting_name(name)
+    return {name: knobs} if knobs else name
 
 
 def extrapolating() -> list[str]:
@@ -73,26 +141,35 @@ def extrapolating() -> list[str]:
 
 
 def lasting_name(name: str) -> str:
-    """Return the name by which other processes find a method, too: the path of a plug-in, else the name itself."""
-    cls = classes().get(name)
+    """Return the name by which other processes find a method: the path of a plug-in or a wrapper, else the name itself."""
+    cls = {**WRAPPERS, **classes()}.get(name)
     return name if cls is None else plugins.path_of(cls) or name
 
 
 def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knobs: Any) -> Method:
-    """Build a method from its name (any case) and knobs.
+    """Build a method from its name (any case) and knobs: ``make("quest", budget=256)``, ``make("twilight(quest)")``.
 
     Args:
-        name: see `canonical_name`.
+        name: a name, a path or a text with brackets; see `canonical_name` and `parse_method`.
         tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
             methods ignore it.
         vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
-        **knobs: hyper-parameters.
+        **knobs: hyper-parameters. A method inside of a wrapper may be a method, a name or ``{name: knobs}``.
 
     Raises:
-        ValueError: an unknown method or knob (the message has the nearest known name), or a value that the method refuses.
+        ValueError: an unknown method or knob (the message has the nearest known name), a value that the method refuses, or a
+            wrapper without the method inside.
     """
     cls = find(name)
-    check_names(cls, knobs)
+    knobs = {**parse_method(name)[1], **knobs}
+    check_inner(cls, knobs)
+    for field, by_layer in inner_fields(cls).items():
+        if by_layer and isinstance(inner := knobs.get(field), Mapping):
+            knobs[field] = {layer: _made_inner(one, tokenizer, vocab_size) for layer, one in inner.items()}
+        elif field in knobs and not by_layer:
+            knobs[field] = _made_inner(knobs[field], tokenizer, vocab_size)
+    if isinstance(pattern := knobs.get("pattern"), Mapping):
+        knobs["pattern"] = pattern_of(pattern)
     if cls.needs_tokenizer and tokenizer is not None:
         size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
         made = cls.tokenizer_knobs(tokenizer, size)
@@ -100,11 +177,57 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
     return cls(**knobs)
 
 
+def check_inner(cls: type[Method], knobs: Mapping[str, Any]) -> None:
+    """Refuse knobs that a class does not have, and a wrapper that lacks what it is made of.
+
+    Raises:
+        ValueError: an unknown knob, or a field without a default that is not given.
+    """
+    check_names(cls, knobs)
+    missing = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    if missing := [name for name in missing if name not in knobs]:
+        example = named.EXAMPLES.get(cls.__name__.lower())
+        hint = f", for example {example}" if example else ""
+        raise ValueError(f"{cls.__name__} must be given {' and '.join(missing)}{hint}; got {', '.join(knobs) or 'nothing'}")
+
+
+def one_inner(value: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return name and knobs of the method inside of a wrapper, which is a text or ``{name: knobs}``.
+
+    Raises:
+        ValueError: a mapping of another size, or knobs that are no mapping.
+    """
+    if isinstance(value, str):
+        return value, {}
+    if len(value) != 1 or not isinstance(next(iter(value.values())) or {}, Mapping):
+        raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got {value!r}")
+    ((name, knobs),) = value.items()
+    return str(name), dict(knobs or {})
+
+
+def _made_inner(value: Any, tokenizer: Any, vocab_size: int | None) -> Any:
+    if not isinstance(value, (str, Mapping)):
+        return value  # a method, which the wrapper checks
+    name, knobs = one_inner(value)
+    return make(name, tokenizer, vocab_size, **knobs)
+
+
+def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
+    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+
+    Raises:
+        ValueError: a name is unknown, or the pattern refuses a value.
+    """
+    check_names(Pattern, numbers)
+    return Pattern(**numbers)
+
+
 def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Parse texts of the form ``knob=value`` to knobs for `make`.
 
     A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
-    knob's type allows. Unknown methods and knobs pass; `make` refuses them.
+    knob's type allows. A budget may be a share of the prompt, such as 1/8 or 0.125 (`kvjax.share`). Unknown methods and
+    knobs pass; `make` refuses them.
 
     Args:
         method: a method's name; see `canonical_name`.
@@ -114,13 +237,18 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
         ValueError: a text without "=", or a value of the wrong type.
     """
     given: dict[str, Any] = {}
-    cls = classes().get(canonical_name(method))
+    name = canonical_name(named.split_call(method)[0])  # first, because it may import and register a class
+    cls = {**dict.fromkeys(named.PATTERNS, WRAPPERS["prefill"]), **WRAPPERS, **classes()}.get(name)
     kinds = typing.get_type_hints(cls) if cls else {}
     for pair in pairs:
         knob, equals, text = pair.partition("=")
         if not equals or not knob.strip() or not text.strip():
             raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
         knob = knob.strip()
+        if knob == "budget" in kinds and int in typing.get_args(kinds[knob]) and _SHARE.fullmatch(text.strip()):
+            top, _, bottom = text.partition("/")
+            given[knob] = share(float(top) / float(bottom or 1))
+            continue
         given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
     return given
 
@@ -131,10 +259,13 @@ def _value(knob: str, text: str, kind: Any) -> Any:
     for option in options:
         if option in _WORDS and text.lower() in _WORDS[option]:
             return _WORDS[option][text.lower()]
+    if knob == "pattern":
+        return text  # the name of a file of patterns, which commands read; `make` refuses it
     tuples = [option for option in options if typing.get_origin(option) is tuple]
     if any(typing.get_origin(typing.get_args(option)[0]) is tuple for option in tuples):
         return text  # the name of a file with such tuples, which commands read; `make` refuses it
     listed = bool(tuples)
+    text = text.removeprefix("(").removesuffix(")") if listed else text
     if listed and "," in text:
         return tuple(_value(knob, part.strip(), typing.get_args(tuples[0])[0]) for part in text.split(","))
     for option in (int, float, str):
@@ -148,18 +279,34 @@ def _value(knob: str, text: str, kind: Any) -> Any:
     raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
 
 
-def resolve(method: Method | str) -> Method:
-    """Return the method itself, or make the method of that name with default knobs."""
-    return make(method) if isinstance(method, str) else check_method("method", method)
+def resolve(method: Method | str, length: int | None = None, room: int | None = None) -> Method:
+    """Return the method itself, or make the method of that name with default knobs.
+
+    Args:
+        method: the method or its name.
+        length: tokens of the prompt, of which a `kvjax.share` is a part; None refuses shares.
+        room: see `kvjax.fields.at_length`.
+
+    Raises:
+        ValueError: see `make`; or a share without a length.
+    """
+    method = make(method) if isinstance(method, str) else check_method("method", method)
+    if length is not None:
+        return at_length(method, length, room)
+    if has_shares(method):
+        raise ValueError(f"a share is of a prompt, which is not known here: give budgets in tokens, got {describe(method)}")
+    return method
 
 
-def resolve_each(methods: Sequence[Method | str]) -> list[Method]:
+def resolve_each(
+    methods: Sequence[Method | str], length: int | None = None, room: int | None = None
+) -> list[Method]:
     """Apply `resolve` to every entry of a list, which must not be empty."""
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")
     if not methods:
         raise ValueError("methods must have at least one method, got none")
-    return [resolve(method) for method in methods]
+    return [resolve(method, length, room) for method in methods]
 
 
 def knobs(cls: type[Method]) -> list[Knob]:

@@ -9,6 +9,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .experts import Experts
 from .hub import checkpoint_directory
+from .loaded import Loaded, load
 from .named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .sharding import param_specs, shard_params
@@ -21,6 +22,7 @@ __all__ = [
     "DynamicScaling",
     "Experts",
     "LinearScaling",
+    "Loaded",
     "LongRopeScaling",
     "ModelConfig",
     "ModelFile",
@@ -35,6 +37,7 @@ __all__ = [
     "builtin_directory",
     "checkpoint_directory",
     "from_pretrained",
+    "load",
     "load_tokenizer",
     "param_shapes",
     "param_specs",

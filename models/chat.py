@@ -1,6 +1,6 @@
 """The chat template of a checkpoint, which turns a user's message into a prompt of the form that the model was trained on.
 
-transformers renders the template, so a prompt equals the result of its ``apply_chat_template``. torch is not needed.
+A prompt equals the result of transformers' ``apply_chat_template``; neither transformers nor torch is needed.
 Rendered text contains its special tokens, the begin-of-text token too: encode it with ``add_special_tokens=False``.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import gguf_files
+from jinja2.exceptions import TemplateError
+
+from . import gguf_files, jinja
 from .hub import checkpoint_directory, read_json
 from .tokenizer import special_tokens
 
@@ -93,10 +94,8 @@ class ChatTemplate:
                 ``date_string="26 Jul 2024"`` (Llama 3, whose prompt may otherwise contain the day of the run).
 
         Raises:
-            ModuleNotFoundError: transformers is not installed.
             ValueError: there are no messages, both flags are set, or the template refuses the conversation or fails.
         """
-        render, template_error = _renderer()
         if not messages:
             raise ValueError("messages must hold at least one message, got none")
         if add_generation_prompt and continue_final_message:
@@ -105,19 +104,18 @@ class ChatTemplate:
             )
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            texts, _ = render(
-                [plain],
-                chat_template=self.template,
+            return jinja.render(
+                self.template,
+                plain,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **{**self.special_tokens, **variables},
             )
-        except template_error as error:
+        except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in plain)
             raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
         except Exception as error:  # a template is a program; it can also ask for files by include, and none is given to it
             raise ValueError(f"the chat template cannot be rendered ({type(error).__name__}: {error})") from error
-        return texts[0]
 
     def around(self, system: str | None = None, **variables: Any) -> tuple[str, str]:
         """Return the texts before and after a user message, for a message whose end is not known yet.
@@ -133,7 +131,6 @@ class ChatTemplate:
             The text before the user's content, and the text after it.
 
         Raises:
-            ModuleNotFoundError: transformers is not installed.
             ValueError: the template changes, repeats or omits the user's message, or refuses a system message.
         """
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -147,27 +144,6 @@ class ChatTemplate:
         return parts[0], parts[1]
 
 
-def _renderer() -> tuple[Callable, type[Exception]]:
-    """Return the rendering function of transformers, and the error that templates raise."""
-    logger = logging.getLogger("transformers")
-    logger.addFilter(_says_nothing_about_torch)  # which templates do not need
-    try:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"chat templates are rendered by the packages 'transformers' and 'jinja2' ({error}); install the extra 'hf' "
-            "(pip install 'kvjax[hf]')"
-        ) from error
-    finally:
-        logger.removeFilter(_says_nothing_about_torch)
-    return render_jinja_template, TemplateError
-
-
-def _says_nothing_about_torch(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()
-
-
 def _template_files(directory: Path) -> dict[str, str]:
     """Read the templates that have a file of their own, by name."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
@@ -176,7 +152,7 @@ def _template_files(directory: Path) -> dict[str, str]:
     templates = {}
     for name, path in files.items():
         try:
-            templates[name] = path.read_text(encoding="utf-8")
+            templates[name] = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be a text in UTF-8: {error}") from error
     return templates

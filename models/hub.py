@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is not JSON, is nested too deeply, or holds another JSON value.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if type(value) is not dict:

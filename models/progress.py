@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,17 +28,35 @@ def on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+def in_notebook() -> bool:
+    """Tell whether the program runs in a notebook's kernel, which draws bars although standard error is no terminal."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """Make a bar: a widget in a notebook that has ipywidgets, otherwise text.
+
+    Args:
+        options: arguments of `tqdm.tqdm`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it advises to install ipywidgets, and a bar of text is shown without
+        from tqdm.auto import tqdm as bar
+    return bar(**options)
+
+
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of the bytes that are done and of all bytes, which shows the progress of a job.
 
-    A terminal shows a bar that is drawn again and again. A log gets a line for every quarter of the bytes.
+    A terminal and a notebook show a bar that is drawn again and again. A log gets a line for every quarter of the bytes.
 
     Args:
         title: what is done, in a few words.
     """
-    if on_terminal():
-        with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
+    if on_terminal() or in_notebook():
+        with progress_bar(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
 
             def draw(done: int, total: int) -> None:
                 bar.total = total

@@ -43,6 +43,8 @@ def replaced_files(directory: str | os.PathLike, names: Sequence[str]) -> Iterat
         for name in (*names, "old"):
             _remove(scratch / name)
         yield scratch
+        for name in names:
+            (scratch / name).chmod(0o644)  # safetensors makes files that nobody else may read
         _move(scratch, directory, names)
     except BaseException:
         _remove(scratch)

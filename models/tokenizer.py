@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -10,6 +13,8 @@ from tokenizers import Tokenizer
 from . import gguf_files
 from .config import ModelConfig
 from .hub import checkpoint_directory, read_json
+
+_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 
 
 def load_tokenizer(
@@ -22,7 +27,8 @@ def load_tokenizer(
     Args:
         directory: a Hugging Face checkpoint directory, a GGUF file, a directory that holds one, or a name, see
             `checkpoint_directory`.
-        config: the model, whose embedding must have a row for every token; it can have more. None checks nothing.
+        config: the model, whose embedding must have a row for every token but a token for padding, which no text contains and
+            fine-tuning often adds; it can have more rows. None checks nothing.
         offline: whether to raise an error instead of downloading.
 
     Raises:
@@ -31,22 +37,63 @@ def load_tokenizer(
     """
     path = gguf_files.locate(directory, offline=offline)
     if path is not None:
-        tokenizer = gguf_files.build_tokenizer(gguf_files.open_file(path))
+        tokenizer, source = gguf_files.build_tokenizer(gguf_files.open_file(path)), path
     else:
-        path = checkpoint_directory(directory, offline=offline) / "tokenizer.json"
+        source = checkpoint_directory(directory, offline=offline)
+        path = source / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {directory}")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself for a file that it cannot parse
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
-    needed = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if config is not None and needed > config.vocab_size:
-        raise ValueError(
-            f"{path} does not belong to this model: got token ids up to {needed - 1}, "
-            f"expected ids below vocab_size {config.vocab_size}"
-        )
+    if config is not None:
+        unneeded = _padding_ids(tokenizer, special_tokens(source).get("pad_token"))
+        ids = set(tokenizer.get_vocab(with_added_tokens=True).values()) - unneeded
+        if (most := max(ids, default=-1)) >= config.vocab_size:
+            raise ValueError(
+                f"{path} does not belong to this model: got token ids up to {most}, "
+                f"expected ids below vocab_size {config.vocab_size}"
+            )
     return _whole(tokenizer)
+
+
+def _padding_ids(tokenizer: Tokenizer, named: str | None) -> set[int]:
+    """Find added tokens that only pad: the token of this name, and special tokens that say so."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {at for at, token in added if token.content == named or (token.special and "pad" in token.content.lower())}
+
+
+def tokenizer_files(tokenizer: Any, config: ModelConfig) -> dict[str, bytes]:
+    """Build the files that `load_tokenizer`, transformers and `models.ChatTemplate` read, by their names.
+
+    Args:
+        tokenizer: a checkpoint (a path or a name as in `load_tokenizer`), whose files are copied, chat template included; or
+            a tokenizer object, see `as_tokenizer`, which has no chat template.
+        config: the model.
+
+    Raises:
+        ValueError: the checkpoint has no ``tokenizer.json``, the object is no fast tokenizer, or its ids do not fit.
+    """
+    if isinstance(tokenizer, (str, os.PathLike)):
+        load_tokenizer(tokenizer, config)
+        gguf = gguf_files.locate(tokenizer)
+        if gguf is None:
+            directory = checkpoint_directory(tokenizer)
+            return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+        with tempfile.TemporaryDirectory() as folder:
+            gguf_files.save_tokenizer(gguf_files.open_file(gguf), Path(folder))
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    fast = as_tokenizer(tokenizer)
+    about: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if config.eos_token_ids and (end := fast.id_to_token(config.eos_token_ids[0])) is not None:
+        about["eos_token"] = end
+    texts = {"tokenizer.json": fast.to_str(pretty=True), "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+    return {name: text.encode() for name, text in texts.items()}
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:

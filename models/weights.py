@@ -28,6 +28,7 @@ from .named_models import adapter_directory
 from .replaced_files import replaced_files
 from .sharding import check_mesh, on_host, param_sharding, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
+from .tokenizer import tokenizer_files
 from .transformer import Transformer, initializer
 
 _CONFIG = "config.json"
@@ -43,6 +44,16 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
         )
 
     return jax.eval_shape(init, jax.random.key(0))["params"]
+
+
+def _check_config_and_key(config: Any, key: Any) -> None:
+    """Refuse arguments that are no description and no key, such as the two in the other order."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    old = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == np.uint32  # of jax.random.PRNGKey
+    if not isinstance(config, ModelConfig) or not (typed or old):
+        swapped = "the two in the other order" if isinstance(key, ModelConfig) else None
+        got = swapped or f"{type(config).__name__} and {type(key).__name__}"
+        raise TypeError(f"expected random_params(config, jax.random.key(seed)) with a ModelConfig, got {got}")
 
 
 def random_params(
@@ -64,8 +75,9 @@ def random_params(
     Raises:
         ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or
             `from_pretrained` refuses the mesh.
-        TypeError: ``mesh`` is no mesh.
+        TypeError: ``mesh`` is no mesh, ``config`` is no `ModelConfig`, or ``key`` is no PRNG key.
     """
+    _check_config_and_key(config, key)
     shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config), sep="/"))
     if mesh is not None:
         if sharding is not None:
@@ -193,11 +205,16 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def save_pretrained(
-    directory: str | os.PathLike, params: dict[str, Any], config: ModelConfig, dtype: str | None = None
+    directory: str | os.PathLike,
+    params: dict[str, Any],
+    config: ModelConfig,
+    dtype: str | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout.
+    """Write ``config.json``, ``model.safetensors`` and possibly a tokenizer in Hugging Face's layout.
 
-    Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged. If the
+    All files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged. If the
     parameters span processes, every process must call this, and the first process writes the files.
 
     Args:
@@ -205,13 +222,20 @@ def save_pretrained(
         params: the model's parameter tree, in any float dtype, on one device or many.
         config: the model.
         dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
+        tokenizer: the checkpoint whose tokenizer and chat template are copied, such as the directory or the name that
+            `from_pretrained` read; or a tokenizer object, see `as_tokenizer`. None writes no tokenizer.
 
     Raises:
-        ValueError: the dtype is unknown, or ``params`` is not the tree of ``config``.
+        ValueError: the dtype is unknown, ``params`` is not the tree of ``config``, or the tokenizer does not fit ``config``.
+        TypeError: ``params`` is no dict, or ``config`` is no `ModelConfig`.
     """
+    if not isinstance(config, ModelConfig) or not isinstance(params, dict):
+        got = f"{type(params).__name__} and {type(config).__name__}"
+        raise TypeError(f"expected save_pretrained(directory, params, config) with a dict and a ModelConfig, got {got}")
     dtype = config.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    words = {} if tokenizer is None else tokenizer_files(tokenizer, config)
     hf = config.to_hf() | {"torch_dtype": dtype}
     flat = cast(dict[str, Any], flatten_dict(params, sep="/"))
     shapes = cast(dict[str, Any], flatten_dict(param_shapes(config), sep="/"))
@@ -231,14 +255,18 @@ def save_pretrained(
             tensors.update(zip(leaf.names, leaf.split(host), strict=True))
     try:
         if tensors:
-            _write(directory, tensors, hf)
+            _write(directory, tensors, words, hf)
     finally:
         if shared:
             multihost_utils.sync_global_devices("save_pretrained")
 
 
-def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], hf: dict[str, Any]) -> None:
-    """Write both files, or neither."""
-    with replaced_files(directory, (WEIGHTS, _CONFIG)) as scratch:
+def _write(
+    directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]
+) -> None:
+    """Write all files, or none; ``words`` are the files of the tokenizer."""
+    with replaced_files(directory, (WEIGHTS, *words, _CONFIG)) as scratch:
+        for name, data in words.items():
+            (scratch / name).write_bytes(data)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")

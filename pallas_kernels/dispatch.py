@@ -32,6 +32,7 @@ _NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS_TRITON, "pallas_t
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
 _DEFAULT = jax.make_user_context(None)
+_ADDED = jax.make_user_context(())  # of (operation, name, implementation)
 
 
 @contextlib.contextmanager
@@ -88,6 +89,22 @@ class Implementation:
     run: Callable[..., Any]
     platforms: tuple[str, ...] = ()
     check: Callable[..., None] = accept
+
+
+@contextlib.contextmanager
+def added_implementation(operation: str, name: str, implementation: Implementation) -> Iterator[None]:
+    """Add an implementation to an operation's table, within this context and this thread: a kernel of your own, for example.
+
+    It comes first, so calls that name no implementation take it where it can run, inside methods too. An implementation of
+    the same name is replaced. Programs that JAX has traced outside of the context are not used inside.
+
+    Args:
+        operation: the operation's name, such as "gather_attention".
+        name: the implementation's name.
+        implementation: gets every argument of the operation.
+    """
+    with _ADDED((*_ADDED.value, (operation, name, implementation))):
+        yield
 
 
 def run_shared(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +196,15 @@ class Operation:
     name: str
     implementations: Mapping[str, Implementation]
 
+    @property
+    def table(self) -> dict[str, Implementation]:
+        """The implementations by name: what `added_implementation` has added here, the newest first, and then its own."""
+        added: dict[str, Implementation] = {}
+        for operation, name, entry in reversed(_ADDED.value):
+            if operation == self.name:
+                added.setdefault(name, entry)
+        return {**added, **{name: entry for name, entry in self.implementations.items() if name not in added}}
+
     def resolve(self, *args: Any, implementation: str | None = None, platform: str | None = None, **kwargs: Any) -> str:
         """Return the name that ``run`` would use, or raise as ``run`` does; arguments may be ``jax.ShapeDtypeStruct``."""
         return self._first(implementation, platform, lambda entry: None, args, kwargs)[0]
@@ -210,15 +236,16 @@ class Operation:
         return self._first(implementation, platform, action, args, kwargs)[1]
 
     def _first(self, implementation, platform, action, args, kwargs) -> tuple[str, Any]:
-        if implementation is not None and implementation not in self.implementations:
-            raise ValueError(f"{self.name}: {implementation=} is unknown, expected one of {list(self.implementations)}")
+        table = self.table
+        if implementation is not None and implementation not in table:
+            raise ValueError(f"{self.name}: {implementation=} is unknown, expected one of {list(table)}")
         here = current_machine() if platform is None else Machine(platform, KERNELS_FROM if platform == "gpu" else None)
         named = implementation or get_default_implementation()
         if named is None:
             _say_where_kernels_are(here)
         errors = []
-        for name in self.implementations if named is None else (named,):
-            entry = self.implementations[name]
+        for name in table if named is None else (named,):
+            entry = table[name]
             try:
                 if entry.platforms and here.platform not in entry.platforms:
                     raise NotImplementedError(f"needs a platform in {entry.platforms}")

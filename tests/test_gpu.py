@@ -51,7 +51,7 @@ def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
         chunk_size=chunk_size,
     )
     out = kvjax.generate(params, cache, max_new_tokens=12)
-    assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
+    assert out.texts(tokenizer)[0].strip().startswith("4711042")
 
 
 # Settings under which the small model must find a needle in noise; docs/quality-toy.md has the papers' budgets.
@@ -81,7 +81,7 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
     cache = kvjax.prefill(params, [ids], config=config, method=method, max_new_tokens=16, chunk_size=16384)
     masked = dataclasses.replace(kvjax.fork(cache), method=dataclasses.replace(method, implementation="mask"))
     out = kvjax.generate(params, cache, max_new_tokens=12)
-    assert tokenizer.decode(out.tokens[0].tolist()).strip().startswith("4711042")
+    assert out.texts(tokenizer)[0].strip().startswith("4711042")
     assert float(out.stats.attended[0]) < len(ids)
     slow = kvjax.decode_step(params, kvjax.fork(masked), jnp.zeros((1,), jnp.int32)).logits
     fast = kvjax.decode_step(params, dataclasses.replace(masked, method=method), jnp.zeros((1,), jnp.int32)).logits
@@ -132,7 +132,7 @@ def test_a_prompt_whose_cache_is_larger_than_the_free_memory(builtin):
         method = kvjax.make("pariskv", offload=True)
         cache = kvjax.prefill(params, rows, method=method, **read)
         out = kvjax.generate(params, cache, max_new_tokens=12)
-        said = [tokenizer.decode(row.tolist()).strip() for row in out.tokens]
+        said = [text.strip() for text in out.texts(tokenizer)]
         assert all(text.startswith("4711042") for text in said), said
         with pytest.raises(MemoryError, match="of free device memory; shorten the prompt"):
             kvjax.prefill(params, rows * 16, method=method, **read)

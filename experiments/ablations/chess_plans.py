@@ -1,4 +1,4 @@
-"""Ablations of CHESS: budget, trigger, page vectors and other readings of its paper."""
+"""Ablations of CHESS: budget, trigger, and readings of its paper."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from experiments.ablations.arms import WRITTEN, WRITTEN_TASK, Lab, Methods, Table, table
 from experiments.answering import Calibration, chess_thresholds
 from kvjax.method import Method
+from kvjax.methods.chess.method import PRINTED
 
 NEVER = 10**6  # pages; an interval that no text reaches
 # Shares of grids, chunks and pages whose products are the budgets of the paper's table.
@@ -20,26 +21,31 @@ CHESS_BUDGETS = {
     9: (0.6, 0.5, 0.3),
     1: (0.5, 0.2, 0.1),
 }
-# Readings of the paper where it is silent: first one at a time, then joined.
-_BEST = {"page_vec_rope": "pre", "centred": True, "candidates": "history"}
+# Readings where the paper is silent: the default and one point changed at a time, then the printed form and one more point.
 READINGS: dict[str, dict[str, Any]] = {
-    "centred scores": {"centred": True},
-    "sinks and window not ranked": {"candidates": "history"},
-    "anchor of 2 pages": {"anchor_pages": 2},
+    "default": {},
+    "keys after rotation": {"page_vec_rope": "post"},
+    "scores not centred": {"centred": False},
+    "parts of length 1": {"normalize": True},
+    "parts of length 1, scores not centred": {"normalize": True, "centred": False},
+    "sinks and window ranked": {"candidates": "all"},
+    "the window as anchor": {"anchor_pages": None},
     "no grids and chunks": {"hierarchy": False},
     "a new list every step": {"trigger": "step"},
     "all pages until the first trigger": {"first_selection": "trigger"},
-    "centred scores, keys before rotation": {"centred": True, "page_vec_rope": "pre"},
-    "both, sinks and window not ranked": _BEST,
-    "the three, anchor of 2 pages": {**_BEST, "anchor_pages": 2},
-    "the three, no grids and chunks": {**_BEST, "hierarchy": False},
-    "all of them": {**_BEST, "anchor_pages": 2, "hierarchy": False},
+    "as printed": PRINTED,
+    "as printed, keys before rotation": {**PRINTED, "page_vec_rope": "pre"},
+    "as printed, centred scores": {**PRINTED, "centred": True},
+    "as printed, parts of length 1": {**PRINTED, "normalize": True},
+    "as printed, sinks and window not ranked": {**PRINTED, "candidates": "history"},
+    "as printed, anchor of 2 pages": {**PRINTED, "anchor_pages": 2},
+    "as printed, no grids and chunks": {**PRINTED, "hierarchy": False},
 }
 _TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue")
 
 
 def chess(lab: Lab) -> list[Table]:
-    """Compare CHESS's budgets, the triggers that rebuild its page list, the vectors of pages, and readings of the paper."""
+    """Compare CHESS's budgets, the triggers that rebuild its page list, and readings of the paper."""
     tasks = lab.pick(*_TASKS)
     calibration = Calibration((WRITTEN_TASK,), lab.length, lab.calibration_prompts, lab.new_tokens, lab.seed)
     thresholds = chess_thresholds(lab.base, calibration, lab.results, lab.reading)
@@ -69,30 +75,18 @@ def chess(lab: Lab) -> list[Table]:
         f"Thresholds: 99th percentiles over pages of other prompts, entropy {thresholds['tau_entropy']:.3f} nats, variance "
         f"{thresholds['tau_varentropy']:.3f}."
     )
-    vectors: Methods = {}
-    for budget in (9, 40):
-        for name, knobs in (
-            ("mean of rotated keys", {}),
-            ("mean of keys before rotation", {"page_vec_rope": "pre"}),
-            ("every head's part of length 1", {"normalize": True}),
-        ):
-            vectors[f"{name}, {budget} %"] = (
-                {"vector": name, "budget": budget},
-                make(budget, trigger="fixed", **knobs),
-            )
-    third = "What represents a page; the paper does not say whether its keys are rotated. Rebuilt every 6 pages."
     readings: Methods = {}
     for budget in (9, 40):
         for name, knobs in READINGS.items():
             setting = {"reading": name, "budget": budget}
             readings[f"{name}, {budget} %"] = (setting, make(budget, **{"trigger": "fixed", **knobs}))
-    fourth = (
-        "What the paper does not say, read otherwise: one point at a time, then several. Rebuilt every 6 pages, except "
-        "in the row of every step. Where sinks and window are not ranked, they come on top."
+    third = (
+        "What the paper does not say, read otherwise: one point of the default at a time, then the printed form and one "
+        "more point. Rebuilt every 6 pages, except in the row of every step. Where sinks and window are not ranked, they "
+        "come on top."
     )
     return [
         table(lab, "CHESS: budget", first, tasks, budgets),
         table(lab, "CHESS: when the page list is rebuilt", second, (), triggers, (WRITTEN,)),
-        table(lab, "CHESS: page vectors", third, tasks, vectors),
-        table(lab, "CHESS: readings", fourth, tasks, readings),
+        table(lab, "CHESS: readings", third, tasks, readings),
     ]

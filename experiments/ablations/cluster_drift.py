@@ -35,6 +35,7 @@ from experiments.records import make_record, write_record
 from experiments.tasks import load_haystack
 from kvjax.methods.pariskv import hashing
 from kvjax.methods.pariskv.method import SCHEDULE
+from models.progress import progress_bar
 
 CLUSTERS = ("rotated", "plain", "learned", "learned rotated", "relearned")
 _SHORT_PROMPT = 512  # tokens, if the default prompt and text exceed the model's window
@@ -167,7 +168,8 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: Course) -> list[di
     scale = jnp.float32(hashing.rotation_scale(model.config.head_dim))
     sizes = {"k": settings.k, "num_sink": settings.num_sink, "num_local": settings.num_local}
     metrics = []
-    for index, (made, count) in enumerate(zip(tqdm(settings.checkpoints, unit="checkpoint"), stored, strict=True)):
+    bar = progress_bar(iterable=settings.checkpoints, unit="checkpoint")
+    for index, (made, count) in enumerate(zip(bar, stored, strict=True)):
         size, which = jnp.int32(count), jnp.int32(index)
         best = search.exact_best(keys, queries[:, :, index], size, **sizes)
         relearned = search.learned_clusters(keys, queries, size)

@@ -45,7 +45,8 @@ def draw(record: Mapping[str, Any]) -> Any:
     ):
         grid = np.asarray([[cells.get((arm, task), np.nan) for task in tasks] for arm in arms])
         heat_map(panel, grid)
-        tidy(panel, f"{title}: score, %" + " (mean over the tasks at the right)" * (len(tasks) > 1), grid=None)
+        about = f"{title}: score, %" + " (mean over the tasks at the right)" * (len(tasks) > 1)
+        tidy(panel, about, "task", "setting", grid=None)
         panel.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right")
         panel.set_yticks(range(len(arms)), arms)
         if len(tasks) > 1:
@@ -73,8 +74,8 @@ def _draw_drift(record: Mapping[str, Any]) -> Any:
                     ends.append((*points[-1], name, color))
         panel.set_ylim(0, 100)
         kept = f"final {settings['k']}" if among == "final" else among
-        title = f"top {settings['k']} of q.k among the {kept}, %"
-        tidy(panel, title, f"tokens generated after a prompt of {settings['prompt_tokens']:,}")
+        after = f"tokens generated after a prompt of {settings['prompt_tokens']:,}"
+        tidy(panel, f"top {settings['k']} of q.k among the {kept}", after, "recall, %")
         label_lines(panel, ends)
     for dashes, told in _SHARES.values():
         panels[0].plot([], [], dashes, color=FAINT, label=told)

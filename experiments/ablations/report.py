@@ -22,9 +22,10 @@ _HEAD = """# Ablations
 
 What each part of the papers' methods is worth: one part is changed at a time.
 
-Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples of each cell. Attended: tokens
-that enter the softmax of a decode step. Read: bytes of KV and metadata that a decode step reads, over Full's at the same
-length. Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records."""
+Scores in percent, by each task's own scorer; the question is part of the prompt. n: samples of each cell. Attended:
+tokens that enter the softmax of a decode step. Read: bytes of KV and metadata that a decode step reads, over Full's at
+the same length. Both are means over the tasks. Intervals, knobs and seconds of every cell are in the JSON records. Rows
+of CHESS without a knob `centred` in the record are of its printed form, `Chess(**PRINTED)`."""
 
 _DISTANCE = """KL: divergence of the method's next-token distribution from Full's, in nats per token, along held-out prose
 (prose) or along what Full writes (written), through the decode path; less is better. Top: steps at which both find the same

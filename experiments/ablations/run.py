@@ -25,6 +25,7 @@ from experiments.evaluation import CompileAhead
 from experiments.fidelity import FidelitySettings, Programs, Texts, make_texts, prose
 from experiments.records import Results, knobs_of
 from kvjax import registry
+from models.progress import progress_bar
 
 LONGEST = 8192  # tokens of prompt and answer, for models whose window is longer
 
@@ -200,7 +201,7 @@ def _run(
         for model, reading in readings.items()
     }
     known: dict[str, dict[str, Any]] = {}
-    with tqdm(total=len(jobs), unit="cell") as bar:
+    with progress_bar(total=len(jobs), unit="cell") as bar:
         bar.update(len(jobs) - len(todo))
         for job in todo:
             bar.set_description(f"{job.arm.name}: {job.task}")

@@ -1,4 +1,4 @@
-"""Ablation of SentenceKV: unit, query, pool of kept tokens, and mode."""
+"""Ablation of SentenceKV: unit, query, pool of kept tokens, pooling of their votes, and mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from experiments.ablations.arms import Lab, Methods, Table, table
 from kvjax import registry
 from kvjax.method import Method
+from kvjax.methods.sentencekv import RELEASED
 
 _FACTORS = (1.0, 3.0, 5.0)  # in addition to the paper's 2
 
@@ -17,6 +18,7 @@ def sentences(lab: Lab) -> list[Table]:
     pool = round(max(_FACTORS) * most)
     tasks = lab.pick("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
     chunk = _sentence_size(lab, tasks)
+    snapkv = {"capacity": 2 * most, "kernel": lab.method("sentencekv").kernel, "pooling": "max"}
     arms: Methods = {}
     for budget in (max(lab.length // 32, 80), most):
 
@@ -30,16 +32,20 @@ def sentences(lab: Lab) -> list[Table]:
         add(f"chunks of {chunk}", make(segment="chunk", chunk=chunk))
         add("current query", make(query="current"))
         add("code mode", make(mode="code"))
+        add("a pool for each KV head", make(prefilter="kv_head"))
+        add("no pooling", make(kernel=1))
+        add("released pool and pooling", make(**RELEASED))
         for factor in _FACTORS:
             add(f"r {factor:g}", make(keep_factor=factor))
-        add("SnapKV", registry.make("snapkv", budget=budget, capacity=2 * most, kernel=7, pooling="max"))
-        add("SnapKV at 2 tau", registry.make("snapkv", budget=2 * budget, capacity=2 * most, kernel=7, pooling="max"))
+        add("SnapKV", registry.make("snapkv", budget=budget, **snapkv))
+        add("SnapKV at 2 tau", registry.make("snapkv", budget=2 * budget, **snapkv))
     arms = {name: ({**s, "variant": _key(s["variant"])}, method) for name, (s, method) in arms.items()}
     text = (
         "Each row differs from the first of its tau in what it names. chunks: equal parts as long as a sentence is on "
         "average; current query: of the newest token instead of the open sentence's mean; code mode: the released code's "
-        "treatment of the open sentence; r: prompt tokens kept, over tau. SnapKV at 2 tau is the prefilter of r 2 alone: "
-        "all that it keeps is attended."
+        "treatment of the open sentence; pooling: the maximum over neighbouring tokens' votes for the pool; r: prompt tokens "
+        "kept, over tau. SnapKV pools over as many tokens, and at 2 tau keeps as many as r 2, for each KV head. It attends "
+        "to all that it keeps."
     )
     return [table(lab, "SentenceKV: unit, query, pool, mode", text, tasks, arms)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from experiments.ablations.arms import Arm, Lab, Table, table
@@ -52,11 +53,12 @@ def theta(lab: Lab) -> list[Table]:
 def chunk(lab: Lab) -> list[Table]:
     """Compare numbers of prompt tokens that share one of TokenSelect's selections."""
     most = lab.method("tokenselect").num_local
-    sizes = sorted({most, max(most // 4, 2), max(most // 16, 2)}, reverse=True)
-    names = dict(zip(sizes, ("paper", "quarter", "sixteenth"), strict=False))
+    sizes = sorted({most, *(max(most // part, 2) for part in (2, 4, 16))}, reverse=True)
+    names = dict(zip(sizes, ("paper", "half", "quarter", "sixteenth"), strict=False))
     arms = {f"chunk {size}": ({"chunk": names[size]}, _method(lab, 1, chunk=size, theta=0.9)) for size in sizes}
     text = (
-        "Prompt tokens whose mean query selects for all of them. The paper's chunk is 512, as many as the local window."
+        "Prompt tokens whose mean query selects for all of them. The paper's chunk is 512, as many as the local window; "
+        "the default here is 256."
     )
     return [table(lab, "TokenSelect: prompt tokens that share a selection", text, lab.pick(*_TASKS), arms)]
 
@@ -83,6 +85,7 @@ def extrapolate(lab: Lab) -> list[Table]:
     for times in (2, 4, 8):
         length = times * window
         paper = lab.method("tokenselect", length)
+        paper = dataclasses.replace(paper, chunk=paper.num_local)  # as in the paper, and as in the record
         add("full", registry.make("full"), times)
         # As many tokens as TokenSelect attends to, but only sinks and window.
         attended = paper.num_sink + paper.num_local + paper.budget

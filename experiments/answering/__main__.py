@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 import kvjax
+import models
 from experiments.answering.mesh import make_mesh
 from experiments.answering.model import LoadedModel, MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
+from experiments.tasks import decode_text, encode_prompt, read_text
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
+from kvjax.api.text import GrowingText
 from kvjax.decoding.sampling import Sampler
 from pallas_kernels.formats.quantised import MOST
 
@@ -29,8 +31,12 @@ class GenerateSettings(MeshSettings):
     """What to continue, and how.
 
     Attributes:
-        prompt_file: the text to continue, UTF-8; - reads standard input
-        method: see kvjax ls; or package.module:Class
+        prompt: the text to continue
+        prompt_file: a file of the text to continue, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
+        template: auto puts the checkpoint's chat template around the text, if it has one; none continues the text as it is
+        system: text of the template's system turn (default: the template's own)
+        template_variables: a variable of the template, such as enable_thinking=false; repeatable
+        method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
         set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
@@ -41,7 +47,11 @@ class GenerateSettings(MeshSettings):
         kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn (default: the dtype of computation)
     """
 
-    prompt_file: str
+    prompt: str | None = None
+    prompt_file: str | None = None
+    template: str = option("none", choices=("auto", "none"))
+    system: str | None = None
+    template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
     method: str = "full"
     set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
     max_new_tokens: int = 128
@@ -54,18 +64,28 @@ class GenerateSettings(MeshSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.prompt is None) == (self.prompt_file is None):
+            got = "neither" if self.prompt is None else "both"
+            raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
+        if self.template == "none" and (self.system is not None or self.template_variables):
+            raise ValueError("--system and --template-set belong to a chat template: add --template auto")
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
         # Refuse bad knobs before anything is loaded; knobs in files are read with the model.
-        registry.make(self.method, **{knob: x for knob, x in self.knobs.items() if knob != "scores"})
+        registry.make(self.name, **{knob: x for knob, x in self.knobs.items() if knob not in ("scores", "pattern")})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return registry.parse_method(self.method)[0]
 
     @property
     def knobs(self) -> dict[str, Any]:
         """The given knobs of the method."""
-        return registry.parse_knobs(self.method, self.set)
+        return {**registry.parse_method(self.method)[1], **registry.parse_knobs(self.method, self.set)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(settings: GenerateSettings) -> None:
     """Print the continuation to standard output, and its costs to standard error."""
-    prompt = _read_prompt(settings.prompt_file)
+    prompt = _read_prompt(settings.prompt, settings.prompt_file)
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
     config, tokenizer = model.config, model.tokenizer
-    method = registry.make(settings.method, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
-    ids = tokenizer.encode(prompt).ids
+    method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
+    ids = _encode(model, prompt, settings)
     spread = "" if mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
@@ -102,27 +122,42 @@ def _generate(settings: GenerateSettings) -> None:
                     kv_dtype=settings.kv_dtype,
                 )
             )
-        new: list[int] = []
-        shown = ""
+        text, new, held = GrowingText(tokenizer), 0, ""
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                new += out.tokens[0, : int(out.num_tokens[0])].tolist()
+                ids = out.rows()[0]
+                new += len(ids)
+                piece = text.add([token for token in ids if token not in config.eos_token_ids])
                 if settings.stream:
-                    shown += _show(_text(model, new)[len(shown) :].rstrip("\ufffd"))
-    _show(_text(model, new)[len(shown) :] + "\n")
+                    _show(piece)
+                else:
+                    held += piece
+    _show(held + text.add([], last=True) + "\n")
     _say(out.stats.summary())
     _say(
-        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {len(new)} tokens "
-        f"in {writing.run:.2f} s ({len(new) / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
+        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
+        f"in {writing.run:.2f} s ({new / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
         f"{reading.compile + writing.compile:.1f} s"
     )
 
 
-def _read_prompt(path: str) -> str:
-    try:
-        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list[int]:
+    """Encode the prompt, in the chat template if it is wanted and there is one."""
+    template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    if template is None:
+        if settings.template == "auto":
+            _say(f"{model.name} has no chat template: the text is continued as it is")
+        return encode_prompt(model.tokenizer, prompt)
+    before, after = template.around(settings.system, **settings.template_variables)
+    return model.tokenizer.encode(before + prompt + after, add_special_tokens=False).ids
+
+
+def _read_prompt(text: str | None, path: str | None) -> str:
+    if text is not None or path is None:
+        if not (text or "").strip():
+            raise ValueError(f"--prompt must be a text, got {text!r}")
+        return text or ""
+    text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
     if not text.strip():
         raise ValueError(f"the prompt is empty: {'standard input' if path == '-' else path}")
     return text
@@ -148,18 +183,13 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
         cache = out.cache
         yield out
         # A full piece may end with an end-of-text token too.
-        count = int(out.num_tokens[0])
-        if count < block or int(out.tokens[0, count - 1]) in cache.model.eos_token_ids:
+        ids = out.rows()[0]
+        if len(ids) < block or ids[-1] in cache.model.eos_token_ids:
             return
 
 
-def _text(model: LoadedModel, ids: list[int]) -> str:
-    return model.tokenizer.decode([token for token in ids if token not in model.config.eos_token_ids])
-
-
-def _show(text: str) -> str:
+def _show(text: str) -> None:
     print(text, end="", flush=True)
-    return text
 
 
 def _say(text: str) -> None:

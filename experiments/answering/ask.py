@@ -12,7 +12,7 @@ last batch is filled up with copies of its first row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,7 @@ def ask_each(
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
+    tell: Callable[[str, float], None] | None = None,
 ) -> list[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
@@ -122,6 +123,8 @@ def ask_each(
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
         kv_dtype: as in `kvjax.prefill`.
+        tell: is called with "reading" before contexts are prefilled, with "asking" before they are asked under a method, and
+            with the part of the work that is done, 0 to 1.
 
     Returns:
         Answers and accounting of each method. Each method gets an equal share of the time to prefill the contexts.
@@ -133,7 +136,14 @@ def ask_each(
     _check(contexts, questions, shape)
     clock = clock or CompileClock()
     made = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
+    steps = -(-len(contexts) // shape.rows) * (1 + len(methods))
+
+    def step(phase: str, number: int) -> None:
+        if tell is not None:
+            tell(phase, (start // shape.rows * (1 + len(methods)) + number) / steps)
+
     for start in range(0, len(contexts), shape.rows):
+        step("reading", 0)
         real = min(shape.rows, len(contexts) - start)
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
@@ -143,6 +153,7 @@ def ask_each(
             if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
         for number, asked in enumerate(made):
+            step("asking", 1 + number)
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
                     params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock

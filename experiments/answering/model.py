@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import hashlib
 import pathlib
-import shutil
-import tempfile
 from typing import Any
 
 import jax
@@ -18,7 +15,6 @@ from jax.sharding import Mesh
 import models
 from experiments.answering.mesh import groups_of, mesh_axes
 from experiments.cli import Settings, option
-from models import gguf_files
 
 DTYPES = ("float32", "bfloat16")
 _NUMBERS = 64  # values of a leaf, at least; enough to differ between two quantisations of a model
@@ -147,23 +143,10 @@ def load_model(
         ValueError: the checkpoint is damaged or of a kind that `models` does not know, or the mesh does not divide it.
         OSError: a download failed.
     """
-    name = str(model)
-    gguf = gguf_files.locate(model, offline=offline)
-    directory = models.checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    params, config = models.from_pretrained(model, dtype=dtype, offline=offline, mesh=mesh)
-    tokenizer = models.load_tokenizer(directory if gguf is None else gguf, config)  # its errors name the user's file
-    if gguf is not None:
-        name = gguf.stem
-    elif name not in models.NAMED_MODELS and pathlib.Path(name).expanduser().is_dir():
-        name = directory.resolve().name
-    return LoadedModel(name, params, config, tokenizer, directory / "tokenizer.json", mesh)
+    return of_loaded(models.load(model, dtype, offline=offline, mesh=mesh))
 
 
-def _tokenizer_directory(gguf: pathlib.Path) -> pathlib.Path:
-    """Make a directory with the tokenizer and the chat template of a GGUF file; it is deleted when this process ends."""
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tokenizer-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    gguf_files.save_tokenizer(gguf_files.open_file(gguf), directory)
-    return directory
+def of_loaded(model: models.Loaded) -> LoadedModel:
+    """Convert a model that `models.load` has loaded."""
+    tokenizer_file = model.directory / "tokenizer.json"
+    return LoadedModel(model.name, model.params, model.config, model.tokenizer, tokenizer_file, model.mesh)

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax import Pattern, head_scores, patterns, registry
-from kvjax.fields import check_names
+from kvjax import head_scores, patterns, registry
 from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
@@ -17,6 +16,7 @@ _ALL_READ = ("full", *POSITIONS, "prefill")  # methods whose steps read all toke
 MEASURED = ("duoattention", "headkv")  # methods that need a file of scores of a model's heads: `--set headkv.scores=PATH`
 _OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
 BASELINES = (*_ORDER, *_OTHERS)
+SHARES: Mapping[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # types of a share of the length
 BASELINE_SHARE = 8  # tokens of the context / tokens of a baseline's budget
 METHODS = ("full", *PAPERS, *BASELINES)
 # Where a question stands: in the compressed prompt, after it, after earlier questions and answers, or as the method needs.
@@ -43,33 +43,72 @@ def paper_method(
 ) -> Setting:
     """Make a method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
-    A method outside of kvjax that has a budget gets the budget of the baselines.
+    A method outside of kvjax that has a budget gets the budget of the baselines, and so do methods inside of a wrapper.
+    `kvjax.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
 
     Args:
-        name: the method's name, or its path.
+        name: the method's name, its path, or a text with brackets; see `kvjax.registry.parse_method`.
         length: tokens of context, question and answer.
         tokenizer: the model's tokenizer, for methods that need one.
         config: the model; None if there is no tokenizer.
-        given: knobs that replace the paper's knobs.
+        given: knobs that replace the paper's knobs. Budgets may be shares of the length such as "1/8", and methods inside of
+            a wrapper may be names or ``{name: knobs}``.
 
     Raises:
         ValueError: the method or a knob is unknown, or the method refuses a value.
         FileNotFoundError: a knob names a file that does not exist.
     """
-    name, cls = registry.canonical_name(name), registry.find(name)
+    shown = registry.canonical_name(name)
+    name, own = registry.parse_method(shown, read_knobs)
+    cls, asked = registry.find(name), {**own, **(given or {})}
+    registry.check_inner(cls, asked)
+    inner = registry.inner_fields(cls)
+
+    def made(field: str, value: Any) -> Any:
+        """Make the method inside of a wrapper."""
+        if not isinstance(value, (str, Mapping)):
+            return value
+        inner_name, knobs = registry.one_inner(value)
+        inner_name, more = registry.parse_method(inner_name, read_knobs)
+        knobs = {**more, **knobs}
+        if field == "evict" and "retrieve" in inner and _takes_budget(inner_name) and "budget" not in knobs:
+            knobs["budget"] = 2 * length // BASELINE_SHARE
+        return paper_method(inner_name, length, tokenizer=tokenizer, config=config, given=knobs).method
+
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
-    if name not in ("full", *_SCALED) and "budget" in cls.__dataclass_fields__:
+    if name not in ("full", *_SCALED) and "budget" in cls.__dataclass_fields__ and not inner:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
-    if knobs.keys() & (given or {}).keys():  # the note describes knobs that are replaced
+    if knobs.keys() & asked.keys():  # the note describes knobs that are replaced
         note = ""
+    for knob, value in asked.items():
+        if isinstance(value, list):  # a YAML file has lists where knobs are tuples
+            asked[knob] = tuple(value)
+        elif isinstance(value, SHARES.get(knob, ())):
+            asked[knob] = budget_tokens(value, length)
+        elif knob in inner and inner[knob] and isinstance(value, Mapping):
+            asked[knob] = {layer: made(knob, one) for layer, one in value.items()}
+        elif knob in inner:
+            asked[knob] = made(knob, value)
     try:
         size = None if config is None else config.vocab_size
-        method = registry.make(name, tokenizer, size, **{**knobs, **read_files(given or {}, config)})
+        method = registry.make(name, tokenizer, size, **{**knobs, **read_files(asked, config)})
     except ValueError as error:
         if given or not note:
             raise
         raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
-    return Setting(name, method, note)
+    return Setting(shown, method, note)
+
+
+def preset_knobs(name: str) -> set[str]:
+    """List the knobs that `paper_method` sets where they are not given."""
+    if name in _SCALED:
+        return {*_SCALED[name](1 << 17)[0]}
+    cls = registry.find(name)
+    return {"budget"} & {*cls.__dataclass_fields__} if not registry.inner_fields(cls) else set()
+
+
+def _takes_budget(name: str) -> bool:
+    return "budget" in registry.find(name).__dataclass_fields__ and name not in _SCALED
 
 
 def read_files(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -78,14 +117,18 @@ def read_files(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {knob: read[knob](x, config) if knob in read and isinstance(x, str) else x for knob, x in given.items()}
 
 
-def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
-    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse texts ``knob=value`` into values of the knobs' types; a budget may be a share such as 1/8.
 
     Raises:
-        ValueError: a name is unknown, or the pattern refuses a value.
+        ValueError: see `kvjax.registry.parse_knobs`.
     """
-    check_names(Pattern, numbers)
-    return Pattern(**numbers)
+    made: dict[str, Any] = {}
+    for pair in pairs:
+        knob, _, value = pair.partition("=")
+        share = knob.strip() == "budget" and ("/" in value or "." in value)
+        made |= {"budget": value.strip()} if share else registry.parse_knobs(method, [pair])
+    return made
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:
@@ -132,8 +175,10 @@ def _tokenselect(length: int) -> tuple[dict[str, Any], str]:
     share, note = _share(128 + 2048 + 512, length)
     local = max(int(512 * share), 1)
     budget, sinks = max(int(2048 * share), 1), int(128 * share)
+    # The paper's chunk is as long as the local window. Half of it finds more, see docs/notebook/readings-others.md.
+    chunk = min(max(local // 2, 2), local)
     # The paper sets theta 0.9 for InfiniteBench and LongBench. It sets none for RULER, where 0.9 is our choice.
-    return {"budget": budget, "num_sink": sinks, "num_local": local, "chunk": local, "theta": 0.9}, note
+    return {"budget": budget, "num_sink": sinks, "num_local": local, "chunk": chunk, "theta": 0.9}, note
 
 
 def _pariskv(length: int) -> tuple[dict[str, Any], str]:
@@ -246,10 +291,11 @@ def knobs_by_method(
     """
     grouped: dict[str, list[str]] = {}
     for pair in pairs:
-        name, dot, rest = pair.partition(".")
-        if not dot or "=" in name:
+        named, equals, value = pair.partition("=")
+        name, dot, knob = named.rpartition(".")  # a path has dots of its own
+        if not dot or not equals:
             raise ValueError(f"--set takes METHOD.KNOB=VALUE, got {pair!r}")
-        grouped.setdefault(registry.canonical_name(name), []).append(rest)
+        grouped.setdefault(registry.canonical_name(name), []).append(f"{knob}={value}")
     for name in grouped:
         registry.find(name)  # refuses unknown names
     return {name: parse(name, texts) for name, texts in grouped.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import multiprocessing
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,10 @@ from tokenizers import Tokenizer
 
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.generated import examples
+from experiments.benchmarks.keys import Keys, numbered
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
+from experiments.tasks import encode_prompt, length_within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Encoded:
         tails: token ids of the question, the template's end and the answer's opening.
         wholes: token ids of head and tail, encoded as a single text.
         cut: number of tokens that were cut out of each context.
-        keys: a short text for each example that tells it from all other examples.
+        keys: for each example a text that holds all that decides its score, see `experiments.benchmarks.keys`; all differ.
     """
 
     cell: Cell
@@ -108,51 +109,70 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
 
     def ids(text: str, special: bool = False) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=special).ids
+        return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
 
     made = cell.given
     if not made:
         # The suites' lengths include the chat template.
         around = len(ids("".join(reading.around))) if reading.around else 0
-        made = tuple(
-            examples(
-                cell.task,
-                length=cell.length - around,
-                count=cell.samples,
-                seed=cell.seed,
-                count_tokens=lambda text: len(ids(text)),
-                haystack=cell.haystack,
-                depth=cell.depth,
-                questions=cell.questions,
+        with length_within(cell.length, around) as length:
+            made = tuple(
+                examples(
+                    cell.task,
+                    length=length,
+                    count=cell.samples,
+                    seed=cell.seed,
+                    count_tokens=lambda text: len(ids(text)),
+                    haystack=cell.haystack,
+                    depth=cell.depth,
+                    questions=cell.questions,
+                )
             )
-        )
-    heads, tails, wholes, cut, keys = [], [], [], [], []
+    heads, tails, wholes, cut, keys = [], [], [], [], Keys()
     for example in made:
         before, after = reading.around if reading.around and example.chat else ("", "")
         head, tail = before + example.context, example.question + after + example.answer_prefix
         special = not before  # a template brings its own special tokens
         head_ids, tail_ids = ids(head, special), ids(tail)
         whole_ids = ids(head + tail, special)
+        new_tokens = reading.new_tokens or example.max_new_tokens
         excess = 0
         if reading.limit is not None:
             # Tokens may merge where head and tail meet. The prompt is encoded whole or in two parts: the longer form counts.
             size = max(len(whole_ids), len(head_ids) + len(tail_ids))
-            excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
+            excess = size + new_tokens - reading.limit
         if excess > 0:
-            kept = len(head_ids) - excess
+            opening = _opening(tokenizer, head, head_ids, len(before))
+            kept = len(head_ids) - opening - excess
             if kept < 1:
                 alone = reading.limit - kept
                 raise ValueError(
-                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context"
+                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context, "
+                    f"{opening} of them for what precedes it: begin-of-text, template, system message"
                 )
-            head_ids = truncate(head_ids, kept, reading.truncation)
+            head_ids = head_ids[:opening] + truncate(head_ids[opening:], kept, reading.truncation)
             whole_ids = head_ids + tail_ids
         heads.append(tuple(head_ids))
         tails.append(tuple(tail_ids))
         wholes.append(tuple(whole_ids))
         cut.append(max(excess, 0))
-        keys.append(hashlib.sha256(f"{example.task}\0{head}\0{tail}".encode()).hexdigest()[:16])
-    return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, keys)))
+        keys.add(example, head, tail, (head_ids, tail_ids, whole_ids), new_tokens)
+    return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.made))))
+
+
+def _opening(tokenizer: Tokenizer, head: str, ids: list[int], before: int) -> int:
+    """Count the first tokens of a prompt that no truncation cuts: begin-of-text, and what a template puts before the context.
+
+    Args:
+        tokenizer: the model's.
+        head: the prompt up to the question.
+        ids: token ids of ``head``.
+        before: characters that a template puts before the context; 0 without a template.
+    """
+    if not before:
+        return int(bool(ids) and ids[:1] == tokenizer.encode("").ids[:1])
+    offsets = tokenizer.encode(head, add_special_tokens=False).offsets
+    return next((at for at, (_, end) in enumerate(offsets) if end > before), len(offsets))
 
 
 class CellStore:

@@ -18,11 +18,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.records import Record, check_file, read_json_list, read_jsonl
-from experiments.benchmarks.scorers import check_scorer
+from experiments.benchmarks.scorers import NUMERIC, check_scorer
 
 # kvpress names tasks as the suites do.
 SCORER_OF: dict[str, str] = {
@@ -31,6 +32,8 @@ SCORER_OF: dict[str, str] = {
     **{f"{task}-e": scorer for task, scorer in longbench_file.SCORER_OF.items()},
     **{task: form.scorer for task, form in infinitebench_file.TASKS.items()},
 }
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d*)?(?:e[+-]\d+)?|nan")  # as NumPy prints numbers
+_SPREADSHEET = re.compile(r"[+-]?\d+\.0+|[+-]?\d(?:\.\d+)?[eE][+-]\d+")
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
@@ -48,9 +51,18 @@ def _csv_rows(path: Path, limit: int | None) -> list[Record]:
     with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
         rows = csv.DictReader(file)
         try:
-            return [Record(f"{path}, line {rows.line_num}", row) for row in itertools.islice(rows, limit)]
+            return [_csv_row(f"{path}, line {rows.line_num}", row) for row in itertools.islice(rows, limit)]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {rows.line_num}: expected a row of a csv in UTF-8, got {error}") from error
+
+
+def _csv_row(where: str, row: dict[str | None, Any]) -> Record:
+    """Refuse a row with more or fewer cells than the header, as a comma outside of quotes makes it."""
+    if None in row or None in row.values():
+        missing = sum(value is None for value in row.values())
+        got = f"{missing} fewer" if missing else f"{len(row[None])} more"
+        raise ValueError(f"{where}: expected a cell for each column, got {got}; quote cells that contain commas")
+    return Record(where, row)
 
 
 def _json_rows(path: Path, limit: int | None) -> list[Record]:
@@ -91,33 +103,52 @@ ROWS: dict[str, Callable[[Path, int | None], list[Record]]] = {
 }
 
 
-def listed(text: str) -> list[str]:
-    """Parse the texts in a csv field.
+def listed(text: str) -> list[Any]:
+    """Parse the values in a csv field.
 
     Args:
-        text: a list as JSON, Python or NumPy prints it, `["a", "b"]` or `['a' 'b']`; or any other text.
+        text: a list as JSON, Python or NumPy prints it, `["a", "b"]`, `['a' 'b']` or `[1. 2.]`; or any other text.
 
     Returns:
-        The list's texts, or the text itself.
+        The list's values, or the text itself.
     """
     body = text.strip()
     if not (body.startswith("[") and body.endswith("]")):
         return [text]
     try:
-        return [str(item) for item in json.loads(body)]
+        return json.loads(body)
     except (ValueError, RecursionError):
         pass
-    quoted = _QUOTED.findall(body[1:-1])
-    if not quoted or _QUOTED.sub("", body[1:-1]).strip(", \n"):  # Python and numpy differ in the commas only
+    inner = body[1:-1]
+    quoted = _QUOTED.findall(inner)
+    if quoted and not _QUOTED.sub("", inner).strip(", \n"):  # Python and NumPy differ in the commas only
+        return [ast.literal_eval(item) for item in quoted]
+    try:
+        if isinstance(values := ast.literal_eval(body), list):
+            return values
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    parts = inner.split()
+    if not parts or not all(map(_NUMBER.fullmatch, parts)):
         return [text]
-    return [ast.literal_eval(item) for item in quoted]
+    return [int(part) if part.removeprefix("-").isdecimal() else float(part) for part in parts]
 
 
-def _listed(record: Record, name: str) -> tuple[str, ...]:
-    texts = record.texts(name)
-    if isinstance(record.values[name], str):
-        texts = Record(record.where, {name: listed(record.values[name])}).texts(name)
-    return texts
+def _listed(record: Record, name: str, *, decimals: bool = False) -> tuple[str, ...]:
+    value = record.values.get(name)
+    if not isinstance(value, str):
+        return record.texts(name, decimals=decimals)
+    return Record(record.where, {name: listed(value)}).texts(name, decimals=decimals)
+
+
+def _check_cell(record: Record, name: str) -> None:
+    """Refuse a csv cell in the form that spreadsheets give to whole numbers; no answer of digits alone would be right."""
+    cell = record.values.get(name)
+    if isinstance(cell, str) and _SPREADSHEET.fullmatch(cell.strip()):
+        raise record.error(
+            f"expected a reference in the field {name!r}, got {cell!r}, which a spreadsheet writes for a whole number; "
+            f'write the digits, or ["{cell.strip()}"] if the answer has this form'
+        )
 
 
 def _scorer(record: Record, task: str) -> str:
@@ -164,19 +195,21 @@ def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
     examples = []
     for record in records:
         task = record.text("task")
-        name = "answers" if "answer" not in record.values and "answers" in record.values else "answer"
-        examples.append(
-            Example(
-                task=task,
-                context=record.text("context"),
-                question=record.text("question"),
-                answer_prefix=record.text("answer_prefix"),
-                answers=_listed(record, name),
-                max_new_tokens=_max_new_tokens(record),
-                scorer=_scorer(record, task),
-                classes=_listed(record, "all_classes") if record.values.get("all_classes") else (),
-            )
+        name = "answers" if record.has("answers") and not record.has("answer") else "answer"
+        scorer = _scorer(record, task)
+        if path.suffix == ".csv" and scorer not in NUMERIC:
+            _check_cell(record, name)
+        example = Example(
+            task=task,
+            context=record.text("context"),
+            question=record.text("question"),
+            answer_prefix=record.text("answer_prefix"),
+            answers=_listed(record, name, decimals=scorer == "infinitebench_math_find"),
+            max_new_tokens=_max_new_tokens(record),
+            scorer=scorer,
+            classes=_listed(record, "all_classes") if record.has("all_classes") and record.values["all_classes"] else (),
         )
+        examples.append(record.fitted(example))
     times = collections.Counter((example.task, example.context) for example in examples)
     groups = {key: f"{path.name}/{number}" for number, key in enumerate(times) if times[key] > 1}
     return [dataclasses.replace(e, group=groups.get((e.task, e.context), "")) for e in examples]

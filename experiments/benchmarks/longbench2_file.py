@@ -38,16 +38,15 @@ def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
         if answer not in ("A", "B", "C", "D"):
             raise record.error(f"expected A, B, C or D in the field 'answer', got {answer!r}")
         choices = {letter: record.text(f"choice_{letter}").strip() for letter in "ABCD"}
-        examples.append(
-            Example(
-                task="longbench2",
-                context=CONTEXT.format(context=record.text("context").strip()),
-                question=QUESTION.format(question=record.text("question").strip(), **choices),
-                answer_prefix="",
-                answers=(answer,),
-                max_new_tokens=MAX_NEW_TOKENS,
-                scorer="longbench2_choice",
-                labels={name: record.text(name) for name in LABELS},
-            )
+        example = Example(
+            task="longbench2",
+            context=CONTEXT.format(context=record.text("context").strip()),
+            question=QUESTION.format(question=record.text("question").strip(), **choices),
+            answer_prefix="",
+            answers=(answer,),
+            max_new_tokens=MAX_NEW_TOKENS,
+            scorer="longbench2_choice",
+            labels={name: record.text(name) for name in LABELS},
         )
+        examples.append(record.fitted(example))
     return examples

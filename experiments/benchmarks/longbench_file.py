@@ -86,19 +86,18 @@ def read_longbench(path: Path, limit: int | None = None) -> list[Example]:
         dataset = _dataset_of(record, path)
         before, after = specification["templates"][dataset].split("{context}")
         length = record.get("length", (int, float), "a number")
-        examples.append(
-            Example(
-                task=dataset + "_e" * path.stem.endswith("_e"),
-                context=before + record.text("context"),
-                question=after.replace("{input}", record.text("input")),
-                answer_prefix="",
-                answers=record.texts("answers"),
-                max_new_tokens=specification["max_new_tokens"][dataset],
-                scorer=SCORER_OF[dataset],
-                labels={"length": length_bucket(length)},
-                classes=record.texts("all_classes") if dataset in ("trec", "lsht") else (),
-                chat=dataset not in WITHOUT_CHAT,
-                stop=("\n",) if dataset == "samsum" else (),
-            )
+        example = Example(
+            task=dataset + "_e" * path.stem.endswith("_e"),
+            context=before + record.text("context"),
+            question=after.replace("{input}", record.text("input")),
+            answer_prefix="",
+            answers=record.texts("answers"),
+            max_new_tokens=specification["max_new_tokens"][dataset],
+            scorer=SCORER_OF[dataset],
+            labels={"length": length_bucket(length)},
+            classes=record.texts("all_classes") if dataset in ("trec", "lsht") else (),
+            chat=dataset not in WITHOUT_CHAT,
+            stop=("\n",) if dataset == "samsum" else (),
         )
+        examples.append(record.fitted(example))
     return examples

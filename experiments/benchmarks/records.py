@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.scorers import fitted
+from experiments.tasks import check_unicode, reference_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +32,9 @@ class Record:
         return ValueError(f"{self.where}: {message}")
 
     def has(self, name: str) -> bool:
-        """Tell whether the field exists and is not null."""
-        return self.values.get(name) is not None
+        """Tell whether the field exists and is neither null nor NaN, which tables write for an absent value."""
+        value = self.values.get(name)
+        return value is not None and not (isinstance(value, float) and math.isnan(value))
 
     def get(self, name: str, kinds: type | tuple[type, ...], expected: str) -> Any:
         """Return a field's value.
@@ -49,33 +55,47 @@ class Record:
         value = self.values[name]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise self.error(f"expected {expected} in the field {name!r}, got {_shown(value)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(f"expected {expected} in the field {name!r}, got the number {value}")
         return value
 
     def text(self, name: str) -> str:
         """Return the text in a field; ValueError if the field holds no text."""
-        return self.get(name, str, "a text")
+        value = self.get(name, str, "a text")
+        try:
+            check_unicode(value)
+        except ValueError as error:
+            raise self.error(f"field {name!r}: {error}") from error
+        return value
 
-    def texts(self, name: str, at_least: int = 1) -> tuple[str, ...]:
+    def texts(self, name: str, *, decimals: bool = False) -> tuple[str, ...]:
         """Return a field as texts; the field may hold a text, a number, or a list of texts and numbers.
 
         Args:
             name: the field.
-            at_least: the least number of texts.
+            decimals: see `experiments.tasks.reference_text`.
 
         Returns:
-            The texts.
+            At least one text, each as `experiments.tasks.reference_text` gives it.
 
         Raises:
-            ValueError: the field is missing, of another type, or too short.
+            ValueError: the field is missing, of another type, an empty list, or a text is blank.
         """
         value = self.get(name, (str, int, float, list), "a text or a list of texts")
         listed = value if isinstance(value, list) else [value]
-        for item in listed:
-            if not isinstance(item, (str, int, float)) or isinstance(item, bool):
-                raise self.error(f"expected texts in the field {name!r}, got {_shown(item)} among them")
-        if len(listed) < at_least:
-            raise self.error(f"expected at least {at_least} texts in the field {name!r}, got {len(listed)}")
-        return tuple(map(str, listed))
+        if not listed:
+            raise self.error(f"expected at least one text in the field {name!r}, got an empty list")
+        try:
+            return tuple(reference_text(item, decimals=decimals) for item in listed)
+        except ValueError as error:
+            raise self.error(f"field {name!r}: {error}") from error
+
+    def fitted(self, example: Example) -> Example:
+        """Return the record's example with references as its scorer expects them; ValueError if they are none."""
+        try:
+            return fitted(example)
+        except ValueError as error:
+            raise self.error(str(error)) from error
 
 
 def _shown(value: Any) -> str:

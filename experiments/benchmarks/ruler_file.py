@@ -153,17 +153,16 @@ def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
     examples = []
     for record in read_jsonl(path, limit):
         context, question, prefix = _split(record, family)
-        examples.append(
-            Example(
-                task=task,
-                context=context,
-                question=question,
-                answer_prefix=prefix,
-                answers=record.texts("outputs"),
-                max_new_tokens=family.max_new_tokens,
-                scorer=family.scorer,
-                labels={"length": lengths[0]} if lengths else {},
-                chat=family.opening.match(context) is not None,
-            )
+        example = Example(
+            task=task,
+            context=context,
+            question=question,
+            answer_prefix=prefix,
+            answers=record.texts("outputs"),
+            max_new_tokens=family.max_new_tokens,
+            scorer=family.scorer,
+            labels={"length": lengths[0]} if lengths else {},
+            chat=family.opening.match(context) is not None,
         )
+        examples.append(record.fitted(example))
     return examples

@@ -149,19 +149,25 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
             f"expected one of {', '.join(known)}"
         )
     functions: dict[str, list[str]] = collections.defaultdict(list)  # repository -> its functions in the whole file
-    made = []
+    made: list[tuple[Record, Example, str]] = []
+    times: collections.Counter[str] = collections.Counter()
     for record in read_jsonl(path, limit):
         turns = _turns(record)
         context, questions = _texts(file_task, turns, record.text("context"))
-        group = f"{file_task}/{record.texts('id')[0]}"
+        name = f"{file_task}/{record.texts('id')[0]}"
+        times[name] += 1
+        # Two lines of one id are two contexts: in one group, the second line's questions would be asked about the first.
+        group = name if times[name] == 1 else f"{name}#{times[name]}"
         for number, (turn, question) in enumerate(zip(turns, questions, strict=True)):
             task, form = _task_of_turn(file_task, turn)
+            decimals = form.scorer == "infinitebench_math_find"
+            answers = choice_answers(turn) if file_task == "scbench_choice_eng" else turn.texts("answer", decimals=decimals)
             example = Example(
                 task=task,
                 context=context,
                 question=question,
                 answer_prefix="",
-                answers=choice_answers(turn) if file_task == "scbench_choice_eng" else turn.texts("answer"),
+                answers=answers,
                 max_new_tokens=form.max_new_tokens,
                 scorer=form.scorer,
                 group=group,
@@ -170,8 +176,10 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
             repository = record.text("repo") if form.scorer == "scbench_repoqa" else ""
             if repository:
                 functions[repository].append(example.answers[0])
-            made.append((example, repository))
+            made.append((turn, example, repository))
     return [
-        dataclasses.replace(example, classes=tuple(dict.fromkeys(functions[repository]))) if repository else example
-        for example, repository in made
+        turn.fitted(
+            dataclasses.replace(example, classes=tuple(dict.fromkeys(functions[repository]))) if repository else example
+        )
+        for turn, example, repository in made
     ]

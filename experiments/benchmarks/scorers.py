@@ -7,10 +7,12 @@ Suites report means over examples times 100. A score here belongs to a single ex
 
 from __future__ import annotations
 
+import dataclasses
+import decimal
 import difflib
 import functools
-import math
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 
 from experiments.benchmarks import text_metrics
@@ -71,10 +73,15 @@ def _share_of_numbers(prediction: str, answer: str) -> float:
 
 
 def _share_of_paragraphs(prediction: str, answer: str) -> float:
+    return _share_of_numbers(prediction, _paragraph(answer))
+
+
+def _paragraph(answer: str) -> str:
+    """Return the number in a reference of passage retrieval."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
     if found is None:
         raise ValueError(f"passage retrieval expects references like 'Paragraph 3' or '段落3', got {answer!r}")
-    return _share_of_numbers(prediction, found.group(1))
+    return found.group(1)
 
 
 def _stated_choice(prediction: str, example: Example) -> float:
@@ -116,15 +123,19 @@ def _letter(prediction: str, example: Example) -> float:
 
 def _faulty_function(prediction: str, example: Example) -> float:
     """Score InfiniteBench's Code.Debug; the references are the function's name and its letter."""
-    if len(example.answers) != 2:
-        raise ValueError(f"Code.Debug expects a function's name and a letter as references, got {example.answers}")
-    name, letter = example.answers
+    name, letter = _name_and_letter(example)
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
     text = re.sub(" +", " ", _blanked(text, ("\n", "`", "'", '"', "-", "*", "Option", "option")))
     rest = _behind(text, ("answer is:", "is:", "answer:", "correct option is:"))
     return float(rest is not None and rest.startswith((letter, name)))
+
+
+def _name_and_letter(example: Example) -> tuple[str, str]:
+    if len(example.answers) != 2:
+        raise ValueError(f"Code.Debug expects a function's name and a letter as references, got {example.answers}")
+    return example.answers[0], example.answers[1]
 
 
 def _last_word_integer(prediction: str, example: Example) -> float:
@@ -141,8 +152,10 @@ def _first_number(prediction: str, example: Example) -> float:
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
         return 0.0
-    number, answer = float(found.group()), example.answers[0]
-    return float(number == float(answer) if "." in answer else math.isfinite(number) and int(number) == int(answer))
+    number, answer = decimal.Decimal(found.group()), decimal.Decimal(example.answers[0])
+    if "." in example.answers[0] or answer != answer.to_integral_value():
+        return float(float(number) == float(answer))  # as the suite reads them
+    return float(number.to_integral_value(decimal.ROUND_FLOOR) == answer)  # exact, also above 2**53
 
 
 def _leading_values(prediction: str, example: Example) -> float:
@@ -154,9 +167,23 @@ def _leading_values(prediction: str, example: Example) -> float:
     return right / len(example.answers)
 
 
-def _name_among_words(prediction: str, example: Example) -> float:
-    """Score InfiniteBench's En.Dia: the first reference must be a word of the output in capitals."""
-    return float(example.answers[0] in _blanked(prediction, "\n:\"'.,?!{}").upper().split())
+def _name_mentioned(prediction: str, example: Example) -> float:
+    """Score InfiniteBench's En.Dia: the output must name one of the references, whatever the case and the punctuation.
+
+    The suite's program of August 2024 takes any reference in any part of the output, also inside a word (ANN in Joanna). Here
+    a name is one or several whole words. The program before that date knew only first references of one word.
+    """
+    return float(any(_runs_in(_words(answer), _words(prediction)) for answer in example.answers))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).upper())
+
+
+def _runs_in(part: Sequence[str], whole: Sequence[str]) -> bool:
+    """Tell whether the words stand in the other words, one after the other."""
+    size = len(part)
+    return size > 0 and any(whole[start : start + size] == part for start in range(len(whole) - size + 1))
 
 
 def _passkey(prediction: str, example: Example) -> float:
@@ -201,7 +228,7 @@ SCORERS: dict[str, Scorer] = {
     "infinitebench_math_calc": _leading_values,
     "infinitebench_code_run": _last_word_integer,
     "infinitebench_code_debug": _faulty_function,
-    "infinitebench_dialogue": _name_among_words,
+    "infinitebench_dialogue": _name_mentioned,
     "infinitebench_summary": functools.partial(_best_rouge, "rougeLsum", False),
     # SCBench, where it differs from InfiniteBench: containment, any reference in capitals, two decimals.
     "scbench_contains": lambda prediction, example: float(example.answers[0] in prediction),
@@ -222,6 +249,51 @@ def check_scorer(name: str) -> None:
     if name not in SCORERS:
         near = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown scorer {name!r}, did you mean {near!r}? expected one of {', '.join(SCORERS)}")
+
+
+_WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
+WHOLE_NUMBERS = (
+    "infinitebench_first_integer", "infinitebench_math_calc", "infinitebench_code_run", "quest_passkey", "longbench_count",
+)  # fmt: skip
+NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
+
+
+def fitted(example: Example) -> Example:
+    """Return an example with its references in the form that its scorer expects.
+
+    Raises:
+        ValueError: the scorer is unknown, or it can give no answer its due: a reference is no number where numbers are
+            compared, there are too few or too many references, or the labels to choose from are missing.
+    """
+    check_scorer(example.scorer)
+    answers, name = example.answers, example.scorer
+    if not answers:
+        raise ValueError("expected at least one reference, got none")
+    if name in WHOLE_NUMBERS:
+        found = [_WHOLE.fullmatch(answer) for answer in answers]
+        if wrong := [answer for answer, number in zip(answers, found, strict=True) if number is None or len(answer) > 4000]:
+            raise ValueError(f"the scorer {name!r} expects whole numbers as references, got {wrong[0]!r:.60}")
+        answers = tuple(number.group(1) for number in found if number)
+    elif name == "infinitebench_math_find":
+        if wrong := [answer for answer in answers if not _is_number(answer)]:
+            raise ValueError(f"the scorer {name!r} expects a number as reference, got {wrong[0]!r:.60}")
+    elif name == "longbench_retrieval":
+        for answer in answers:
+            _paragraph(answer)
+    elif name == "infinitebench_code_debug":
+        _name_and_letter(example)
+    elif name == "longbench2_choice" and not set(answers) <= set("ABCD"):
+        raise ValueError(f"the scorer {name!r} expects A, B, C or D as reference, got {answers}")
+    elif name in ("longbench_class_line", "scbench_repoqa") and not example.classes:
+        raise ValueError(f"the scorer {name!r} needs the labels to choose from (a column 'all_classes'), got no classes")
+    return dataclasses.replace(example, answers=answers)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return decimal.Decimal(text).is_finite()
+    except decimal.InvalidOperation:
+        return False
 
 
 def score(example: Example, prediction: str) -> float:

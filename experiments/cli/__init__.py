@@ -16,6 +16,7 @@ from experiments.cli.settings import option as option
 from experiments.cli.settings import parse_yaml as parse_yaml
 from experiments.cli.settings import read_yaml as read_yaml
 from experiments.cli.settings import write_yaml as write_yaml
+from experiments.cli.showing import shown_texts as shown_texts
 from experiments.cli.types import items as items
 from experiments.cli.types import names as names
 from experiments.cli.types import numbers as numbers

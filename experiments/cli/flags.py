@@ -180,13 +180,16 @@ def make_parser(kinds: Sequence[type], *, prog: str, about: str) -> Parser:
             "--config", type=pathlib.Path, help="a YAML file of settings by name (flags go before its values)"
         )
     groups: dict[str, Any] = {}
+    apart = len({issubclass(kind, Settings) for kind in kinds}) > 1
+    call = parser.add_argument_group("this call", "how it runs, and where its results go") if apart else parser
+    what = parser.add_argument_group("settings", "what is run; also keys of the YAML file of --config") if apart else parser
     for kind in kinds:
         told, types_of = attribute_docs(kind), field_types(kind)
         for field in dataclasses.fields(kind):
-            group = option_of(field).group
+            group, place = option_of(field).group, what if issubclass(kind, Settings) else call
             if group and group not in groups:
-                groups[group] = parser.add_mutually_exclusive_group()
-            _add_flag(groups[group] if group else parser, field, types_of[field.name], told.get(field.name, ""))
+                groups[group] = place.add_mutually_exclusive_group()
+            _add_flag(groups[group] if group else place, field, types_of[field.name], told.get(field.name, ""))
     return parser
 
 

@@ -17,6 +17,7 @@ import types
 from collections.abc import Sequence
 from typing import NoReturn
 
+from experiments.cli import shown
 from experiments.cli.flags import guarded
 
 
@@ -33,30 +34,35 @@ class Command:
     about: str
 
 
-COMMANDS = {
+USE = {  # for everybody, first
     "demo": Command("experiments.demo.__main__", "find needles in prose under each method"),
+    "generate": Command("experiments.answering.__main__", "continue or answer a text under a method"),
     "eval": Command("experiments.evaluation.__main__", "score methods on suites, Full first"),
     "sweep": Command("experiments.evaluation.sweep", "score a grid of one method's knobs in one compile"),
-    "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
     "compare": Command("experiments.evaluation.compare", "compare methods with Full, or a record with another"),
     "plot": Command("experiments.cli.plot", "draw the figures of a result folder or of a record"),
-    "generate": Command("experiments.answering.__main__", "continue a text under a method"),
     "ls": Command("experiments.cli.ls", "list methods with their papers and knobs, tasks, or models"),
     "fetch": Command("experiments.answering.fetch", "download a model, and nothing else"),
-    "records": Command("experiments.records.__main__", "show what a JSON record holds"),
+    "cache": Command("experiments.cli.cache", "show what is kept on disk, or clear it"),
     "suites": Command("experiments.benchmarks.__main__", "show what a suite's file holds"),
-    "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
-    "offload": Command("experiments.speed.offload", "time decoding from host memory"),
-    "peers": Command("experiments.speed.peers.__main__", "time what PyTorch users have instead (needs torch)"),
-    "kernels": Command("experiments.speed.kernels.__main__", "time kernels against their floors"),
+    "records": Command("experiments.records.__main__", "show what a JSON record holds"),
+}
+STUDY = {  # for those who study methods, write kernels, or work on kvjax
+    "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
     "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
     "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
+    "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
+    "offload": Command("experiments.speed.offload", "time decoding from host memory"),
+    "kernels": Command("experiments.speed.kernels.__main__", "time kernels against their floors"),
+    "peers": Command("experiments.speed.peers.__main__", "time what PyTorch users have instead (needs torch)"),
+    "peers-eval": Command("experiments.evaluation.peers.__main__", "score kvpress's methods beside ours (needs torch)"),
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
     "train": Command("experiments.training.__main__", "train the model that ships"),
     "train-adapter": Command("experiments.training.adapter", "train an adapter on the retrieval tasks"),
     "fuzz": Command("experiments.cli.fuzz", "try random cases against laws, and bad inputs against checks"),
     "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
 }
+COMMANDS = {**USE, **STUDY}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +91,9 @@ def _run(argv: list[str]) -> int:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown command {argv[0]!r}{hint}; commands: {', '.join(COMMANDS)}")
+    if (told := shown.help_of(argv[0], argv[1:])) is not None:
+        print(told, end="")
+        return 0
     return _imported(COMMANDS[argv[0]].module).main(argv[1:]) or 0
 
 
@@ -118,14 +127,21 @@ def _version() -> str:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}s}  {command.about}" for name, command in COMMANDS.items()]
+
+    def listed(commands: dict[str, Command]) -> list[str]:
+        return [f"  {name:{width}s}  {command.about}" for name, command in commands.items()]
+
     return "\n".join(
         [
             "usage: kvjax COMMAND ...",
             "",
             "KV-cache methods for long-context decoding in JAX.",
             "",
-            *lines,
+            "Use methods, and score them:",
+            *listed(USE),
+            "",
+            "Study methods, time kernels, and work on kvjax:",
+            *listed(STUDY),
             "",
             "kvjax COMMAND --help explains a command; kvjax --version tells the version.",
         ]

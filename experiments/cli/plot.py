@@ -36,7 +36,8 @@ PACKAGES = {
     "drift": "experiments.ablations",
     "ablation": "experiments.ablations",
 }
-FORMATS = ("png", "pdf")
+FORMATS = ("png", "pdf", "svg")
+_USUAL = ("png", "pdf")
 RECORDS_PACKAGE = "experiments.records"  # it writes files and knows matplotlib
 
 
@@ -48,17 +49,17 @@ class PlotCommand:
         path: a folder of eval, sweep or fidelity, or the JSON record of another experiment
         kind: which figure; repeatable (default: all that apply)
         out: directory (default: the folder, or the record's)
-        format: comma-separated: png, pdf
+        format: comma-separated: png, pdf, svg
     """
 
     path: pathlib.Path = option(positional=True)
     kind: tuple[str, ...] = option((), repeat=True)
     out: pathlib.Path | None = None
-    format: tuple[str, ...] = FORMATS
+    format: tuple[str, ...] = _USUAL
 
     def __post_init__(self) -> None:
         if unknown := set(self.format) - set(FORMATS):
-            raise ValueError(f"--format takes png and pdf, got {sorted(unknown)[0]!r}")
+            raise ValueError(f"--format takes {', '.join(FORMATS)}, got {sorted(unknown)[0]!r}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ def _plot(command: PlotCommand) -> None:
 
 
 def write_figures(
-    path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = FORMATS
+    path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = _USUAL
 ) -> list[pathlib.Path]:
     """Draw and write the figures of a result.
 
@@ -85,7 +86,7 @@ def write_figures(
         path: a result folder, or a JSON record.
         kinds: names of figures; without names, the usual figures of the record are drawn.
         out: the directory to write to.
-        formats: "png", "pdf" or both.
+        formats: some of "png", "pdf" and "svg".
 
     Returns:
         The files that were written.
@@ -109,7 +110,7 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
         kinds: names of figures; without names, the usual figures of the record are listed.
 
     Returns:
-        Each figure's file name without suffix, and a function of "png" or "pdf" that draws the figure and returns the
+        Each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws the figure and returns the
         file's bytes.
 
     Raises:

@@ -240,7 +240,7 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
         ModuleNotFoundError: PyYAML is not installed.
     """
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
+        found = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(found, dict):
@@ -283,6 +283,6 @@ def _yaml() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "settings are written as YAML by the package 'pyyaml', which is not installed; "
-            "install the extra 'eval' (pip install 'kvjax[eval]')"
+            "it belongs to kvjax (pip install pyyaml)"
         ) from error
     return yaml

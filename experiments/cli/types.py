@@ -7,9 +7,16 @@ import pathlib
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Split comma-separated names."""
-    parts = tuple(name.strip() for name in text.split(","))
-    if not all(parts):
+    """Split comma-separated names. Commas within round brackets, as in ``periodic(snapkv, interval=128)``, split nothing."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    parts = tuple(part.strip() for part in parts)
+    if not all(parts) or depth:
         raise argparse.ArgumentTypeError(f"expected comma-separated names, got {text!r}")
     return parts
 

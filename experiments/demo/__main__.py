@@ -11,6 +11,7 @@ from experiments.cli import Against, run
 from experiments.demo.play import run_demo
 from experiments.demo.report import check_output, table, write
 from experiments.demo.settings import DemoOutput, DemoSettings
+from experiments.records import with_figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
     check_output(output)
+    output = with_figures(output)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=make_mesh(settings.mesh))
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:

@@ -29,7 +29,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import models
 from experiments.answering import LoadedModel, Shape, account, ask, equal_rows, programs
@@ -39,6 +38,7 @@ from experiments.records import CompileClock, Timer, make_record
 from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.plugins import path_of
+from models.progress import progress_bar
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 
@@ -203,7 +203,8 @@ def run_demo(model: LoadedModel, settings: DemoSettings, *, progress: bool = Tru
         check_quantisable(layer_methods(row.method, model.config), settings.kv_dtype)
     metrics, texts, reference = [], [], []
     total = len(table_runs) * sum(len(context.questions) for context in contexts)
-    with CompileClock() as clock, CompileAhead() as ahead, tqdm(total=total, unit="answer", disable=not progress) as bar:
+    bar = progress_bar(total=total, unit="answer", disable=not progress)
+    with CompileClock() as clock, CompileAhead() as ahead, bar:
         for number, row in enumerate(table_runs):
             bar.set_description(f"{row.name} {row.share}".strip())
             bar.set_postfix_str("compiling")

@@ -11,7 +11,7 @@ from experiments.demo.settings import DemoOutput
 from experiments.records import (
     COLORS,
     REFERENCE,
-    check_installed,
+    method_title,
     new_figure,
     save,
     tidy,
@@ -49,8 +49,8 @@ def draw(result: Mapping[str, Any]) -> Any:
     """
     settings, metrics = result["settings"], result["metrics"]
     methods = list(dict.fromkeys(m["method"] for m in metrics if m["method"] != "full"))
-    names = [" ".join(filter(None, (m["method"], _label(m["budget"], m["budget_tokens"])))) for m in metrics]
-    names = ["full" if m["method"] == "full" else name for m, name in zip(metrics, names, strict=True)]
+    names = [" ".join(filter(None, (method_title(m["method"]), _label(m)))) for m in metrics]
+    names = ["Full" if m["method"] == "full" else name for m, name in zip(metrics, names, strict=True)]
     colors = [REFERENCE if m["method"] == "full" else COLORS[methods.index(m["method"]) % len(COLORS)] for m in metrics]
     figure = new_figure(11, 1.3 + 0.27 * len(metrics))
     panels = figure.subplots(1, len(_PANELS), sharey=True)
@@ -61,7 +61,7 @@ def draw(result: Mapping[str, Any]) -> Any:
         panel.bar_label(bars, [shown.format(value) for value in values], fontsize=8, padding=2.5, bbox=white)
         panel.axvline(values[0], color=REFERENCE, linestyle="--", linewidth=1, zorder=0)
         panel.set_xlim(0, 1.15 * max(*values, 1e-9))
-        tidy(panel, title, grid="x")
+        tidy(panel, "", title, grid="x")
     panels[0].set_xlim(0, 115)
     panels[0].set_xticks(range(0, 101, 25))
     panels[0].set_yticks(range(len(metrics)), names)
@@ -71,9 +71,12 @@ def draw(result: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _label(share: str, tokens: int | None) -> str:
-    """Format a budget as the user gave it, and in tokens if the user gave a share."""
-    return (share or "all") if not tokens or share == str(tokens) else f"{share} = {tokens}"
+def _label(metric: Mapping[str, Any]) -> str:
+    """Format a budget as the user gave it, and in tokens if the user gave a share; without one, the tokens attended."""
+    share, tokens = metric["budget"], metric["budget_tokens"]
+    if not tokens:
+        return "all" if metric["method"] == "full" else f"{metric['attended_tokens']:.0f}"
+    return share if share == str(tokens) else f"{share} = {tokens}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -81,7 +84,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [_HEAD]
     for m in result["metrics"]:
         cells = (
-            m["method"], _label(m["budget"], m["budget_tokens"]),
+            method_title(m["method"]), _label(m),
             {"prefill": "in prompt", "extend": "after"}[m["question"]], f"{m['value']:.1f} %",
             "-" if m["percent_of_full"] is None else f"{m['percent_of_full']:.0f} %",
             f"{m['agreement_percent']:.0f} %", f"{m['attended_tokens']:.0f}",
@@ -115,12 +118,9 @@ def check_output(output: DemoOutput) -> None:
 
     Raises:
         ValueError: the directory is a file.
-        ModuleNotFoundError: a figure is wanted and matplotlib is not installed.
     """
     if output.out.exists() and not output.out.is_dir():
         raise ValueError(f"--out must be a directory, got the file {output.out}")
-    if output.plot:
-        check_installed()
 
 
 def write(result: dict[str, Any], files: list[pathlib.Path]) -> None:

@@ -6,8 +6,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.answering import MeshSettings, budget_tokens, resolve_question
-from experiments.cli import option
+from experiments.answering import MeshSettings, budget_tokens, paper_method, resolve_question
+from experiments.cli import names, option
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.method import Method
@@ -30,7 +30,7 @@ class DemoSettings(MeshSettings):
         questions: questions per context; more questions bring more needles
         budgets: comma-separated shares of the length or numbers of tokens (default: 1/8,1/4; on a CPU 1/4 alone for models
             of more than 50M parameters, which take half a minute for each method and budget)
-        methods: comma-separated names or package.module:Class; Full is always run first
+        methods: comma-separated names, package.module:Class, or wrappers such as twilight(quest); Full is always run first
         tasks: comma-separated task names
         haystack: 'prose' (Python's documentation), 'code' (its library), 'noise' or file:PATH
         question: where the question stands: in the prompt that is compressed (prefill), after it (extend), or (auto) in the
@@ -47,7 +47,7 @@ class DemoSettings(MeshSettings):
     samples: int = 2
     questions: int = 5
     budgets: tuple[str, ...] = option((), flag="budget")
-    methods: tuple[str, ...] = ("streamingllm", "snapkv", "h2o", "keydiff", "quest")
+    methods: tuple[str, ...] = option(("streamingllm", "snapkv", "h2o", "keydiff", "quest"), parse=names)
     tasks: tuple[str, ...] = ("niah_single_2",)
     haystack: str = "prose"
     question: str = option("auto", choices=_QUESTIONS)
@@ -127,6 +127,10 @@ def runs(settings: DemoSettings, tokenizer: Any = None, vocab_size: int | None =
     for name in dict.fromkeys(map(registry.canonical_name, settings.methods)):
         cls = registry.find(name)
         if name == "full":
+            continue
+        if "(" in name:  # what it is made of has its own budgets
+            method = paper_method(name, settings.length, tokenizer=tokenizer, config=None).method
+            made.append(Run(name, "", None, method, resolve_question(method, settings.question)))
             continue
         if "budget" not in [knob.name for knob in registry.knobs(cls)]:
             made.append(make(name, "", None))

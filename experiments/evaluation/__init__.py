@@ -9,6 +9,7 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
+from experiments.evaluation.order import COUNTED as COUNTED
 from experiments.evaluation.order import SOLVED as SOLVED
 from experiments.evaluation.order import Change as Change
 from experiments.evaluation.order import Difference as Difference
@@ -16,6 +17,7 @@ from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
+from experiments.evaluation.peers.report import peer_scores as peer_scores
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.remade import Remade as Remade
 from experiments.evaluation.remade import System as System

@@ -10,6 +10,7 @@ from experiments.cli import Against, option, run
 from experiments.evaluation.knobs import with_knobs
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import EvaluationSettings
+from experiments.records import with_figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output, against: Against) -> None:
+    output = with_figures(output)
     runner = make_runner(with_knobs(settings, more.set), output)
     runner.run()
     finish(runner.folder, output, against)

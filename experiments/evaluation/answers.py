@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from experiments.answering import (
     padded_length,
     reads_all,
 )
-from experiments.benchmarks import Cell, Encoded, measures, score
+from experiments.benchmarks import Cell, Encoded, digest, measures, score
+from experiments.evaluation.same_examples import DIGEST
 from experiments.records import LIBRARY_FIELD, CompileClock
 from experiments.tasks import library_origin, reads_library
 from kvjax.method import Method
@@ -30,6 +32,7 @@ from kvjax.method import Method
 # Texts are padded to multiples of these numbers of tokens, so that tasks share a compiled program.
 _NEW_TOKENS = 128
 _QUESTION_TOKENS = 128
+SECONDS = ("seconds", "answer_seconds", "compile_seconds")  # of a row: prompts and answers, answers alone, compilation
 SHARED_TOKENS = 512  # longer answers need so much room that they get a program of their own
 
 
@@ -109,15 +112,17 @@ def make_batches(
     return made
 
 
-def with_room(config: Any, shape: Shape) -> Any:
+def with_room(config: Any, shape: Shape, methods: Sequence[Method]) -> Any:
     """Return the model's description with enough positions for all the room of a shape.
 
     A context and its answer fit the model as it is, because each answer has a limit of its own. But the room for answers is
-    the same for all tasks, and would not fit behind the longest contexts. A conversation fits with all its turns.
+    the same for all tasks, and would not fit behind the longest contexts. Nor would the pieces fit in which a method reads a
+    context again (`Method.reread_tokens`), as its paper does behind the context. A conversation fits with all its turns.
     """
     if shape.keep:
         return config
-    return dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + shape.room)
+    room = max(shape.room, *(method.reread_tokens(shape.length) for method in methods))
+    return dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + room)
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], limit: int, ends: Sequence[int], stop: Sequence[str]) -> str:
@@ -138,6 +143,7 @@ def answer_cell(
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
+    tell: Callable[[str, float], None] | None = None,
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -149,17 +155,20 @@ def answer_cell(
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
+        tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
 
     Returns:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example.
     """
     asked: list[list[Asked]] = []  # asked[batch][method]
+    total, done = sum(len(batch.units) for batch in batches), 0
     for batch in batches:
+        part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
         texts = encoded.wholes if question == "prefill" else encoded.heads
         asked.append(
             ask_each(
                 model.params,
-                with_room(model.config, batch.shape),
+                with_room(model.config, batch.shape, methods),
                 [texts[unit[0]] for unit in batch.units],
                 methods,
                 batch.shape,
@@ -167,9 +176,16 @@ def answer_cell(
                 limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
                 clock=clock,
                 kv_dtype=model.kv_dtype,
+                tell=part,
             )
         )
+        done += len(batch.units)
     return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]
+
+
+def _tell_part(tell: Callable[[str, float], None], first: float, part: float, phase: str, share: float) -> None:
+    """Tell the share of a cell, given the share of one of its parts."""
+    tell(phase, first + part * share)
 
 
 def _scored(
@@ -181,7 +197,8 @@ def _scored(
         for unit, answers in zip(batch.units, one.ids, strict=True):
             ids.update(zip(unit, answers, strict=True))
     accounts = [account(one.stats, batch.shape.rows) for batch, one in zip(batches, asked, strict=True)]
-    seconds = _seconds(sum(one.run_seconds for one in asked), sum(one.compile_seconds for one in asked))
+    times = ([one.run_seconds, one.decode_seconds, one.compile_seconds] for one in asked)
+    seconds = {name: round(sum(spent), 2) for name, spent in zip(SECONDS, zip(*times, strict=True), strict=True)}
     predictions = predict(model, encoded, [ids[i] for i in range(len(encoded.examples))], new_tokens)
     costs = _mean(accounts, [len(batch.units) for batch in batches])
     return {**summary(encoded, predictions), **costs, **seconds}, predictions
@@ -233,6 +250,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "unit": "percent",
         "interval_95": interval(scores, [line["group"] for line in predictions]),
         "examples": len(scores),
+        DIGEST: digest(encoded.keys),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
@@ -263,10 +281,6 @@ def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
         if len(values) > 1:
             made[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
     return made
-
-
-def _seconds(run: float, compiling: float) -> dict[str, float]:
-    return {"seconds": round(run, 2), "compile_seconds": round(compiling, 2)}
 
 
 def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:

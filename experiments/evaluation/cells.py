@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.benchmarks import Cell, Example, files_of, parse, read
+import models
+from experiments.benchmarks import Cell, Example, Reading, files_of, parse, read
 from experiments.evaluation.settings import CellSettings
 from experiments.tasks import expand, get_task
 
@@ -34,6 +36,21 @@ def make_cells(settings: CellSettings) -> list[Cell]:
                 for depth in (settings.depths if task.takes_depth else ()) or (None,):
                     made.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
     return list({tuple(cell.identity.values()): cell for cell in made}.values())
+
+
+def make_reading(
+    settings: CellSettings, tokenizer_file: pathlib.Path, template: models.ChatTemplate | None, limit: int
+) -> Reading:
+    """Say how the texts of the settings' cells become tokens.
+
+    Args:
+        settings: the settings.
+        tokenizer_file: tokenizer.json of the model.
+        template: the model's chat template; None puts no template around the texts.
+        limit: most tokens of prompt and answer that the model takes.
+    """
+    around = template.around(settings.system, **settings.template_variables) if template else None
+    return Reading(tokenizer_file, around, limit, settings.truncation, settings.max_new_tokens)
 
 
 def without_file(settings: CellSettings) -> list[str]:

@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import budget_of
+from experiments.benchmarks import alike, numbered
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
+from experiments.evaluation.same_examples import CELL, check_alike, unverified
 from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 from experiments.records import check_library
 
-_CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
 _COMMON = (
     "model", "dtype", "template", "template_variables", "system", "truncation", "max_length", "max_new_tokens",
 )  # fmt: skip
+_LATER = ("weights", "eos_token_ids")  # settings that the folders of the first versions lack
 BASELINE = "full"
 FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
 
@@ -44,7 +47,7 @@ class Entry:
     @property
     def cell(self) -> tuple:
         """The fields that say which examples were answered."""
-        return tuple(self.row.get(name) for name in _CELL)
+        return tuple(self.row.get(name) for name in CELL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,18 +91,21 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
         check_rows(record, folder / "metrics.json")
         told = {name: record["settings"].get(name) for name in _COMMON}
-        if first is not None and told != first:
-            other = {name: (first[name], told[name]) for name in told if told[name] != first[name]}
+        told |= {name: record["settings"][name] for name in _LATER if name in record["settings"]}
+        first = first or told
+        if other := {name: (first[name], told[name]) for name in told if first.get(name, told[name]) != told[name]}:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
-        first = told
+        first = told | first
         for row, lines in read_examples(folder, record["metrics"]):
-            scores = {line["key"]: line["score"] for line in lines}
-            answers = {line["key"]: line["answer"] for line in lines if line["answer"] is not None}
-            groups = {line["key"]: line["group"] for line in lines}
+            keys = numbered(line["key"] for line in lines)  # earlier versions gave examples of one prompt one key
+            scores = {key: line["score"] for key, line in zip(keys, lines, strict=True)}
+            answers = {key: line["answer"] for key, line in zip(keys, lines, strict=True) if line["answer"] is not None}
+            groups = {key: line["group"] for key, line in zip(keys, lines, strict=True)}
             if not lines or (row["unit"] == "percent" and len(answers) < len(scores)):
                 raise ValueError(f"{folder / row['predictions']} lacks predictions: got {len(answers)} of {len(scores)}")
             made.append(Entry(folder, row, scores, answers, groups))
     check_library([entry.row for entry in made], " and ".join(map(str, folders)))
+    check_alike(entry.row for entry in made)
     names = [row["name"] for row in told_apart([entry.row for entry in made])]
     return [
         dataclasses.replace(entry, row={**entry.row, "name": name}) for entry, name in zip(made, names, strict=True)
@@ -138,7 +144,7 @@ def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether one task was answered with several sets of examples; sets may overlap, so a mean takes one set only."""
     sets: dict[tuple, set[tuple]] = {}
     for row in rows:
-        at = tuple(row.get(name) for name in _CELL if name not in ("samples", "seed"))
+        at = tuple(row.get(name) for name in CELL if name not in ("samples", "seed"))
         sets.setdefault(at, set()).add(_set(row))
     return any(len(drawn) > 1 for drawn in sets.values())
 
@@ -194,11 +200,13 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
+    entry, base = _same_form(entry, base)
     if entry.scores.keys() != base.scores.keys() or entry.answers.keys() != base.answers.keys():
         raise ValueError(
             f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
             f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both, and "
-            f"{len(entry.answers.keys() ^ base.answers.keys())} have an answer in only one of them"
+            f"{len(entry.answers.keys() ^ base.answers.keys())} have an answer in only one of them; a key holds the prompt, "
+            "the references, the scorer and the limits"
         )
     keys = list(base.scores)
     mine = np.asarray([entry.scores[key] for key in keys])
@@ -217,11 +225,37 @@ def _against(entry: Entry, base: Entry) -> Compared:
     return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same, contexts)
 
 
+def _same_form(entry: Entry, base: Entry) -> tuple[Entry, Entry]:
+    """Reduce the keys of two rows to their prompts if one of the rows comes from a version that kept no more.
+
+    Raises:
+        ValueError: the examples come from a file, whose references may have changed between the two versions.
+    """
+    mine, theirs = list(entry.scores), list(base.scores)
+    forms = alike(mine, theirs)
+    if forms == (mine, theirs):
+        return entry, base
+    if unverified(entry.row, mine) or unverified(base.row, theirs):
+        raise ValueError(
+            f"{entry.folder}: {entry.row['method']} and Full answered {entry.row['name']} under two versions, and the "
+            f"earlier one kept no references in the examples' keys: nobody can tell whether its file was the same"
+        )
+    return _renamed(entry, forms[0]), _renamed(base, forms[1])
+
+
+def _renamed(entry: Entry, keys: Sequence[str]) -> Entry:
+    """Give the examples of a row other keys."""
+    name = dict(zip(entry.scores, keys, strict=True))
+    parts = {part: {name[key]: value for key, value in vars(entry)[part].items()} for part in ("scores", "answers", "groups")}
+    return dataclasses.replace(entry, **parts)
+
+
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Average scores over tasks (without perplexity), for each method, way of asking the question, and length.
 
     If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
     the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
+    ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
     scores = [item for item in compared if item.row["unit"] == "percent"]
@@ -244,6 +278,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "question": question,
                 "length": length,
                 "drawn": drawn,
+                "budget": round(float(np.mean([budget_of(item.row) for item in members]))),
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),
@@ -264,4 +299,4 @@ _ACCOUNT = (
 
 
 def _cell_names(members: Sequence[Compared]) -> list[tuple]:
-    return [tuple(item.row.get(name) for name in _CELL) for item in members]
+    return [tuple(item.row.get(name) for name in CELL) for item in members]

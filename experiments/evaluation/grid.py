@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 import kvjax
 from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all, resolve_question
@@ -25,6 +24,7 @@ from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
+from models.progress import progress_bar
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 
@@ -111,6 +111,7 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
     runner.run()
     for cell, methods in planned:
         encoded = runner.store[cell]
+        runner.check(cell)
         question = resolve_question(methods[0], settings.question)
         names = [_label(grid, choice) for choice in choices]
         identities = [
@@ -145,8 +146,10 @@ def _answer(
     stats: list[list[tuple[int, kvjax.Stats]]] = [[] for _ in methods]
     starts = range(0, len(texts), rows)
     about = f"{encoded.cell.title}, {len(methods)} settings"
+    bar = progress_bar(iterable=starts, unit="batch", desc=about, disable=not runner.progress)
     with CompileClock() as clock, Timer(clock) as timer:
-        for start in tqdm(starts, unit="batch", desc=about, disable=not runner.progress):
+        for start in bar:
+            bar.set_postfix_str("compiling, reading and asking" if start == 0 else "reading and asking")
             real = min(rows, len(texts) - start)
             at = [start + (row if row < real else 0) for row in range(rows)]
             tokens, lengths = pad([texts[i] for i in at], length)

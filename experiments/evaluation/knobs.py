@@ -1,28 +1,12 @@
-"""Reads knobs of methods from the command line, where a budget may be a share of the length."""
+"""Replaces knobs of methods from the command line, where a budget may be a share of the length."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from experiments.answering import knobs_by_method
+from experiments.answering import knobs_by_method, read_knobs
 from experiments.evaluation.settings import Choice, EvaluationSettings
-from kvjax import registry
-
-
-def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse texts ``knob=value`` into values of the knobs' types; a budget may be a share such as 1/8.
-
-    Raises:
-        ValueError: see `kvjax.registry.parse_knobs`.
-    """
-    made: dict[str, Any] = {}
-    for pair in pairs:
-        knob, _, value = pair.partition("=")
-        share = knob.strip() == "budget" and ("/" in value or "." in value)
-        made |= {"budget": value.strip()} if share else registry.parse_knobs(method, [pair])
-    return made
 
 
 def with_knobs(settings: EvaluationSettings, pairs: Sequence[str]) -> EvaluationSettings:

@@ -15,7 +15,6 @@ from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.tables import cell_table, left_out, report, summary_table
-from experiments.records import check_installed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +41,7 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
 
     Raises:
         ValueError: a file of the tasks is missing, or an error of `Runner`.
-        ModuleNotFoundError: figures are wanted and matplotlib is not installed.
     """
-    if output.plot:
-        check_installed()
     for spec in settings.files:
         files_of(*parse(spec))  # refuses a missing file before the model is loaded
     mesh = make_mesh(settings.mesh)

@@ -9,25 +9,34 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
+from experiments.evaluation.order import COUNTED
+from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
+    QUIET,
     REFERENCE,
+    Curve,
     amount_axis,
+    chosen,
     error_bars,
     heat_map,
     label_lines,
     line_style,
+    method_title,
+    name_curves,
     new_figure,
-    text_color,
+    quiet_label,
     tidy,
     token_label,
 )
+from experiments.tasks import GROUPS
 
 Row = Mapping[str, Any]
 _SCORES = range(0, 101, 20)  # ticks of scores
+_BEST = 8  # baselines in the figure of the main table
 _TOP = 104  # upper end of the axis of scores: room for the marks at 0 and 100
-_LETTER, _LINE = 0.016, 0.042  # size of a letter of a name as shares of a panel's width and height
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +118,7 @@ def needle(rows: Sequence[Row]) -> Any:
         cells = [[(method, depth, length) for length in lengths] for depth in depths]
         grid = _grid(rows, cells, lambda row: (row["method"], row["depth"], row["length"]))
         image = heat_map(panel, grid, numbers=len(lengths) <= 12)
-        panel.set_title(f"{method}: {np.nanmean(grid):.1f}", fontsize=9)
+        panel.set_title(f"{_asked_title(method)}: {np.nanmean(grid):.1f}", fontsize=9)
         panel.set_xticks(range(len(lengths)), [token_label(length) for length in lengths], fontsize=7)
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=7)
     for panel in panels[len(methods) :]:
@@ -145,75 +154,83 @@ def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, s
     return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in made.items()}
 
 
-def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_of: str, frontier: bool) -> Any:
+def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_of: str, frontier: str) -> Any:
+    """Plot scores against a quantity, a panel for each length: few methods with colours and names, all others in grey.
+
+    Args:
+        rows: the rows.
+        x: the quantity of a row.
+        xlabel: what the quantity is.
+        figure_of: what the figure is of, for an error.
+        frontier: the explanation of the Pareto frontier; "" for none.
+    """
     rows = _scored(rows, figure_of)
     lengths = _lengths(rows)
     questions = {row["question"] for row in rows}
     groups = [[row for row in rows if row.get("length") == length] for length in lengths]
     curves = [_points(here, x) for here in groups]
-    order = list(dict.fromkeys(key for points in curves for key in points if key[0] != BASELINE))
-    figure = new_figure(1 + 5.2 * len(lengths), max(4.2, 1.2 + 0.2 * len(order)))
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    order = _in_colour(curves)
+    figure = new_figure(1 + 5.2 * len(lengths), 4.6)
+    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
+    named: list[tuple[Any, list[Curve], list[tuple[float, float]]]] = []
+    quiet: dict[str, None] = {}
     for panel, length, here, points in zip(panels, lengths, groups, curves, strict=True):
-        ends = []
+        shown, plain = [], []
         for (name, question), along in points.items():
-            label = name if len(questions) == 1 else f"{name} ({question})"
-            full = name == BASELINE
-            # A method looks alike in every panel.
-            style = {"color": REFERENCE, "marker": "*", "markersize": 9}
-            if not full:
-                style = line_style(order.index((name, question)))
-            error_bars(panel, [point.x for point in along], [point.ends for point in along], style["color"])
-            panel.plot([point.x for point in along], [point.score for point in along], label=label, **style)
-            if full:
+            label = method_title(name) + (f" ({question})" if len(questions) > 1 else "")
+            line = [(point.x, point.score) for point in along]
+            if name == BASELINE:
                 panel.axhline(along[0].score, color=REFERENCE, linestyle="--", linewidth=1)
-            ends.append((along[-1].x, along[-1].score, label, style["color"]))
+            if name != BASELINE and (name, question) not in order:
+                quiet[label] = None
+                panel.plot(*zip(*line, strict=True), label=label, **QUIET)
+                plain += line
+                continue
+            # A method looks alike in every panel.
+            star = {"color": REFERENCE, "marker": "*", "markersize": 9, "linestyle": "--", "linewidth": 1}
+            style = star if name == BASELINE else line_style(order.index((name, question)))
+            error_bars(panel, [point.x for point in along], [point.ends for point in along], style["color"])
+            panel.plot(*zip(*line, strict=True), label=label, **style)
+            shown.append(Curve(label, style["color"], line))
         everything = [(point.x, point.score) for along in points.values() for point in along]
         if frontier:
-            panel.step(*zip(*pareto(everything), strict=True), where="post", color=FAINT, linewidth=1, zorder=0)
+            best = pareto(everything)
+            panel.step(*zip(*best, strict=True), where="post", color=FAINT, linewidth=3, alpha=0.35, zorder=0, label=frontier)
         amount_axis(panel, [at for at, _ in everything], axis="x")
         _score_axis(panel)
         tasks_of_full = {row["name"] for row in here if row["method"] == BASELINE} or {row["name"] for row in here}
-        count = len(tasks_of_full)
-        over = f"mean of {count} tasks" if count > 1 else f"{next(iter(tasks_of_full))}"
-        tidy(panel, f"score at {_length_title(length)}, {over}", xlabel)
-        _label_points(panel, ends, everything)
+        over = f", mean of {len(tasks_of_full)} tasks" if len(tasks_of_full) > 1 else f" in {next(iter(tasks_of_full))}"
+        tidy(panel, _length_title(length), xlabel, f"score{over}")
+        named.append((panel, shown, plain))
+    _explain(figure, panels, list(quiet), frontier)
+    for panel, shown, plain in named:
+        name_curves(panel, shown, plain)
     return figure
 
 
-def _label_points(
-    panel: Any, ends: Sequence[tuple[float, float, str, str]], points: Sequence[tuple[float, float]]
-) -> None:
-    """Write a name at the right of each point, or near it where the name would cover another name or a point.
+def _in_colour(curves: Sequence[Mapping[tuple[str, str], Sequence[Point]]]) -> list[tuple[str, str]]:
+    """Choose the methods with a colour: the papers' methods, then the methods of the frontiers, then the best scores."""
+    keys = list(dict.fromkeys(key for points in curves for key in points if key[0] != BASELINE))
+    papers = [key for name in PAPERS for key in keys if key[0] == name]
+    on_it: dict[tuple[str, str], int] = {}
+    scores: dict[tuple[str, str], float] = {}
+    for points in curves:
+        best = set(pareto([(point.x, point.score) for along in points.values() for point in along]))
+        for key, along in points.items():
+            on_it[key] = on_it.get(key, 0) + sum((point.x, point.score) in best for point in along)
+            scores[key] = max([scores.get(key, 0.0), *(point.score for point in along)])
+    rest = sorted(keys, key=lambda key: (not on_it[key], -scores[key]))
+    return chosen(keys, [*papers, *rest])
 
-    Args:
-        panel: axes of matplotlib with their final limits.
-        ends: (x, y, name, colour) of the points to name.
-        points: (x, y) of all points.
-    """
-    to_share = panel.transData + panel.transAxes.inverted()
-    marks = [tuple(map(float, to_share.transform(point))) for point in points]
-    taken = [(x - 0.01, x + 0.01, y) for x, y in marks]  # (left, right, middle) as shares of the panel
-    for x, y, name, color in sorted(ends, key=lambda end: -end[1]):
-        at_x, at_y = map(float, to_share.transform((x, y)))
-        left, right = at_x + 0.02, at_x + 0.02 + _LETTER * len(name)
-        others = [box for box in taken if box[0] < right and left < box[1]]
-        shifts = sorted((_LINE * step / 2 for step in range(-16, 17)), key=abs)
-        free = (shift for shift in shifts if all(abs(at_y + shift - middle) >= _LINE for _, _, middle in others))
-        shift = next(free, 0.0)
-        taken.append((left, right, at_y + shift))
-        panel.annotate(
-            name,
-            xy=(x, y),
-            xytext=(left, at_y + shift),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8,
-            color=text_color(color),
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # lines end at a name instead of crossing it
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2} if shift else None,
-            annotation_clip=False,
-        )
+
+def _explain(figure: Any, panels: Sequence[Any], quiet: Sequence[str], frontier: str) -> None:
+    """Write below the panels what the frontier is, and which methods are grey."""
+    lines = {line.get_label(): line for panel in panels for line in panel.lines}
+    entries = {frontier: lines[frontier]} if frontier else {}
+    if quiet:
+        entries[quiet_label(quiet, 62 * len(panels) + 28)] = lines[quiet[0]]
+    if entries:
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=1, frameon=False, fontsize=8)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -228,18 +245,20 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def budget(rows: Sequence[Row]) -> Any:
     """Plot the score against the share of tokens that a decode step attends to; the dashed line is Full."""
     xlabel = "% of tokens attended"
-    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", False)
+    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", "")
 
 
 def bytes_read(rows: Sequence[Row]) -> Any:
-    """Plot the score against bytes read per decode step; the grey line is the Pareto frontier."""
-    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", True)
+    """Plot the score against bytes read per decode step; the broad line is the Pareto frontier."""
+    frontier = "frontier: no setting reads fewer bytes and scores as high"
+    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", frontier)
 
 
 def resident(rows: Sequence[Row]) -> Any:
-    """Plot the score against resident bytes per row; the grey line is the Pareto frontier."""
+    """Plot the score against resident bytes per row; the broad line is the Pareto frontier."""
     xlabel = "MB of KV cache resident per row"
-    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", True)
+    frontier = "frontier: no setting holds fewer bytes and scores as high"
+    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", frontier)
 
 
 def tasks(rows: Sequence[Row]) -> Any:
@@ -257,7 +276,9 @@ def tasks(rows: Sequence[Row]) -> Any:
         image = heat_map(panel, _grid(rows, cells, lambda row: (row["method"], row["name"], row.get("length"))))
         panel.set_title(_length_title(length), fontsize=10)
         panel.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
-        panel.set_yticks(range(len(methods)), methods, fontsize=8)
+        panel.set_yticks(range(len(methods)), map(_asked_title, methods), fontsize=8)
+    panels[0].set_ylabel("method", fontsize=9)
+    figure.supxlabel("task", fontsize=9)
     figure.colorbar(image, ax=list(panels), label="score", shrink=0.9)
     return figure
 
@@ -274,32 +295,65 @@ def turns(rows: Sequence[Row]) -> Any:
     if not rows:
         raise ValueError("a plot of turns needs several questions about a context: run eval with --questions 8")
     lengths, methods = _lengths(rows), _methods(rows)
+    means = {method: _mean([row for row in rows if row["method"] == method]) for method in methods}
     others = [method for method in methods if method.partition(" ")[0] != BASELINE]
-    figure = new_figure(1 + 4.6 * len(lengths), max(3.8, 1.2 + 0.2 * len(methods)))
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    papers = [method for method in others if method.partition("(")[0].partition(" ")[0] in PAPERS]
+    order = chosen(others, [*papers, *sorted(others, key=lambda method: -means[method])])
+    figure = new_figure(1 + 4.6 * len(lengths), 4.2)
+    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
+    ends: list[list[tuple[float, float, str, str]]] = []
     for panel, length in zip(panels, lengths, strict=True):
         here = [row for row in rows if row.get("length") == length]
-        ends = []
+        ends.append([])
         for method in methods:
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
             if not asked:
                 continue
-            means = [float(np.mean([scores[str(turn)] for scores in mine if str(turn) in scores])) for turn in asked]
-            style = line_style(others.index(method)) if method in others else {"color": REFERENCE, "linestyle": "--"}
-            panel.plot([turn + 1 for turn in asked], means, label=method, **style)
-            ends.append((asked[-1] + 1, means[-1], method, style["color"]))
+            scores = [float(np.mean([one[str(turn)] for one in mine if str(turn) in one])) for turn in asked]
+            style = {"color": REFERENCE, "linestyle": "--"} if method not in others else QUIET
+            if method in order:
+                style = line_style(order.index(method))
+            panel.plot([turn + 1 for turn in asked], scores, label=_asked_title(method), **style)
+            if style is not QUIET:
+                ends[-1].append((asked[-1] + 1, scores[-1], _asked_title(method), style["color"]))
         panel.xaxis.get_major_locator().set_params(integer=True)
         _score_axis(panel)
-        tidy(panel, f"score at {_length_title(length)}", "question about the context")
-        label_lines(panel, ends)
+        tidy(panel, _length_title(length), "question about the context", "score")
+    _explain(figure, panels, [_asked_title(method) for method in others if method not in order], "")
+    for panel, mine in zip(panels, ends, strict=True):
+        label_lines(panel, mine)
     return figure
+
+
+def _asked_title(method: str) -> str:
+    """Write a method's name with the place of the question that `_by_question` may have added."""
+    name, space, question = method.partition(" (")
+    return method_title(name) + space + question
+
+
+def solved(rows: Sequence[Row]) -> Any:
+    """Plot as `bytes_read`, over the tasks that count in the main table, with the papers' methods and the best baselines.
+
+    A task counts at a length if Full scores at least `COUNTED` and its text is no code. A baseline ranks by its best setting.
+
+    Raises:
+        ValueError: no task counts.
+    """
+    full = [row for row in rows if row["method"] == BASELINE and row["unit"] == "percent"]
+    counted = {(x["name"], x["length"]) for x in full if x["value"] >= COUNTED and x["name"] not in GROUPS["code"]}
+    mine = [row for row in rows if (row["name"], row["length"]) in counted]
+    best = {name: max(point.score for point in along) for (name, _), along in _points(mine, lambda row: 0.0).items()}
+    ranked = sorted((name for name in best if name in BASELINES), key=lambda name: -best[name])
+    shown = {BASELINE, *PAPERS, *ranked[:_BEST]}
+    return bytes_read([row for row in mine if row["method"].partition("(")[0] in shown])
 
 
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "tasks": tasks,
     "budget": budget,
     "pareto": bytes_read,
+    "solved": solved,
     "resident": resident,
     "needle": needle,
     "turns": turns,
@@ -318,6 +372,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the figures of a folder's record by name, and the names of the usual figures, for `experiments.cli.plot`."""
+    check_alike(record["metrics"])
     rows = told_apart(record["metrics"])
     rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

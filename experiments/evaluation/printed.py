@@ -15,7 +15,7 @@ from experiments.answering import budget_tokens
 from experiments.cli import parse_yaml
 from experiments.evaluation.comparison import BASELINE, Compared
 from experiments.evaluation.order import Difference
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 from experiments.tasks import GROUPS, expand
 
 _FILE = "printed.yaml"
@@ -223,7 +223,7 @@ def _rows(number: Printed, compared: Sequence[Compared]) -> list[Sequence[str]]:
         full = number.row.method == BASELINE
         made.append(
             (
-                label,
+                method_title(label),
                 number.tasks[0] if len(number.tasks) == 1 else f"mean of {len(number.tasks)}",
                 _tokens(length),
                 f"{ours:.1f}",

@@ -10,14 +10,12 @@ import dataclasses
 import functools
 import gc
 import pathlib
-import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import models
 from experiments.answering import (
@@ -33,12 +31,21 @@ from experiments.answering import (
     resolve_question,
     without_effect,
 )
-from experiments.benchmarks import Cell, CellStore, Reading
+from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.ahead import CompileAhead, Waiting
-from experiments.evaluation.answers import SHARED_TOKENS, Batch, answer_cell, make_batches, reads_code, with_room
-from experiments.evaluation.cells import make_cells, without_file
-from experiments.evaluation.comparison import BASELINE
-from experiments.evaluation.folder import Folder, read_examples
+from experiments.evaluation.answers import (
+    SECONDS,
+    SHARED_TOKENS,
+    Batch,
+    answer_cell,
+    make_batches,
+    reads_code,
+    with_room,
+)
+from experiments.evaluation.cells import make_cells, make_reading, without_file
+from experiments.evaluation.folder import Folder
+from experiments.evaluation.progress import Progress
+from experiments.evaluation.same_examples import Answered, from_file
 from experiments.evaluation.settings import Choice, EvaluationSettings
 from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
 from experiments.records import CompileClock, Timer, check_library, knobs_of
@@ -96,13 +103,7 @@ class Runner:
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
         template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
-        self._reading = Reading(
-            model.tokenizer_file,
-            template.around(settings.system, **settings.template_variables) if template else None,
-            self._limit,
-            settings.truncation,
-            settings.max_new_tokens,
-        )
+        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit)
         common = {
             "model": model.name,
             "weights": model.weights,
@@ -118,6 +119,7 @@ class Runner:
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._known_bytes: dict[Hashable, int] = {}
+        self._checked: set[Cell] = set()
         self._sizes = Sizes(settings.batch_tokens)
         self.cells = make_cells(settings)
         if any(map(reads_code, self.cells)):
@@ -125,16 +127,24 @@ class Runner:
         self.store = CellStore(self._reading, self.cells, settings.workers)
 
     def run(self) -> None:
-        """Run every cell that the folder does not have."""
+        """Run every cell that the folder does not have.
+
+        Raises:
+            ValueError: the folder holds answers to other examples of a cell.
+        """
         choices = self.settings.choices
         begun = time.monotonic()
+        self._answered.check_tasks(self.cells)
+        for cell in self.cells:  # files change; the generators do not, and their cells are checked before they are answered
+            if from_file(cell.identity):
+                self.check(cell)
         with CompileAhead() as ahead, CompileClock() as clock:
             # CHESS is calibrated while the programs of other methods are compiled.
             if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
                 alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
                 self._compile_ahead(ahead, [[job] for job in alone if not job.setting.method.dense_prompt])
             jobs = self._jobs(choices)
-            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes)
+            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes, self._evicts)
             queued = self._compile_ahead(ahead, groups)
             if names := without_file(self.settings):
                 self._say(
@@ -142,17 +152,16 @@ class Runner:
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            running, compiling = 0.0, 0.0
+            spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
-            # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
-            with tqdm(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
+            with Progress(len(jobs), self.progress) as bar:
                 while waiting:
-                    bar.set_description("compiling")
+                    bar.waits()
                     with Timer(clock) as waited:
                         group = waiting.take()
                     self.folder.results.read()
                     left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
-                    bar.update(len(group) - len(left))
+                    bar.end(len(group) - len(left))
                     parts = self._sizes.alike(left)
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.put_back(parts)
@@ -160,18 +169,22 @@ class Runner:
                     rows, again = self._attempt(left, waited, ahead, clock, bar)
                     waiting.put_back(again)
                     for job, row in zip(left, rows, strict=not again):
-                        running, compiling = running + row["seconds"], compiling + row["compile_seconds"]
+                        spent = {name: spent[name] + row[name] for name in SECONDS}
                         self._say(
                             f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
                             f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
                             f"compiling {row['compile_seconds']:.1f} s"
                             + "  NO EFFECT: it read every token" * without_effect(row)
                         )
-                        bar.set_postfix_str(f"ran {running:.0f} s, compiled {compiling:.0f} s")
-                        bar.update()
+                        bar.end(1, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
+        answers, prompts = spent["answer_seconds"], spent["seconds"] - spent["answer_seconds"]
+        self._say(
+            f"{time.monotonic() - begun:.0f} s: prompts {prompts:.0f} s, answers {answers:.0f} s, "
+            f"waiting for the compiler {spent['compile_seconds']:.0f} s"
+        )
 
     def _attempt(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
         """Run a group as `_run` does; if the device runs out of memory, return no rows, and the groups to run instead.
 
@@ -205,18 +218,17 @@ class Runner:
         return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
 
     def _run(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: tqdm
+        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> list[dict[str, Any]]:
         """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
         cell, question = group[0].cell, group[0].question
-        self._same_examples(cell)
+        self.check(cell)
         name = group[0].label if len(group) == 1 else f"{len(group)} methods"
-        bar.set_description(f"{name} {cell.title}: compiling")
+        bar.begin(f"{name} {cell.title}", len(group))
         with Timer(clock) as waiting:
             for key in self._add(ahead, group):
                 ahead.wait(key)
-        bar.set_description(f"{name} {cell.title}: running")
-        measured = self.measure(cell, [job.setting.method for job in group], question, clock)
+        measured = self.measure(cell, [job.setting.method for job in group], question, clock, bar.tell)
         rows = []
         for job, (row, predictions) in zip(group, measured, strict=True):
             lost = waited.run + waited.compile + waiting.run + waiting.compile
@@ -248,7 +260,7 @@ class Runner:
         """Add the programs of a group to the queue; return their keys."""
         cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
         for batch in self._batches(cell, methods[0], group[0].question):
-            shape, config = batch.shape, with_room(self.model.config, batch.shape)
+            shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
             keys.append(
                 (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
@@ -265,32 +277,38 @@ class Runner:
         shapes = {batch.shape for batch in self._batches(cell, methods[0], group[0].question)}
         return max(self._cache_bytes(methods, shape) for shape in shapes)
 
+    def _evicts(self, job: Job) -> bool:
+        """Tell whether the method of a job evicts in every layer."""
+        return all(layer.evicts for layer in layer_methods(job.setting.method, self.model.config))
+
     def _cache_bytes(self, methods: Sequence[Method], shape: Shape) -> int:
         """Compute `cache_bytes` once for each structure and shape."""
         at = jax.tree.structure(methods), shape
         if at not in self._known_bytes:
-            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape), shape, self.model)
+            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape, methods), shape, self.model)
         return self._known_bytes[at]
 
-    def _same_examples(self, cell: Cell) -> None:
-        """Refuse a cell whose file has changed since Full answered it, because the answers could not be compared."""
-        full = self.folder.find({"method": BASELINE, **cell.identity})
-        if full is None or not (cell.source or ":" in (cell.haystack or "") or reads_code(cell)):
-            return
-        ((_, lines),) = read_examples(self.folder.path, [full])
-        answered = {line["key"] for line in lines}
-        if answered != set(self.store[cell].keys):
-            raise ValueError(
-                f"{cell.source or cell.haystack or cell.task} has changed since Full answered {cell.title} in "
-                f"{self.folder.path}: choose another --out, or begin anew with --force"
-            )
+    def check(self, cell: Cell) -> None:
+        """Refuse a cell of which the folder holds answers to other examples, because they could not be compared."""
+        if cell not in self._checked:
+            self._answered.check(self.store[cell])
+            self._checked.add(cell)
+
+    @functools.cached_property
+    def _answered(self) -> Answered:
+        return Answered(self.folder)
 
     def measure(
-        self, cell: Cell, methods: Sequence[Method], question: str, clock: CompileClock
+        self,
+        cell: Cell,
+        methods: Sequence[Method],
+        question: str,
+        clock: CompileClock,
+        tell: Callable[[str, float], None] | None = None,
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Answer a cell under methods that prefill it together; return rows without the methods' names, and predictions."""
-        batches = self._batches(cell, methods[0], question)
-        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, self.settings.max_new_tokens)
+        batches, limit = self._batches(cell, methods[0], question), self.settings.max_new_tokens
+        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, limit, tell)
 
     def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
         return make_batches(
@@ -370,4 +388,4 @@ class Runner:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            tqdm.write(line, file=sys.stderr)  # standard output is for results
+            Progress.say(line)

@@ -11,11 +11,12 @@ from experiments.answering import (
     METHODS,
     PAPERS,
     QUESTIONS,
+    SHARES,
     MeshSettings,
     Setting,
     budget_tokens,
     paper_method,
-    pattern_of,
+    read_knobs,
 )
 from experiments.benchmarks import READERS, TRUNCATIONS
 from experiments.cli import names, option, parse_yaml, write_yaml
@@ -25,7 +26,6 @@ from kvjax.fields import check_field, check_names
 from pallas_kernels.formats.quantised import MOST
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
-_SHARES: dict[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # types of a share of the length
 _PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"
 
 
@@ -45,8 +45,21 @@ class Choice:
     @property
     def label(self) -> str:
         """The name in tables."""
-        given = ", ".join(f"{knob}={_told(knob, value)}" for knob, value in self.knobs.items())
+        given = ", ".join(f"{knob}={self._told(knob, value)}" for knob, value in self.knobs.items())
         return f"{self.name}({given})" if given else self.name
+
+    @property
+    def inner(self) -> dict[str, dict[int | None, Choice]]:
+        """The methods inside of a wrapper that are not methods yet, by field and layer; the layer is None without layers."""
+        made = {}
+        for field, by_layer in registry.inner_fields(registry.find(self.name)).items():
+            value = self.knobs.get(field)
+            if by_layer and not isinstance(value, (Mapping, type(None))):
+                raise ValueError(f"{field} must be methods by layer, as {{0: full}}, got {value!r}")
+            values = value or {} if by_layer else {None: value}
+            found = {at: _choice(one) for at, one in values.items() if isinstance(one, (str, Mapping))}
+            made |= {field: found} if found else {}
+        return made
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
         """Make the method for a length; knobs not given are the paper's, or an eighth of the length as a baseline's budget.
@@ -57,39 +70,26 @@ class Choice:
             config: the model's description; None if there is no tokenizer.
             extra: knobs that replace the paper's knobs, but not the given knobs.
         """
-        # A YAML file has lists where knobs are tuples.
-        given = {knob: tuple(value) if isinstance(value, list) else value for knob, value in self.knobs.items()}
-        knobs = {**extra, **given}
-        for knob, kinds in _SHARES.items():
-            if isinstance(knobs.get(knob), kinds):
-                knobs[knob] = budget_tokens(knobs[knob], length)
-        for knob, value in knobs.items():
-            if inner := _inner(knob, value):
-                knobs[knob] = inner.at(length, tokenizer, config, {}).method
-            elif knob == "pattern" and isinstance(value, Mapping):
-                knobs[knob] = pattern_of(value)
-        return paper_method(self.name, length, tokenizer=tokenizer, config=config, given=knobs)
+        return paper_method(self.name, length, tokenizer=tokenizer, config=config, given={**extra, **self.knobs})
+
+    def _told(self, knob: str, value: Any) -> Any:
+        """Format the value of a knob for a label."""
+        if found := self.inner.get(knob):
+            return ", ".join(choice.label if at is None else f"{at}: {choice.label}" for at, choice in found.items())
+        return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
 
 
-def _inner(knob: str, value: Any) -> Choice | None:
-    """Parse the method inside a wrapper from a name or ``{name: knobs}``; return None if the knob is something else."""
-    if knob != "method" or not isinstance(value, (str, Mapping)):
-        return None
-    chosen = choices_of(value)
-    if len(chosen) != 1:
-        raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got {value!r}")
-    return chosen[0]
-
-
-def _told(knob: str, value: Any) -> Any:
-    """Format the value of a knob for a label."""
-    if inner := _inner(knob, value):
-        return inner.label
-    return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
+def _choice(value: str | Mapping[str, Any]) -> Choice:
+    """Parse a method and its knobs from a text or ``{name: knobs}``."""
+    name, knobs = registry.one_inner(value)
+    if name in _GROUPS:
+        raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got the group {name!r}")
+    name, own = registry.parse_method(name, read_knobs)
+    return Choice(name, {**own, **knobs})
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
-    """Parse methods from names, paths of classes, names of groups, and {name: knobs}.
+    """Parse methods from names, paths of classes, texts with brackets, names of groups, and {name: knobs}.
 
     Raises:
         ValueError: an entry has none of these forms.
@@ -100,10 +100,10 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
             for name, knobs in entry.items():
                 if not isinstance(knobs or {}, Mapping):
                     raise ValueError(f"methods: expected knobs of {name!r} as {{knob: value}}, got {knobs!r}")
-                made.append(Choice(registry.canonical_name(str(name)), dict(knobs or {})))
+                made.append(_choice({str(name): knobs}))
         elif isinstance(entry, str):
-            name = registry.canonical_name(entry)
-            made += [Choice(member, {}) for member in _GROUPS.get(name, (name,))]
+            group = _GROUPS.get(registry.canonical_name(entry))
+            made += [_choice(entry)] if group is None else [Choice(member, {}) for member in group]
         else:
             raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
     return tuple(made)
@@ -111,8 +111,15 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
 
 def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
     """Convert methods to entries of a YAML file, which `choices_of` reads again, in any process."""
-    named = [(registry.lasting_name(choice.name), choice.knobs) for choice in choices]
-    return [{name: dict(knobs)} if knobs else name for name, knobs in named]
+    return [_entry(choice) for choice in choices]
+
+
+def _entry(choice: Choice) -> str | dict[str, Any]:
+    knobs, name = dict(choice.knobs), registry.lasting_name(choice.name)
+    for field, found in choice.inner.items():
+        entries = {at: _entry(inner) for at, inner in found.items()}
+        knobs[field] = entries[None] if None in entries else {**knobs[field], **entries}
+    return {name: knobs} if knobs else name
 
 
 def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
@@ -122,11 +129,12 @@ def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
     """
     cls = registry.find(name)
     check_names(cls, knobs)
+    inner = registry.inner_fields(cls)
     for knob, value in knobs.items():
-        known = isinstance(value, _SHARES.get(knob, ())) or (knob in ("scores", "pattern") and isinstance(value, str))
+        known = isinstance(value, SHARES.get(knob, ())) or (knob in ("scores", "pattern") and isinstance(value, str))
         if knob == "pattern" and isinstance(value, Mapping):
-            pattern_of(value)
-        elif not known and _inner(knob, value) is None:
+            registry.pattern_of(value)
+        elif not known and knob not in inner:
             check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
 
 
@@ -143,23 +151,39 @@ def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int
     """
     for choice in choices:
         check_knobs(choice.name, choice.knobs)
+        registry.check_inner(registry.find(choice.name), choice.knobs)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
-        check_choices([x for knob, value in choice.knobs.items() if (x := _inner(knob, value))], (), length)
+        for found in choice.inner.values():
+            check_choices(list(found.values()), (), length)
     for share in budgets:
         budget_tokens(share, length)
 
 
 def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice]:
-    """List Full, then every method without repeats; a method whose budget is not given comes at each of ``budgets``."""
+    """List Full, then every method without repeats; a method whose budget is not given comes at each of ``budgets``.
+
+    The budget of a wrapper around one method is that method's.
+    """
     made = [Choice("full", {})]
     for choice in choices:
-        known = [knob.name for knob in registry.knobs(registry.find(choice.name))]
-        if budgets and "budget" in known and "budget" not in choice.knobs:
-            made += [Choice(choice.name, {"budget": share, **choice.knobs}) for share in budgets]
-        elif choice.name != "full":
-            made.append(choice)
+        at_each = [_with_budget(choice, share) for share in budgets]
+        made += [with_budget or choice for with_budget in at_each or [None] if with_budget or choice.name != "full"]
     return list({choice.label: choice for choice in made}.values())
+
+
+def _with_budget(choice: Choice, budget: str) -> Choice | None:
+    """Set the budget of a method, or of the only method inside of it; None if the budget is given, or there is none."""
+    fields = registry.find(choice.name).__dataclass_fields__
+    if inner := registry.inner_fields(registry.find(choice.name)):
+        found = choice.inner if len(inner) == 1 else {}
+        changed = {at: _with_budget(one, budget) for ones in found.values() for at, one in ones.items()}
+        if "budget" in choice.knobs or None not in changed or changed[None] is None:
+            return None
+        return Choice(choice.name, {**choice.knobs, next(iter(inner)): {changed[None].name: dict(changed[None].knobs)}})
+    if "budget" not in fields or "budget" in choice.knobs:
+        return None
+    return Choice(choice.name, {"budget": budget, **choice.knobs})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,8 +294,8 @@ class EvaluationSettings(CellSettings):
     """The settings of an evaluation; their names are the keys of a YAML file and the flags of the command line.
 
     Attributes:
-        methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
-            {name: knobs}, too; Full always runs first
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or papers, baselines, all
+            (default all); a YAML file may have {name: knobs}, too; Full always runs first
         budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         together: the most methods that prefill a prompt together, if their caches fit; methods that evict or select during
             prefill always run alone, and with 1 all methods do

@@ -45,7 +45,7 @@ _SHOWN_OF_ROW: dict[str, _Kind] = {
 _ROW_MAY: dict[str, _Kind] = {
     "task": _TEXT, "length": _WHOLE_OR_NULL, "seed": _WHOLE_OR_NULL, "haystack": _TEXT_OR_NULL, "depth": _NUMBER_OR_NULL,
     "questions": _WHOLE_OR_NULL, "source": _TEXT_OR_NULL, "scored_tokens": _WHOLE_OR_NULL, "knobs": _OBJECT,
-    "library": _OBJECT, **_SHOWN_OF_ROW,
+    "library": _OBJECT, "examples_digest": _TEXT, **_SHOWN_OF_ROW,
 }  # fmt: skip
 _RECORD: dict[str, _Kind] = {"device": _OBJECT, "versions": _OBJECT, "date": _TEXT, "commit": _TEXT_OR_NULL}
 _RUN: dict[str, _Kind] = {"date": _TEXT, "commit": _TEXT_OR_NULL}

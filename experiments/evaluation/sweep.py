@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.answering import read_knobs
 from experiments.cli import Against, option, run
 from experiments.evaluation.grid import Grid, run_sweep
-from experiments.evaluation.knobs import read_knobs
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import CellSettings, Choice, EvaluationSettings
+from experiments.records import with_figures
 from kvjax import registry
 
 
@@ -20,7 +21,7 @@ class SweepSettings(CellSettings):
     """The grid of knobs that is run, and its cells.
 
     Attributes:
-        method: see kvjax ls; or package.module:Class
+        method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
         grid: values of a knob, with ; between values that have commas; repeatable
         set: a knob that all settings have; repeatable
 
@@ -49,7 +50,8 @@ class SweepSettings(CellSettings):
                 raise ValueError(f"--grid names {knob} twice; give all its values at once: {knob}=V1,V2,...")
             parts = values.split(";" if ";" in values else ",")
             varied[knob] = [read_knobs(self.method, [f"{knob}={value}"])[knob] for value in parts]
-        return Grid(registry.canonical_name(self.method), read_knobs(self.method, self.set), varied)
+        name, knobs = registry.parse_method(self.method, read_knobs)
+        return Grid(name, {**knobs, **read_knobs(name, self.set)}, varied)
 
     def beside(self) -> EvaluationSettings:
         """Make the settings of the evaluation that runs Full on the same cells."""
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(settings: SweepSettings, output: Output, against: Against) -> None:
+    output = with_figures(output)
     runner = make_runner(settings.beside(), output)
     run_sweep(runner, settings.knob_grid())
     finish(runner.folder, output, against)

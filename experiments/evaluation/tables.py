@@ -1,4 +1,4 @@
-"""Formats Markdown tables of compared methods, with the commits, devices and settings that made the numbers."""
+"""Formats tables of compared methods, with the commits, devices and settings that made the numbers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.answering import without_effect
+from experiments.answering import budget_of, without_effect
 from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
+from experiments.evaluation.flat import flat
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
-from experiments.records import device_kinds, markdown_rows, short_commit
+from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
 
 _LEGEND = (
     "Scores are 0 to 100. Against Full: mean difference "
     f"on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Fewer than {FEW} examples that are all "
     "alike have no interval. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
+    "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
 _PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
@@ -38,7 +40,8 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     about = "How well each method answers, beside Full on the same examples."
     units = {item.row["unit"] for item in compared}
     legend = f"{_LEGEND} {_PERPLEXITY}" if "perplexity" in units else _LEGEND
-    parts = ["# Evaluation", about, "\n".join(_about(folder) for folder in folders), legend]
+    title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
+    parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
     if "percent" in units:
         parts += ["## Means over tasks", summary_table(compared)]
         parts += left_out(compared)
@@ -47,14 +50,56 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 
+def csv_report(folders: Sequence[pathlib.Path]) -> str:
+    """Format every cell of some folders as comma-separated values, a line for each; see `experiments.evaluation.flat`."""
+    return csv_table([flat(item) for item in beside_full(load(folders))])
+
+
+def latex_report(folders: Sequence[pathlib.Path]) -> str:
+    """Format tables for the LaTeX package booktabs: the means over tasks, then the scores of each task.
+
+    Where rows have no scores to average, as perplexity, the table has every cell. Comments say what made the numbers.
+    """
+    compared = beside_full(load(folders))
+    about = [f"% {_about(folder)}" for folder in folders] + [f"% {_LEGEND}", r"% \usepackage{booktabs}"]
+    if any(item.row["unit"] == "percent" for item in compared):
+        parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
+        about += [f"% {text}" for text in left_out(compared)]
+    else:
+        parts = [latex_table(_cell_cells(compared))]
+    return "\n".join(about) + "\n\n" + "\n".join(parts)
+
+
+def _task_cells(compared: Sequence[Compared]) -> list[list[list[str]]]:
+    """Make a table for each length and way of asking the question: a row for each method, a column for each task."""
+    made: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for item in (item for item in compared if item.row["unit"] == "percent"):
+        row = item.row
+        table = made.setdefault((_length(row), row["question"]), {})
+        depth = "" if row.get("depth") is None else f", depth {row['depth']:.0%}"
+        table.setdefault(_method(row), {})[row["name"] + depth] = f"{row['value']:.1f}"
+    tables = []
+    for (length, question), lines in made.items():
+        names = list(dict.fromkeys(name for scores in lines.values() for name in scores))
+        body = [[method, *(scores.get(name, "") for name in names)] for method, scores in lines.items()]
+        tables.append([[f"{length}{' tokens' * (length != 'as given')}, {question}", *names], *body])
+    return tables
+
+
 def summary_table(compared: Sequence[Compared]) -> str:
-    """Format a row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
-    rows = []
+    """Format `summary_cells` as Markdown."""
+    return "\n".join(markdown_rows(summary_cells(compared)))
+
+
+def summary_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """Make a row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
+    rows: list[tuple[str, ...]] = []
     for mean in averages(compared):
         full = mean["method"] == BASELINE
         rows.append(
             (
-                mean["method"] + (" (no effect)" if without_effect(mean) else ""),
+                _method(mean),
+                f"{mean['budget']:,}",
                 mean["question"],
                 ", ".join(filter(None, (_length(mean), mean["drawn"]))),
                 f"{mean['score']:.1f}",
@@ -67,6 +112,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
         )
     head = (
         "method",
+        "budget",
         "question",
         "length",
         "score",
@@ -76,7 +122,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
         "read",
         "resident",
     )
-    return "\n".join(markdown_rows([head, *rows]))
+    return [head, *rows]
 
 
 def left_out(compared: Sequence[Compared]) -> list[str]:
@@ -90,12 +136,20 @@ def _not_averaged(compared: Sequence[Compared]) -> list[str]:
     rows = (item.row for item in compared if item.row["unit"] == "percent")
     keys = dict.fromkeys((row["method"], row["question"], row.get("length")) for row in rows)
     left = (key for key in keys if key not in kept)
-    return [f"{method} ({question}, {_length({'length': length})})" for method, question, length in left]
+    return [f"{method_title(method)} ({question}, {_length({'length': length})})" for method, question, length in left]
+
+
+def _method(row: Mapping[str, Any]) -> str:
+    return method_title(row["method"]) + (" (no effect)" if without_effect(row) else "")
 
 
 def cell_table(compared: Sequence[Compared]) -> str:
     """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
-    rows = []
+    return "\n".join(markdown_rows(_cell_cells(compared)))
+
+
+def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for item in compared:
         row = item.row
         full = row["method"] == BASELINE
@@ -103,7 +157,8 @@ def cell_table(compared: Sequence[Compared]) -> str:
             (
                 row["name"] + ("" if row.get("depth") is None else f", depth {row['depth']:.0%}"),
                 _length(row),
-                row["method"] + (" (no effect)" if without_effect(row) else ""),
+                _method(row),
+                f"{budget_of(row):,}",
                 row["question"],
                 f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),
@@ -114,10 +169,10 @@ def cell_table(compared: Sequence[Compared]) -> str:
             )
         )
     head = (
-        "task", "length", "method", "question", "score [95 %]", "against Full [95 %]", "same answer", "tokens attended",
-        "read", "resident",
+        "task", "length", "method", "budget", "question", "score [95 %]", "against Full [95 %]", "same answer",
+        "tokens attended", "read", "resident",
     )  # fmt: skip
-    return "\n".join(markdown_rows([head, *rows]))
+    return [head, *rows]
 
 
 def _change(item: Compared) -> str:

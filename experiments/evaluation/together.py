@@ -61,28 +61,44 @@ class Sizes:
 
 
 def join(
-    jobs: Sequence[Job], most: int, limit: int, needed: Callable[[Sequence[Job]], int | None]
+    jobs: Sequence[Job],
+    most: int,
+    limit: int,
+    needed: Callable[[Sequence[Job]], int | None],
+    evicts: Callable[[Job], bool],
 ) -> list[list[Job]]:
     """Group jobs of one cell and question; groups are in the order of their first jobs.
+
+    Methods that evict form groups of their own: where all methods evict, a prefill stores whole prompts of a few rows only.
 
     Args:
         jobs: the jobs.
         most: the most jobs of a group.
         limit: the most bytes that the caches of a group of several jobs may need.
         needed: returns the bytes that the caches of some jobs need together; None for a job that prefills alone.
+        evicts: tells whether the method of a job evicts in every layer.
     """
     groups: list[list[Job]] = []
     filling: dict[Hashable, list[Job]] = {}
+
+    def fits(together: Sequence[Job]) -> bool:
+        return len(together) <= most and not_none("needed", needed(together)) <= limit
+
     for job in jobs:
-        at = tuple(job.cell.identity.values()), job.question
+        at = (*job.cell.identity.values(), job.question)
         joins = most > 1 and needed([job]) is not None
-        group = filling.get(at) if joins else None
-        if group and len(group) < most and not_none("needed", needed([*group, job])) <= limit:
+        group = filling.get((evicts(job), at)) if joins else None
+        if group and fits([*group, job]):
             group.append(job)
             continue
         groups.append([job])
         if joins:
-            filling[at] = groups[-1]
+            filling[evicts(job), at] = groups[-1]
+    for (evicting, at), group in filling.items():
+        kept = filling.get((False, at), [])
+        if evicting and kept and fits([*kept, *group]):  # few methods: they can all be prefilled together
+            kept += group
+            groups = [other for other in groups if other is not group]  # jobs do not compare
     return groups
 
 

@@ -19,7 +19,7 @@ from experiments.evaluation import set_knobs
 from experiments.fidelity.report import cells, fidelity_tables, table
 from experiments.fidelity.run import Runner
 from experiments.fidelity.settings import FidelitySettings
-from experiments.records import check_installed, write_bytes
+from experiments.records import with_figures, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     Runner(settings, model, command.out, force=command.force, progress=not command.quiet).run()
@@ -60,7 +59,7 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
     written = [command.out / "table.md"]
     write_bytes(written[0], fidelity_tables(record).encode())
     if command.plot and any(row["value"] > 0 for row in record["metrics"]):
-        written += write_figures(command.out, [], command.out, ("png",))
+        written += write_figures(command.out, [], command.out)
     if command.json:
         print(json.dumps({"folder": str(command.out), "rows": record["metrics"]}))
     else:

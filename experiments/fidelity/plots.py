@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from experiments.answering import PAPERS
 from experiments.fidelity.report import FULL, Row, cells
 from experiments.records import (
+    QUIET,
     REFERENCE,
     amount_axis,
+    chosen,
     error_bars,
     legend,
     line_style,
+    method_title,
     new_figure,
+    quiet_label,
     tidy,
     token_label,
 )
@@ -41,22 +46,23 @@ def distance(record: Mapping[str, Any]) -> Any:
         ValueError: no method is at a distance from Full.
     """
     panels, order, figure = _panels(record)
+    coloured = _coloured(record, order)
     for panel, (cell, rows) in panels:
         drawn: list[Row] = []
-        for index, name in enumerate(order):
+        for name in order:
             line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
             if not line:
                 continue
-            style = line_style(index)
+            style = line_style(coloured.index(name)) if name in coloured else QUIET
             at = [row["bytes_read_per_step"] / 1e6 for row in line]
-            panel.plot(at, [row["value"] for row in line], label=name, **style)
+            panel.plot(at, [row["value"] for row in line], label=_label(name, order, coloured), **style)
             error_bars(panel, at, [[max(end, _LEAST) for end in row["interval_95"]] for row in line], style["color"])
             drawn += line
         full = drawn[0]["full_bytes_read_per_step"] / 1e6
         panel.axvline(full, color=REFERENCE, linestyle="--", linewidth=1, label="bytes under Full")
         amount_axis(panel, [full, *(row["bytes_read_per_step"] / 1e6 for row in drawn)], axis="x")
         panel.set_yscale("log")
-        tidy(panel, f"KL(Full || method), nats: {_title(cell)}", "MB read per decode step")
+        tidy(panel, _title(cell), "MB read per decode step", "KL(Full || method), nats")
     legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))
     return figure
 
@@ -68,15 +74,17 @@ def along(record: Mapping[str, Any]) -> Any:
         ValueError: no method is at a distance from Full.
     """
     panels, order, figure = _panels(record)
+    coloured = _coloured(record, order)
     for panel, (cell, rows) in panels:
-        for index, name in enumerate(order):
+        for name in order:
             line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
             if line:
                 row = line[len(line) // 2]
                 steps, means = pieces(row["by_step"]["kl"])
-                panel.plot(steps, np.maximum(means, _LEAST), label=name, **line_style(index))
+                style = line_style(coloured.index(name)) if name in coloured else QUIET
+                panel.plot(steps, np.maximum(means, _LEAST), label=_label(name, order, coloured), **style)
         panel.set_yscale("log")
-        tidy(panel, f"KL(Full || method), nats: {_title(cell)}", "decode step")
+        tidy(panel, _title(cell), "decode step", "KL(Full || method), nats")
     legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))
     return figure
 
@@ -109,6 +117,20 @@ def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str,
 def _apart(record: Mapping[str, Any]) -> list[Row]:
     """Select the rows at a distance from Full, which a figure can show."""
     return [row for row in record["metrics"] if row["method"] != FULL and row["value"] > 0]
+
+
+def _coloured(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Choose the methods with a colour: the papers' methods, then the methods of the least KL."""
+    least: dict[str, float] = {}
+    for row in _apart(record):
+        least[_name(row)] = min(least.get(_name(row), row["value"]), row["value"])
+    return chosen(names, [*PAPERS, *sorted(names, key=lambda name: least[name])])
+
+
+def _label(name: str, names: Sequence[str], coloured: Sequence[str]) -> str:
+    """Write a method's entry in the legend; all methods in grey share one."""
+    quiet = [method_title(other) for other in names if other not in coloured]
+    return method_title(name) if name in coloured else quiet_label(quiet, 40)
 
 
 def _name(row: Row) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answering import without_effect
-from experiments.records import bootstrap_interval, markdown_rows, short_commit, token_label
+from experiments.answering import budget_of, without_effect
+from experiments.records import bootstrap_interval, markdown_rows, method_title, short_commit, token_label
 
 FULL = "full"
 Row = Mapping[str, Any]
@@ -28,7 +28,8 @@ _LEGEND = (
     "next-token distributions, in nats, mean over texts. Above the nearest: the paired difference of KL to the method with "
     "the least KL among those that read no more bytes; bold: beyond noise; frontier: there is no nearer one. Same token: "
     "steps whose most likely token is Full's. Against Full: ratio of the perplexities of the texts' own tokens. Brackets: "
-    "95 % bootstrap intervals over texts. Read: bytes of keys, values and metadata per decode step, and as a share of Full's."
+    "95 % bootstrap intervals over texts. Budget: tokens per KV head that the setting asks for; where it asks for none, the "
+    "tokens attended. Read: bytes of keys, values and metadata per decode step, and as a share of Full's."
 )
 
 
@@ -66,7 +67,7 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
         f"Device {device.get('kind', '')}, commit "
         f"{', '.join(dict.fromkeys(map(short_commit, commits or [record.get('commit')])))}."
     )
-    parts = ["# Distance from Full", about, _LEGEND]
+    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, _LEGEND]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
     return "\n\n".join(parts) + "\n"
@@ -82,8 +83,8 @@ def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
     full = row["method"] == FULL
     share = 100 * row["bytes_read_per_step"] / row["full_bytes_read_per_step"]
     return (
-        row["method"] + (" (no effect)" if without_effect(row) else ""),
-        "" if row["budget"] is None else f"{row['budget']:,}",
+        method_title(row["method"]) + (" (no effect)" if without_effect(row) else ""),
+        f"{budget_of(row):,}",
         f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
         "" if full else _above(row, others),
         f"{row['agreement']:.1f} % [{', '.join(f'{end:.1f}' for end in row['agreement_interval_95'])}]",

@@ -37,6 +37,7 @@ from experiments.tasks import get_task, library_origin, reads_library
 from kvjax.accounting.stats import Stats
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
+from models.progress import progress_bar
 
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
 _KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
@@ -129,7 +130,7 @@ class Runner:
         texts: dict[tuple[int, str], Texts] = {}
         for length, stream in jobs:
             texts[length, stream] = self.texts(stream, length, texts)
-        bar = tqdm(total=total, unit="row", disable=not self._progress)
+        bar = progress_bar(total=total, unit="row", disable=not self._progress)
         with Programs(self.model.params, self.model.config) as programs, bar:
             for (length, stream), mine in jobs.items():
                 first = texts[length, stream].rows(0, self._rows(length))[1]
@@ -156,7 +157,9 @@ class Runner:
         reference = Reference(lambda batch: programs.run(full, batch)[0])
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
+            bar.set_postfix_str("compiling")
             compiling = programs.wait(job.method, batches[0][1], self.settings.kv_dtype)
+            bar.set_postfix_str("reading")
             started = time.monotonic()
             parts: list[tuple[int, Distance]] = []
             stats: list[tuple[int, Stats]] = []

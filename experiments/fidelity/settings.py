@@ -20,8 +20,8 @@ class FidelitySettings(ModelSettings):
     """The settings of a measurement of distances from Full; their names are also the keys of a YAML file.
 
     Attributes:
-        methods: comma-separated names, package.module:Class, or papers, baselines, all (default all); a YAML file may have
-            {name: knobs}, too
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or papers, baselines, all
+            (default all); a YAML file may have {name: knobs}, too
         budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         lengths: comma-separated, tokens of context and text together
         streams: comma-separated: prose, a continued held-out text; code, continued files of Python's standard library;

@@ -11,7 +11,7 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.fidelity.settings import FidelitySettings
-from experiments.tasks import get_task, held_out_text, make_samples
+from experiments.tasks import get_task, held_out_text, length_within, make_samples
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 
@@ -129,14 +129,15 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
         return model.tokenizer.encode(text, add_special_tokens=special).ids
 
     before, after = around or ("", "")
-    samples = make_samples(
-        settings.task,
-        length=length - len(ids(before + after)),
-        count=settings.samples,
-        seed=settings.seed,
-        count_tokens=lambda text: len(ids(text)),
-        haystack=settings.haystack if get_task(settings.task).haystack == "prose" else None,
-    )
+    with length_within(length, len(ids(before + after))) as left:
+        samples = make_samples(
+            settings.task,
+            length=left,
+            count=settings.samples,
+            seed=settings.seed,
+            count_tokens=lambda text: len(ids(text)),
+            haystack=settings.haystack if get_task(settings.task).haystack == "prose" else None,
+        )
     following = [ids(sample.target) for sample in samples]
     prompts = [
         ids(before + sample.context + sample.question + after + sample.answer_prefix, special=not before)

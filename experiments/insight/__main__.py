@@ -24,7 +24,7 @@ from experiments.insight.plots import draw
 from experiments.insight.report import table
 from experiments.insight.run import open_results, run_methods
 from experiments.insight.settings import InsightSettings
-from experiments.records import check_installed, save, write_bytes
+from experiments.records import save, with_figures, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class InsightCommand:
     """The output of `experiments.insight`.
 
     Attributes:
-        out: path without suffix; OUT.json and OUT.png are written
+        out: path without suffix; OUT.json, OUT.png and OUT.pdf are written
         plot: draw the figure (needs matplotlib)
     """
 
@@ -48,15 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     knobs = knobs_by_method(settings.knobs)
     model = load_model(settings.model, settings.dtype, offline=settings.offline)
     path = command.out.with_suffix(".json")
     run_methods(settings, model, open_results(path, settings, model), knobs)
     record = json.loads(path.read_text(encoding="utf-8"))
     if command.plot:
-        write_bytes(path.with_suffix(".png"), save(draw(record)))
+        figure = draw(record)
+        for kind in ("png", "pdf"):
+            write_bytes(path.with_suffix(f".{kind}"), save(figure, kind))
     print(table(record))
     against.show(path)
 

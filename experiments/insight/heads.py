@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 import kvjax
 from experiments.answering import LoadedModel, load_model
@@ -40,6 +39,7 @@ from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
 from kvjax.typing import pytree
+from models.progress import progress_bar
 
 _ENDS = ("\n", ". ", "! ", "? ")  # ends of sentences
 
@@ -131,7 +131,7 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
     made, tokenizer = encode_prompts(model, settings), Tokenizer.from_file(str(model.tokenizer_file))
     found: dict[str, list[float]] = {}
-    for example, tokens in tqdm(list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
+    for example, tokens in progress_bar(iterable=list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)
         offsets = tokenizer.encode(example.prompt, add_special_tokens=True).offsets
         inside = [at for at, (low, high) in enumerate(offsets) if low < end and high > begin]

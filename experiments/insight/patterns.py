@@ -20,7 +20,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm import tqdm
 
 import kvjax
 import models
@@ -37,6 +36,7 @@ from kvjax.methods import Full
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 from models import gguf_files
+from models.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
 
 _COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
@@ -143,7 +143,7 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
     if any(window is not None for window in layer_windows(config)):
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
     each = []
-    for tokens in tqdm(prompts, unit="prompt"):
+    for tokens in progress_bar(iterable=prompts, unit="prompt"):
         sizes: Any = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}
         cache = kvjax.prefill(params, [tokens], config=config, method=method, **sizes)
         each.append([np.asarray(x.share[0]).reshape(-1, len(method.patterns)) for x in cache.layers])

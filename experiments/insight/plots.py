@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.records import FAINT, heat_map, label_lines, line_style, new_figure, tidy
+from experiments.records import FAINT, heat_map, label_lines, line_style, method_title, new_figure, tidy
 
 _ACROSS = 4  # methods in a line of the lower part
 
@@ -51,9 +51,9 @@ def _by_layer(panel: Any, metrics: Sequence[Mapping[str, Any]], mass: Sequence[n
     """Plot the mean mass on chosen tokens: a row per method, a column per layer, and the mean over layers at the right."""
     grid = np.stack([values.mean(axis=(1, 2)) for values in mass])
     heat_map(panel, grid)
-    tidy(panel, "attention mass on chosen tokens by layer, %  (mean over layers at the right)", "layer", grid=None)
+    tidy(panel, "attention mass on chosen tokens, %  (mean over layers at the right)", "layer", "method", grid=None)
     panel.set_xticks(_ticks(grid.shape[1]))
-    panel.set_yticks(range(len(metrics)), [m["method"] for m in metrics])
+    panel.set_yticks(range(len(metrics)), [method_title(m["method"]) for m in metrics])
     for row, value in enumerate(grid.mean(axis=1)):
         panel.text(grid.shape[1] - 0.4, row, f"{value:.0f}", va="center", fontsize=8)
 
@@ -64,10 +64,10 @@ def _by_k(panel: Any, metrics: Sequence[Mapping[str, Any]], top: Sequence[int]) 
     for index, metric in enumerate(metrics):
         recall, style = [*metric["top_k"].values(), metric["own_k"]], line_style(index)
         panel.plot(recall, **style)
-        ends.append((len(recall) - 1, recall[-1], metric["method"], style["color"]))
+        ends.append((len(recall) - 1, recall[-1], method_title(metric["method"]), style["color"]))
     panel.set_xticks(range(len(top) + 1), [*map(str, top), "own"])
     panel.set_ylim(0, 100)
-    tidy(panel, "best k tokens among the chosen, %", "k (own: as many as were chosen)")
+    tidy(panel, "best k tokens among the chosen", "k (own: as many as were chosen)", "% of the best k")
     label_lines(panel, ends)
 
 
@@ -96,9 +96,9 @@ def _each(
             curve.axvline(end, color=FAINT, linewidth=0.8, linestyle=":")
         curve.set_xlim(1, max(2, by_layer.shape[1]))
         curve.set_ylim(0, 100)
-        tidy(curve, f"{m['method']}, {m['attended_tokens']:.0f} tokens", "decode step")
+        tidy(curve, f"{method_title(m['method'])}, {m['attended_tokens']:.0f} tokens", "decode step", "mass, %")
         image = heat_map(heads, values.mean(axis=2), numbers=False, origin="lower")
-        tidy(heads, "layers", "KV head", grid=None)
+        tidy(heads, "", "KV head", "layer", grid=None)
         heads.set_xticks(_ticks(values.shape[1]))
         heads.set_yticks(_ticks(values.shape[0]))
     figure.colorbar(image, ax=panels, label="mass, %", shrink=0.95)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 
 _LEGEND = (
     "Percent, means over samples, layers, KV heads and steps. Attended: chosen tokens. Mass: share of exact attention on "
@@ -24,7 +24,7 @@ def table(result: dict[str, Any]) -> str:
     head = ["method", "attended", "mass", "answer", "worst head", *(f"top {k}" for k in top), "own", "agree", "note"]
     body = [
         [
-            m["method"],
+            method_title(m["method"]),
             f"{m['attended_tokens']:.0f}",
             *(f"{m[name]:.1f}" for name in ("value", "in_answer", "worst_head")),
             *(f"{m['top_k'][k]:.1f}" for k in top),

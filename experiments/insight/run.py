@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import kvjax
 from experiments.answering import (
@@ -25,6 +24,7 @@ from experiments.insight.recall import Recall, Watched, readings
 from experiments.insight.settings import InsightSettings
 from experiments.records import Results, knobs_of
 from experiments.tasks import get_task
+from models.progress import progress_bar
 
 
 def method_settings(
@@ -158,7 +158,7 @@ def run_methods(
     prompts = encode_cell(Reading(model.tokenizer_file), cell).wholes
     texts = [full_text(model, tokens, settings) for tokens in prompts] if todo else []
     ends = [answer_length(text, model.config.eos_token_ids) for text in texts]
-    with tqdm(total=len(todo) * settings.samples * settings.new_tokens, unit="step") as bar:
+    with progress_bar(total=len(todo) * settings.samples * settings.new_tokens, unit="step") as bar:
         for setting, identity in todo:
             bar.set_description(setting.name)
             begun = time.monotonic()

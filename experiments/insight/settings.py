@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from experiments.answering import METHODS, ModelSettings, knobs_by_method
-from experiments.cli import option
+from experiments.answering import METHODS, ModelSettings
+from experiments.cli import names, option
 from experiments.tasks import get_task
 from kvjax import registry
 
@@ -15,7 +15,7 @@ class InsightSettings(ModelSettings):
     """The settings of `experiments.insight`.
 
     Attributes:
-        methods: comma-separated names or package.module:Class, or 'all'
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or 'all'
         knobs: a knob of a method; repeatable
         task: task of the prompts
         haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
@@ -32,7 +32,7 @@ class InsightSettings(ModelSettings):
         ValueError: an unknown task, method or text, or a number below 1.
     """
 
-    methods: tuple[str, ...] = ("all",)
+    methods: tuple[str, ...] = option(("all",), parse=names)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     task: str = "niah_single_2"
     haystack: str | None = None
@@ -53,7 +53,8 @@ class InsightSettings(ModelSettings):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.text not in ("full", "own"):
             raise ValueError(f"text must be one of {('full', 'own')}, got {self.text!r}")
-        knobs_by_method([f"{name}." for name in self.names], lambda name, texts: {})  # refuses unknown names
+        for name in self.names:
+            registry.find(name)  # refuses unknown names
 
     @property
     def names(self) -> tuple[str, ...]:

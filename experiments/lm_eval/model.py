@@ -29,13 +29,13 @@ to fetch the sentence splitter when the task is loaded, and continues without it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import kvjax
 import models
@@ -44,6 +44,7 @@ from experiments.lm_eval.likelihood import Likelihood, likelihoods
 from experiments.records import knobs_of
 from kvjax import registry
 from kvjax.method import Method
+from models.progress import progress_bar
 
 try:
     from lm_eval import utils
@@ -57,6 +58,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 NAME = "kvjax"
+_log = logging.getLogger(__name__)
+_UNSCORED = Likelihood(-np.inf, False)  # the least likely: an answer that is never chosen
 _BLOCK = 32  # tokens that are generated before the text is searched for a stopping text again
 
 
@@ -202,7 +205,7 @@ class KvjaxLM(TemplateLM):
             group_by="gen_kwargs",
             group_fn=lambda args: args[1],
         )
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
+        with progress_bar(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
             for batch in order.get_batched(n=self.batch_size):
                 made = self._generate([prompt for prompt, _ in batch], batch[0][1], tally)
                 for (prompt, wanted), text in zip(batch, made, strict=True):
@@ -288,18 +291,24 @@ class KvjaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Compute the log-probability and greediness of each continuation; equal contexts are prefilled a single time."""
+        """Compute the log-probability and greediness of each continuation; equal contexts are prefilled a single time.
+
+        A request that cannot be scored is logged by name and gets minus infinity.
+        """
         tally = Tally(self.batch_size)
         grouped: dict[tuple[int, ...], list[int]] = {}
-        for at, (_, context, text) in enumerate(requests):
+        for at, (args, context, text) in enumerate(requests):
             keep = self.max_length + 1 - len(text)  # the last token is scored and not fed
-            if not text or keep < 1:
-                raise ValueError(f"a text to score must have 1 to max_length={self.max_length} tokens, got {len(text)}")
+            if problem := self._unscorable(context, text):
+                name = f"request {at + 1} of {len(requests)}" + ("" if args is None else f", {str(args)[:200]},")
+                _log.warning("%s cannot be scored and gets minus infinity: %s", name, problem)
+                continue
             tally.cut([context], keep)
             grouped.setdefault(tuple(context[-keep:]), []).append(at)
         contexts = sorted(grouped, key=len, reverse=True)
-        results: list[Likelihood | None] = [None] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: scoring") as bar:
+        results = [_UNSCORED] * len(requests)
+        scorable = sum(map(len, grouped.values()))
+        with progress_bar(total=scorable, disable=disable_tqdm, desc=f"{NAME}: scoring") as bar:
             for start in range(0, len(contexts), self.batch_size):
                 batch = contexts[start : start + self.batch_size]
                 self._score(batch, [grouped[context] for context in batch], requests, results, tally)
@@ -310,12 +319,23 @@ class KvjaxLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", args, (result.logprob, result.greedy))
         return [(result.logprob, result.greedy) for result in results]
 
+    def _unscorable(self, context: list[int], text: list[int]) -> str:
+        """Say why a continuation cannot be scored; nothing if it can."""
+        if not 1 <= len(text) <= self.max_length:
+            return f"a text to score must have 1 to max_length={self.max_length} tokens, got {len(text)}"
+        if not context:
+            return "a context must have at least 1 token, got 0"
+        rows = self.model.config.vocab_size
+        if (most := max(*context, *text)) >= rows:
+            return f"a token must be below the vocabulary's {rows} tokens, got {most} ({self.tokenizer.id_to_token(most)!r})"
+        return ""
+
     def _score(
         self,
         contexts: list[tuple[int, ...]],
         members: list[list[int]],
         requests: Sequence[tuple[Any, list[int], list[int]]],
-        results: list[Likelihood | None],
+        results: list[Likelihood],
         tally: Tally,
     ) -> None:
         """Score a batch of contexts with all their texts.

@@ -5,6 +5,12 @@ from experiments.records.bootstrap import bootstrap_interval as bootstrap_interv
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
 from experiments.records.library import library_text as library_text
+from experiments.records.names_on_lines import QUIET as QUIET
+from experiments.records.names_on_lines import Curve as Curve
+from experiments.records.names_on_lines import chosen as chosen
+from experiments.records.names_on_lines import label_lines as label_lines
+from experiments.records.names_on_lines import name_curves as name_curves
+from experiments.records.names_on_lines import quiet_label as quiet_label
 from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
 from experiments.records.plotting import FAINT as FAINT
@@ -14,7 +20,6 @@ from experiments.records.plotting import bar_chart as bar_chart
 from experiments.records.plotting import check_installed as check_installed
 from experiments.records.plotting import error_bars as error_bars
 from experiments.records.plotting import heat_map as heat_map
-from experiments.records.plotting import label_lines as label_lines
 from experiments.records.plotting import legend as legend
 from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
@@ -23,6 +28,7 @@ from experiments.records.plotting import text_color as text_color
 from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
+from experiments.records.plotting import with_figures as with_figures
 from experiments.records.record import commit as commit
 from experiments.records.record import device_kinds as device_kinds
 from experiments.records.record import make_record as make_record
@@ -32,8 +38,12 @@ from experiments.records.record import write_bytes as write_bytes
 from experiments.records.record import write_record as write_record
 from experiments.records.resumable import Results as Results
 from experiments.records.resumable import knobs_of as knobs_of
+from experiments.records.tables import csv_table as csv_table
+from experiments.records.tables import latex_table as latex_table
+from experiments.records.tables import latex_text as latex_text
 from experiments.records.tables import markdown_rows as markdown_rows
 from experiments.records.tables import short_commit as short_commit
 from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
+from experiments.records.titles import method_title as method_title

@@ -36,43 +36,55 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
         f"commit      {short_commit(record.get('commit'))}",
         f"device      {', '.join(f'{name} {value}' for name, value in device.items())}",
         f"versions    {', '.join(f'{name} {value}' for name, value in (record.get('versions') or {}).items())}",
-        "settings    " + ", ".join(f"{name} {_text(value)}" for name, value in (record.get("settings") or {}).items()),
+        "settings    " + ", ".join(f"{name} {text_of(value)}" for name, value in (record.get("settings") or {}).items()),
     ]
     known = list(dict.fromkeys(name for row in rows for name in row))
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"no row has the field {unknown[0]!r}; fields: {', '.join(known) or 'none'}")
+    shown = chosen_fields(record, fields)
     if notes := record.get("notes"):
         lines.append(f"notes       {', '.join(notes)}")
     lines.append(f"rows        {len(rows)}, with the fields {', '.join(known)}" if rows else "rows        none")
-    columns = list(fields)
+    columns = shown
     if not fields:
-        shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
-        if "examples" in known:  # samples were requested, examples were measured: a file may have fewer
-            shown = [name for name in shown if name != "samples"]
-        alike = {name for name in shown if len(rows) > 1 and len({_text(row.get(name)) for row in rows}) == 1}
-        told = [f"{name} {_text(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
+        alike = {name for name in shown if len(rows) > 1 and len({text_of(row.get(name)) for row in rows}) == 1}
+        told = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
         lines += [f"all rows    {', '.join(told)}"] * bool(told)
         columns = [name for name in shown if name not in alike]
     return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])
+
+
+def chosen_fields(record: Mapping[str, Any], fields: Sequence[str] = ()) -> list[str]:
+    """List the columns of a record's table: the given fields, or the fields that tell rows apart and the measured value's.
+
+    Raises:
+        ValueError: ``fields`` names a field that no row has.
+    """
+    known = list(dict.fromkeys(name for row in record.get("metrics") or [] for name in row))
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(f"no row has the field {unknown[0]!r}; fields: {', '.join(known) or 'none'}")
+    if fields:
+        return list(fields)
+    shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
+    # Samples were requested, examples were measured: a file may have fewer.
+    return [name for name in shown if name != "samples" or "examples" not in known]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format the rows as lines of text with aligned columns."""
     if not columns:
         return []
-    cells = [list(columns), *([_text(row.get(name)) for name in columns] for row in rows)]
+    cells = [list(columns), *([text_of(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Format a value in a few characters."""
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (list, tuple)):
-        text = ", ".join(_text(part) for part in value)
+        text = ", ".join(text_of(part) for part in value)
     else:
         text = " ".join(str(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -6,9 +6,11 @@ global settings or needs a display.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,20 +23,30 @@ FAINT = "#999999"  # marks that explain, such as the end of an answer
 COLOR_MAP = "cividis"  # colours of heat maps: dark is low, light is high, in print without colours too
 _MARKERS = ("o", "s", "^", "D")
 _DASHES = ("-", "--", ":", "-.")
+_MISSING = "figures need the package 'matplotlib', which is not installed: pip install 'kvjax[plot]'"
 _SMALL = 8  # points, size of ticks and of labels beside lines
 
 
 def check_installed() -> None:
-    """Refuse to begin a measurement whose figure could not be drawn at the end.
+    """Refuse to draw a figure without matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message names the extra to install.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "figures need the package 'matplotlib', which is not installed; install the extra 'plot' "
-            "(pip install 'kvjax[plot]') or pass --no-plot"
-        )
+        raise ModuleNotFoundError(_MISSING)
+
+
+def with_figures[T](output: T) -> T:
+    """Return the output of a measurement, without figures if matplotlib is not installed; a line on standard error says so.
+
+    Args:
+        output: a dataclass with a field ``plot``.
+    """
+    if not vars(output)["plot"] or importlib.util.find_spec("matplotlib") is not None:
+        return output
+    print(f"kvjax: {_MISSING}; --no-plot leaves this line out", file=sys.stderr)
+    return dataclasses.replace(output, plot=False)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -57,24 +69,31 @@ def save(figure: Any, kind: str = "png") -> bytes:
 
     Args:
         figure: see `new_figure`.
-        kind: "png" or "pdf".
+        kind: "png", "pdf" or "svg".
     """
+    import matplotlib
+
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind)
+    # Text stays text, so that it can be searched and edited; no file holds the time at which it was drawn.
+    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "kvjax"}):
+        figure.savefig(buffer, format=kind, metadata=undated)
     return buffer.getvalue()
 
 
-def tidy(panel: Any, title: str = "", xlabel: str = "", grid: str | None = "both") -> None:
+def tidy(panel: Any, title: str = "", xlabel: str = "", ylabel: str = "", grid: str | None = "both") -> None:
     """Give a panel the common look: a title, two spines, the common font sizes, a light grid behind the data.
 
     Args:
         panel: axes of matplotlib.
-        title: what the y axis shows; as a title it needs no rotated text.
+        title: what the panel is about, such as a length.
         xlabel: what the x axis shows.
+        ylabel: what the y axis shows.
         grid: "x", "y", "both", or None for no grid.
     """
     panel.set_title(title, fontsize=10)
     panel.set_xlabel(xlabel, fontsize=9)
+    panel.set_ylabel(ylabel, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(which="both", labelsize=_SMALL)
     panel.set_axisbelow(True)
@@ -162,32 +181,6 @@ def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[floa
     """
     low, high = ([ends[i] for ends in intervals] for i in (0, 1))
     panel.vlines(list(x), low, high, color=color, linewidth=0.9, alpha=0.7)
-
-
-def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
-    """Write the name of each line at the right of the panel, beside its end; names that would overlap move apart.
-
-    Call it when the panel's axes have their final limits.
-
-    Args:
-        panel: axes of matplotlib.
-        ends: (x, y, name, colour) of the last point of each line, in units of the data.
-        gap: least distance of two names, as a share of the panel's height.
-    """
-    to_share = panel.transData + panel.transAxes.inverted()
-    wanted = [float(to_share.transform((x, y))[1]) for x, y, _, _ in ends]
-    for (x, y, name, color), share in zip(ends, spread(wanted, gap), strict=True):
-        panel.annotate(
-            name,
-            xy=(x, y),
-            xytext=(1.03, share),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=_SMALL,
-            color=text_color(color),
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
-            annotation_clip=False,
-        )
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:

@@ -1,9 +1,13 @@
-"""Markdown tables: their lines, their files, and the short form of a commit."""
+"""Tables as Markdown, CSV and LaTeX: their lines, their files, and the short form of a commit."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -11,6 +15,46 @@ def markdown_rows(cells: Sequence[Sequence[Any]]) -> list[str]:
     """Format the lines of a markdown table; the first row of ``cells`` is its head."""
     head, *body = [[str(cell) for cell in row] for row in cells]
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows as comma-separated values, with a line of names first.
+
+    The columns are the fields of all rows, in order. None becomes an empty cell; a list or an object becomes JSON.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: json.dumps(x) if isinstance(x, (dict, list, tuple)) else x for name, x in row.items()})
+    return text.getvalue()
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "≤": r"$\le$", "×": r"$\times$",
+}  # fmt: skip
+
+
+def latex_text(text: str) -> str:
+    """Write a text for LaTeX: its special characters stand for themselves, ``**bold**`` is bold, and -1 has a minus."""
+    text = re.sub(r"(?<![\w.)\]])-(?=\d)", "\0", text)
+    text = "".join(_LATEX.get(letter, letter) for letter in text)
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text).replace("\0", "$-$")
+
+
+def latex_table(cells: Sequence[Sequence[Any]]) -> str:
+    """Format a table for the LaTeX package booktabs; the first row of ``cells`` is its head.
+
+    A column whose cells are all empty or begin with a digit or a sign is aligned at the right.
+    """
+    head, *body = [[str(cell) for cell in row] for row in cells]
+    numbers = [all(re.match(r"$|\**[-+]?\d", row[column]) for row in body) for column in range(len(head))]
+    lines = [" & ".join(map(latex_text, row)) + r" \\" for row in (head, *body)]
+    form = "".join("r" if number else "l" for number in numbers)
+    begin, end = [rf"\begin{{tabular}}{{{form}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end]) + "\n"
 
 
 def table_file(record: pathlib.Path) -> pathlib.Path:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from experiments.cli import option, run
 from experiments.records import check_installed
+from experiments.site import operations
 from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
 
 
@@ -25,12 +26,14 @@ class SiteCommand:
         docs: folder of the documentation, with the folder records in it
         tables: also write the tables of the records again
         figures: also draw the figures of the pages again (needs matplotlib)
+        operations: also trace again which methods call which operations (two minutes)
     """
 
     out: pathlib.Path = option(positional=True)
     docs: pathlib.Path = DOCS
     tables: bool = False
     figures: bool = False
+    operations: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write(command: SiteCommand) -> None:
     if command.figures:
         check_installed()
-    written = write_pages(command.out, command.docs)
+    traced = [operations.record(command.docs)] if command.operations else []
+    written = traced + write_pages(command.out, command.docs)
     if command.tables:
         written += write_tables(command.docs)
     if command.figures:

@@ -17,10 +17,10 @@ from experiments.evaluation import (
     mean_scores,
     solved,
 )
-from experiments.records import markdown_rows, token_label
+from experiments.records import markdown_rows, method_title, token_label
 from experiments.site.marks import missing
 from experiments.site.quality import short
-from experiments.site.runs import Runs, share, title
+from experiments.site.runs import Runs, share
 
 BASE, TUNED = "base", "base-tuned"
 
@@ -74,7 +74,7 @@ def means(runs: Runs) -> str:
         }
         lost = "" if method == "full" else f"{gap:+.1f} ± {noise:.1f}"
         each = (f"{values[method, cell]:.1f}" for cell in counted)
-        body.append((title(method), f"{scores[method]:.1f}", lost, *each, share(bytes_read)))
+        body.append((method_title(method), f"{scores[method]:.1f}", lost, *each, share(bytes_read)))
     head = ("method", "mean", "against Full", *(_cell_title(cell) for cell in counted), "read")
     return "\n".join(markdown_rows([head, *body]))
 
@@ -90,7 +90,7 @@ def order(base: Runs, tuned: Runs) -> str:
     )
     methods = sorted((method for method in first if method in second), key=lambda method: -first[method])
     ranks = [_ranks({method: scores[method] for method in methods}) for scores in (first, second)]
-    body = [(title(x), f"{first[x]:.1f}", f"{second[x]:.1f}", f"{ranks[0][x]:g}", f"{ranks[1][x]:g}") for x in methods]
+    body = [(method_title(x), f"{first[x]:.1f}", f"{second[x]:.1f}", f"{ranks[0][x]:g}", f"{ranks[1][x]:g}") for x in methods]
     table = "\n".join(markdown_rows([("method", "base", "tuned", "rank on the base", "rank on the tuned"), *body]))
     tau = kendall_tau([first[x] for x in methods], [second[x] for x in methods])
     every = [c for c in changes(base.own, tuned.own, shared) if "full" not in (c.better, c.worse)]
@@ -127,8 +127,8 @@ def _told(change: Change) -> str:
         return f"{gap.mean:+.1f} ± {gap.plus_minus:.1f}"
 
     return (
-        f"* {title(change.better)} less {title(change.worse)}: {points(change.first)} on the base, {points(change.second)} "
-        "on the tuned model."
+        f"* {method_title(change.better)} less {method_title(change.worse)}: {points(change.first)} on the base, "
+        f"{points(change.second)} on the tuned model."
     )
 
 

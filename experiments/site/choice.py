@@ -7,19 +7,20 @@ import pathlib
 from collections.abc import Callable
 
 from experiments.answering import PAPERS
-from experiments.records import markdown_rows, token_label
+from experiments.records import markdown_rows, method_title, token_label
+from experiments.site import untouched
 from experiments.site.marks import missing
 from experiments.site.method_costs import load
 from experiments.site.quality import MAIN
-from experiments.site.runs import Runs, against, share, title
+from experiments.site.runs import Runs, against, share
 
 _SPEED_LENGTH = 131_072  # tokens of the decode steps whose times are shown
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts, by name; see `experiments.site.marks`."""
-    runs = Runs(docs, MAIN)
-    there = (docs / "records" / "results" / "main").is_dir()
+    runs = untouched.runs_of(docs) if untouched.measured(docs) else Runs(docs, MAIN)
+    there = bool(runs)
     return {
         "choosing": functools.partial(numbers, runs, docs) if there else functools.partial(missing, docs, ("main",)),
         "papers": functools.partial(losses, runs) if there else functools.partial(missing, docs, ("main",)),
@@ -49,7 +50,7 @@ def numbers(runs: Runs, docs: pathlib.Path) -> str:
         lost = [against(runs.mean(method, "prefill", length)) for length in lengths]
         lost += [against(runs.mean(method, "extend", length)) for length in after]
         time = f"{1e3 * times[method]:.2f}" if method in times else ""
-        body.append((title(method), *lost, *costs, time))
+        body.append((method_title(method), *lost, *costs, time))
     told = (
         f"{runs.about}. Points of the score with 95 % intervals; reads and holds: share of what Full reads per step and "
         "holds. The times are of a Llama-3.1-8B shape ([speed](tables/speed.md))."
@@ -63,7 +64,7 @@ def losses(runs: Runs) -> str:
     lost = {x: [against(runs.mean(x, "prefill", length)) for length in lengths] for x in PAPERS}
     shown = [x for x in runs.ranked("prefill", lengths[0]) if x in lost]
     head = ("method", *map(token_label, lengths))
-    return "\n".join(markdown_rows([head, *((f"[{title(x)}](methods/{x}.md)", *lost[x]) for x in shown)]))
+    return "\n".join(markdown_rows([head, *((f"[{method_title(x)}](methods/{x}.md)", *lost[x]) for x in shown)]))
 
 
 def step_times(docs: pathlib.Path) -> dict[str, float]:

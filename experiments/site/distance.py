@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from experiments.cli import read_record
-from experiments.records import markdown_rows, token_label
+from experiments.records import markdown_rows, method_title, token_label
 from experiments.site.marks import missing
-from experiments.site.runs import Row, share, title
+from experiments.site.runs import Row, share
 
 RECORD = "records/fidelity/base"
 _STREAMS = {
@@ -62,6 +62,6 @@ def _table(rows: Sequence[Row]) -> str:
         mine = [at.get((method, length)) for length in lengths]
         longest = next(row for row in reversed(mine) if row is not None)
         shown = ("" if row is None else f"{row['value']:.2g} ({row['agreement']:.0f} %)" for row in mine)
-        body.append((title(method), share(longest), *shown))
+        body.append((method_title(method), share(longest), *shown))
     head = ("method", f"read at {token_label(lengths[-1])}", *(f"{token_label(length)} tokens" for length in lengths))
     return "\n".join(markdown_rows([head, *body]))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 
-from experiments.cli import write_figures
+from experiments.cli import shown_texts, write_figures
 from experiments.records import write_bytes
 from experiments.site import (
     agreement,
     choice,
     distance,
     method_pages,
+    operations,
     paper_tables,
     quality,
     record_pages,
     record_tables,
+    untouched,
 )
+from experiments.site.address import addressed
 from experiments.site.marks import names_of, with_parts
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -28,10 +31,11 @@ FIGURES = {
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),
     "insight.png": ("insight.json", "insight"),
+    "results/qwen-16k/solved.png": ("results/qwen-16k", "solved"),
     "results/main/pareto.png": ("results/main", "pareto"),
     "results/sweep-snapkv/pareto.png": ("results/sweep-snapkv", "pareto"),
     "results/toy/pareto.png": ("results/toy", "pareto"),
-    "speed.png": ("speed.json", "speed"),
+    "speed-h200.png": ("speed-h200.json", "speed"),
     "speed-four-scaling.png": ("speed-four.json", "scaling"),
 }
 
@@ -63,10 +67,14 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     """Write the tables again: the records' tables in ``docs/tables`` and result folders, and the parts between marks.
 
+    For this checkout's own ``docs`` also what ``kvjax COMMAND --help`` and ``kvjax ls`` show.
+
     Returns:
         The files.
     """
-    texts = record_tables.pages(docs) | marked_pages(docs)
+    texts = addressed(docs.parent) | record_tables.pages(docs) | marked_pages(docs)
+    if docs == DOCS:
+        texts |= shown_texts()
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)
@@ -75,7 +83,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
-    for module in (quality, agreement, distance, choice, paper_tables):
+    for module in (quality, untouched, agreement, distance, choice, paper_tables, operations):
         made |= module.parts(docs)
     return made
 
@@ -88,6 +96,11 @@ def marked_pages(docs: pathlib.Path) -> dict[pathlib.Path, str]:
     return {file: with_parts(text, known) for file, text in texts.items() if names_of(text)}
 
 
+def figures(docs: pathlib.Path) -> dict[str, tuple[str, str]]:
+    """Return the entries of `FIGURES` whose records exist."""
+    return {file: made for file, made in FIGURES.items() if (docs / "records" / made[0]).exists()}
+
+
 def draw_figures(docs: pathlib.Path = DOCS, again: bool = True) -> list[pathlib.Path]:
     """Draw the figures that the pages show, from their records, and return the files that were drawn.
 
@@ -96,7 +109,7 @@ def draw_figures(docs: pathlib.Path = DOCS, again: bool = True) -> list[pathlib.
         again: also draw the figures that exist already.
     """
     written, records = [], docs / "records"
-    for file, (record, kind) in FIGURES.items():
+    for file, (record, kind) in figures(docs).items():
         if again or not (records / file).exists():
             written += write_figures(records / record, [kind], (records / file).parent, ("png",))
     return written

@@ -23,20 +23,22 @@ from experiments.evaluation import (
     remade_tables,
     verdicts,
 )
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 from experiments.site.marks import missing
-from experiments.site.runs import title, wrapped
+from experiments.site.runs import wrapped
 
 MAIN = "main"
 PAGE = "papers"  # of docs/tables
 SETTINGS = tuple(f"papers-{x}" for x in ("chess", "mosaickv", "pariskv", "sentencekv", "tokenselect", "infinitebench"))
+_MADE_BY = {MAIN: SETTINGS, "qwen-16k": ("qwen-16k", "qwen-papers", "qwen-papers-niah")}  # settings by record
 _Judged = list[tuple[Remade, list[Verdict]]]
 _HEAD = """# Tables of the papers, made again
 
-The comparisons that the five papers print, made again with our methods on SmolLM2-135M, and the papers' numbers beside ours.
-Ours is another model, with other prompts at another length, and often with other tasks. So scores are not compared. What is
-compared is the sign of each system's difference to Full, and the order of the systems. [Five papers](../five-papers.md) says
-what it means, `docs/settings/papers-*.yaml` has the settings.
+The comparisons that the five papers print, made again with our methods, and the papers' numbers beside ours. Our model is
+SmolLM2-135M, or Qwen2.5-Coder-1.5B where a title says so. Prompts and lengths differ from the papers', and often the tasks
+do. So scores are not compared. What is compared is the sign of each system's difference to Full, and the order of the
+systems. [Five papers](../five-papers.md) says what it means. The settings are `docs/settings/papers-*.yaml` and
+`docs/settings/qwen-papers*.yaml`.
 
 Less Full: the difference to Full on the same tasks. Ours has a 95 % paired bootstrap interval. Papers print none; where the
 number of a table's samples is known, it has the interval of answers that do not depend on each other, which is too wide. A
@@ -99,7 +101,7 @@ def _judged(docs: pathlib.Path) -> _Judged:
 
 def _missing(docs: pathlib.Path, remade: Remade) -> str:
     """Write the text in place of a table without a record."""
-    return missing(docs, SETTINGS if remade.record == MAIN else (remade.record,))
+    return missing(docs, _MADE_BY.get(remade.record, (remade.record,)))
 
 
 def _entries(docs: pathlib.Path, name: str) -> list[Entry]:
@@ -203,4 +205,4 @@ def _points(gap: Difference) -> str:
 
 def _title(label: str) -> str:
     method, space, rest = label.partition(" ")
-    return title(method) + space + rest
+    return method_title(method) + space + rest

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 
 from experiments.answering import PAPERS, without_effect
-from experiments.records import markdown_rows, token_label
+from experiments.records import markdown_rows, method_title, token_label
 from experiments.site import method_pages
 from experiments.site.marks import missing
-from experiments.site.runs import Row, Runs, against, megabytes, read, share, title, wrapped
+from experiments.site.runs import Row, Runs, against, megabytes, read, share, wrapped
 from experiments.tasks import expand
 
 MAIN = ("main", "main-16k", "main-extend")
 BEST = 6  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the length: the budgets of docs/settings/main.yaml
+_ABOUT = """\
+`python -m kvjax eval --config docs/settings/main.yaml --out runs/main` makes the columns of 8K, `main-16k.yaml` and
+`main-extend.yaml` the other columns. UUIDs decide the ranking: methods that score blocks, sentences or pages miss them."""
 _NEAR = 0.05  # CHESS' ratios only come near a share
 _OF_BUDGET = ({"budget"}, {"ratios"}, {"channels", "fraction"})  # knobs that give a budget and nothing else
 _SHORT = {
@@ -65,7 +68,7 @@ def front(runs: Runs) -> str:
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
         mean = runs.mean(method, "prefill", first)
         cost = () if mean is None else (read(mean), megabytes(mean["resident_bytes_per_row"]))
-        body.append((title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
+        body.append((method_title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
     full = runs.means[0]
     told = (
         f"{runs.subject}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each, the "
@@ -73,8 +76,9 @@ def front(runs: Runs) -> str:
         "a decode step reads under Full."
     )
     if len(best) < len(ranked):
-        told += f" Of {len(ranked) - len(own)} baselines the best {BEST}; [all](docs/quality.md)."
-    return f"{wrapped(told)}\n\n{_table(head, body)}"
+        told += f" Of {len(ranked) - len(own)} baselines the best {BEST}; [all](docs/quality-twin.md)."
+    about = f"\n\n{_ABOUT}" if runs.folders[0].name == MAIN[0] else ""
+    return f"{wrapped(told)}\n\n{_table(head, body)}{about}"
 
 
 def means(runs: Runs) -> str:
@@ -86,7 +90,7 @@ def means(runs: Runs) -> str:
             if (mean := runs.mean(method, *at)) is not None:
                 body.append(
                     (
-                        title(method) + (" (no effect)" if without_effect(mean) else ""),
+                        method_title(method) + (" (no effect)" if without_effect(mean) else ""),
                         f"{at[1]:,}",
                         _score(mean),
                         against(mean),
@@ -111,7 +115,7 @@ def tasks(runs: Runs) -> str:
     at = {(row["method"], row["name"]): row["value"] for row in rows}
     body = []
     for method in runs.ranked("prefill", length):
-        body.append((title(method), *(f"{at[method, name]:.0f}" if (method, name) in at else "" for name in names)))
+        body.append((method_title(method), *(f"{at[method, name]:.0f}" if (method, name) in at else "" for name in names)))
     return _table(("method", *(short(name) for name in names)), body)
 
 
@@ -121,7 +125,7 @@ def questions(runs: Runs) -> str:
     body = []
     for method in runs.ranked("prefill", length):
         before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
-        body.append((title(method), _score(before), against(before), _score(after), against(after)))
+        body.append((method_title(method), _score(before), against(before), _score(after), against(after)))
     return _table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
 
 
@@ -140,7 +144,7 @@ def budgets(runs: Runs) -> str:
     for name in several:
         line = {column: rows for (method, column), rows in cells.items() if method == name}
         line.setdefault(str(nominal(line["own"][0])), line["own"])  # its own budget may be one of these
-        body.append((title(name), *(_scored(line.get(column)) for column in ("own", *map(str, SHARES)))))
+        body.append((method_title(name), *(_scored(line.get(column)) for column in ("own", *map(str, SHARES)))))
     head = ("method", "own budget", *(f"1/{round(1 / s)}" for s in SHARES))
     picture = f"![score against bytes read per step](records/results/{runs.folders[0].name}/pareto.png)"
     return f"{_table(head, body)}\n\n{picture}"

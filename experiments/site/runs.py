@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.answering import PAPERS
 from experiments.cli import read_record
-from experiments.evaluation import Compared, Entry, averages, beside_full, load, read_runs
+from experiments.evaluation import BASELINE, Compared, Entry, averages, beside_full, load, read_runs
 from experiments.records import device_kinds, short_commit
 from kvjax import registry
 
@@ -19,9 +19,9 @@ _MODELS = {
     "builtin": "the built-in retrieval toy",
     "smollm2": "SmolLM2-135M-Instruct (4-bit weights)",
     "smollm2-retrieval": "SmolLM2-135M-Instruct (4-bit weights) with our retrieval adapter",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct (4-bit weights) as it was published",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct (4-bit weights) as it was published",
 }
-# Titles that are not the name of a method's class.
-_TITLES = {"chess": "CHESS", "twilight": "Twilight", "minference": "MInference"}
 
 
 class Runs:
@@ -30,10 +30,15 @@ class Runs:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
         names: names of folders of ``docs/records/results``.
+        least: the least score of Full, in percent, with which a task counts in means at a length.
+        apart: tasks that count in no mean.
     """
 
-    def __init__(self, docs: pathlib.Path, names: Sequence[str]) -> None:
+    def __init__(
+        self, docs: pathlib.Path, names: Sequence[str], least: float = 0.0, apart: Sequence[str] = ()
+    ) -> None:
         self.folders = [folder for name in names if (folder := docs / "records" / "results" / name).is_dir()]
+        self.least, self.apart = least, apart
 
     def __bool__(self) -> bool:
         return bool(self.folders)
@@ -45,8 +50,8 @@ class Runs:
 
     @functools.cached_property
     def own(self) -> list[Entry]:
-        """The rows of methods at their own settings, whose names show no knobs."""
-        return [entry for entry in self.entries if "(" not in entry.row["method"]]
+        """The rows of kvjax' methods at their own settings, whose names show no knobs."""
+        return [entry for entry in self.entries if entry.row["method"] in registry.builtin()]
 
     @functools.cached_property
     def compared(self) -> list[Compared]:
@@ -55,8 +60,28 @@ class Runs:
 
     @functools.cached_property
     def means(self) -> list[dict[str, Any]]:
-        """Means over tasks of `compared`."""
-        return averages(self.compared)
+        """Means of `compared` over the tasks that count."""
+        return averages(self.counting(self.compared))
+
+    @functools.cached_property
+    def counted(self) -> dict[int, list[str]]:
+        """The tasks that count in means, by length: Full scores at least `least` with the question in the prompt."""
+        made: dict[int, list[str]] = {}
+        for row in (entry.row for entry in self.own if entry.row["method"] == BASELINE):
+            names = made.setdefault(row["length"], [])
+            asked = row["question"] == "prefill" or row["length"] not in self._in_prompt
+            if asked and row["value"] >= self.least and row["name"] not in (*self.apart, *names):
+                names.append(row["name"])
+        return made
+
+    @functools.cached_property
+    def _in_prompt(self) -> set[int]:
+        """The lengths at which Full was asked with the question in the prompt."""
+        return {x.row["length"] for x in self.own if (x.row["method"], x.row["question"]) == (BASELINE, "prefill")}
+
+    def counting(self, compared: Sequence[Compared]) -> list[Compared]:
+        """Select the rows of the tasks that count."""
+        return [item for item in compared if item.row["name"] in self.counted.get(item.row["length"], ())]
 
     def mean(self, method: str, question: str, length: int) -> dict[str, Any] | None:
         """Find the mean of a method, or None if it was not measured on all tasks."""
@@ -95,13 +120,6 @@ class Runs:
         runs = [run for folder in self.folders for run in read_runs(folder) or [read_record(folder)]]
         commits = dict.fromkeys(short_commit(run["commit"]) for run in runs)
         return f"{self.subject}, JAX {runs[0]['versions']['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-
-
-def title(label: str) -> str:
-    """Return a method's name as the pages write it; knobs in brackets stay."""
-    name, bracket, knobs = label.partition("(")
-    cls = registry.classes().get(name)
-    return _TITLES.get(name, cls.__name__ if cls else name) + bracket + knobs
 
 
 def megabytes(count: float) -> str:

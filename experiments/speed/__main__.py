@@ -29,7 +29,7 @@ import jax
 
 from experiments.answering import mesh_axes
 from experiments.cli import Against, run
-from experiments.records import Results, check_installed, save, write_bytes
+from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.rows import finish
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results, read_knobs(settings.knobs))
     if settings.left_whole:
@@ -56,7 +55,9 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
     failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
     time_rows(bench, settings)
     if command.plot:
-        write_bytes(results.path.with_suffix(".png"), save(plots.overview(results.metrics)))
+        figure = plots.overview(results.metrics, " and ".join(results.devices))
+        for kind in ("png", "pdf"):
+            write_bytes(results.path.with_suffix(f".{kind}"), save(figure, kind))
     finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
 
 

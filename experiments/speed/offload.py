@@ -24,7 +24,7 @@ import jax
 
 from experiments.answering import Setting
 from experiments.cli import Against, run
-from experiments.records import Results, check_installed, save, write_bytes
+from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.offload_report import offload_tables
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
-    if command.plot:
-        check_installed()
+    command = with_figures(command)
     knobs = read_knobs(settings.knobs)
     if offloaded := [name for name in knobs if "offload" in knobs[name]]:
         raise ValueError(f"--set {offloaded[0]}.offload: rows are measured offloaded and resident, see --no-resident")

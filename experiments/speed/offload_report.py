@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
-from experiments.speed.rows import Row, failure, run_line, scaled, spread
+from experiments.records import markdown_rows, method_title
+from experiments.speed.rows import Row, failure, run_line, scaled, spread, titled
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: TPOT with everything on the device. "
@@ -56,7 +56,7 @@ def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         "host GB",
         "notes",
     )
-    lines = ["# Decoding from host memory", ""]
+    lines = [titled("Decoding from host memory", metrics, notes), ""]
     lines += ["How long a token takes when keys and values of some or all layers are in pinned host memory.", ""]
     for model in dict.fromkeys(row["model"] for row in metrics):
         mine = [row for row in metrics if row["model"] == model]
@@ -80,7 +80,7 @@ def offload_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 def _prompt_line(row: Row) -> list[Any]:
     """Format a row of the table of prompts."""
-    key = [row[name] for name in ("method", "length", "batch", "chunk_size")]
+    key = [method_title(row["method"]), *(row[name] for name in ("length", "batch", "chunk_size"))]
     if row["error"] is not None:
         return [*key, *[""] * 6, failure(row, 80)]
     gigabytes = [row[name] for name in ("peak_bytes", "weight_bytes", "device_limit", "host_bytes")]
@@ -101,8 +101,9 @@ def _note(row: Row) -> str:
 def _line(row: Row, metrics: Sequence[Row]) -> list[Any] | None:
     """Format a row of the table of a model; None for a resident row that is shown beside its offloaded row."""
     key = {name: row[name] for name in ("method", "length", "batch")}
+    shown = [method_title(row["method"]), row["length"], row["batch"]]
     if row["error"] is not None:
-        return [*key.values(), *[""] * 9, f"{row['name']}: {failure(row, 80)}"]
+        return [*shown, *[""] * 9, f"{row['name']}: {failure(row, 80)}"]
     alike = [x for x in metrics if key.items() <= x.items() and x["error"] is None]
     other = next((x for x in alike if x["name"] == "resident"), None)
     hosted = row["name"] == "offload"
@@ -110,7 +111,7 @@ def _line(row: Row, metrics: Sequence[Row]) -> list[Any] | None:
         return None
     extra = row["value"] - other["value"] if hosted and other else 0
     return [
-        *key.values(),
+        *shown,
         row["layers"],
         spread(row, 1e3, 3) if hosted else "",
         f"{1e3 * other['value']:.3f}" if other else "",

@@ -15,10 +15,12 @@ from experiments.records import (
     REFERENCE,
     amount_axis,
     bar_chart,
+    device_kinds,
     error_bars,
     label_lines,
     legend,
     line_style,
+    method_title,
     new_figure,
     tidy,
     token_axis,
@@ -33,9 +35,10 @@ _PART_COLORS = dict(zip(_PARTS.values(), (COLORS[5], COLORS[0], COLORS[4], COLOR
 _BAR = 0.27  # inches of height for each bar
 
 
-def overview(rows: Sequence[Row]) -> Any:
+def overview(rows: Sequence[Row], card: str = "") -> Any:
     """Draw a row of panels for each model: time against length, time beside its floor, throughput against rows.
 
+    The fastest method is the first bar, and the title names the ``card`` that was measured.
     Lengths are drawn at the smallest batch; bars and throughputs at the length that has most rows. The first and the last
     panel show the methods that were measured at several lengths or batches. They are left out if there are no such methods.
     """
@@ -46,14 +49,17 @@ def overview(rows: Sequence[Row]) -> Any:
     most = max((len(names) for names in panels), default=1)
     bars = max((len({row["method"] for row in decoded if row["model"] == model}) for model in models), default=1)
     longest = max((len(name) for name in styles), default=0)
-    figure = new_figure(4.9 * most + 0.08 * max(longest - 16, 0), max(3.6, 1.3 + _BAR * bars) * max(len(models), 1))
+    figure = new_figure(4.9 * most + 0.08 * max(longest - 16, 0), max(3.8, 1.5 + _BAR * bars) * max(len(models), 1))
+    _name_card(figure, card)
     grid = figure.subplots(max(len(models), 1), most, squeeze=False)
     for axes, names, model in zip(grid, panels, models, strict=False):  # of prompts alone there are no panels
         mine = [row for row in decoded if row["model"] == model]
         for panel, name in zip(axes, names, strict=False):
-            _OVERVIEW[name](panel, mine, styles)
             if name == "batch":
-                _draw_limits(panel, mine, [row for row in rows if row["model"] == model and row.get("out_of_memory")], styles)
+                lacking = [row for row in rows if row["model"] == model and row.get("out_of_memory")]
+                _by_batch(panel, mine, lacking, styles)
+            else:
+                _OVERVIEW[name](panel, mine, styles)
             if len(models) > 1:
                 panel.set_title(f"{model}: {panel.get_title()}")
     for axes, names in zip(grid, panels or [[]], strict=True):
@@ -74,27 +80,30 @@ def _by_length(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> N
     least = _least(rows)
     shown = _several([row for row in rows if row["batch"] == least], "length")
     _draw_times(panel, shown, styles, lambda row: row["method"])
-    tidy(panel, f"ms per token, {_rows_of(least)} (thin: floor)", "tokens stored")
+    tidy(panel, f"{_rows_of(least)} (thin: floor)", "tokens stored", "ms per token")
 
 
 def _floors(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
     length = _usual_length(rows)
     least = _least([row for row in rows if row["length"] == length])
-    shown = [row for row in rows if (row["length"], row["batch"]) == (length, least)]
+    here = [row for row in reversed(rows) if (row["length"], row["batch"]) == (length, least)]
+    shown = sorted({row["method"]: row for row in here}.values(), key=lambda row: row["value"])  # of several runs the first
     floors = [1e3 * row["floor"] for row in shown]
     above = [1e3 * max(row["value"] - row["floor"], 0) for row in shown]
-    parts = {"floor: reading its bytes (%)": floors, "above the floor": above}
+    parts = {"floor: reading its bytes": floors, "above the floor": above}
     bar_chart(panel, [row["method"] for row in shown], parts, (COLORS[0], COLORS[5]))
     for index, row in enumerate(shown):
         panel.hlines(index, 1e3 * row["least"], 1e3 * row["most"], color=REFERENCE, linewidth=1.2)
         text = f" {1e3 * row['value']:.2f} ({100 / row['ratio']:.0f} %)"
         panel.text(1e3 * row["most"], index, text, va="center", fontsize=7.5)
     panel.set_xlim(right=1.28 * max(1e3 * row["most"] for row in shown))
-    tidy(panel, f"ms per token at {token_label(length)}, {_rows_of(least)}", grid="x")
-    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8, frameon=False)
+    about = f"{token_label(length)} tokens, {_rows_of(least)}, the fastest first"
+    tidy(panel, about, "ms per token (% of the roofline)", grid="x")
+    panel.set_ylim(len(shown) - 0.4, -1.6)  # room for the legend above the shortest bar
+    panel.legend(loc="upper right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
 
 
-def _by_batch(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+def _by_batch(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles: Mapping[str, dict]) -> None:
     length = _usual_length(rows)
     shown = _several([row for row in rows if row["length"] == length], "batch")
     ends = []
@@ -102,8 +111,9 @@ def _by_batch(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> No
         points = sorted((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
         panel.plot(*zip(*points, strict=True), **styles[name])
         ends.append((*points[-1], name, styles[name]["color"]))
+    _draw_limits(panel, rows, lacking, styles)
     panel.set(xlim=(0, None), ylim=(0, None))
-    tidy(panel, f"tokens per second at {token_label(length)}", "rows decoded together")
+    tidy(panel, f"{token_label(length)} tokens", "rows decoded together", "tokens per second")
     label_lines(panel, ends)
 
 
@@ -114,7 +124,8 @@ def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles
     crossed = False
     for name in dict.fromkeys(row["method"] for row in shown):
         batch, speed = max((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
-        tried = [row for row in lacking if (row["name"], row["method"], row["length"]) == ("decode", name, length)]
+        tried = [row for row in lacking if (row["name"], row["length"]) == ("decode", length)]
+        tried = [row for row in tried if method_title(row["method"]) == name]
         over = [row["batch"] for row in tried if row["batch"] > batch]
         if over:
             panel.plot([batch, min(over)], [speed, speed], ":", color=styles[name]["color"], linewidth=1)
@@ -124,20 +135,25 @@ def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles
         panel.legend(loc="upper left", fontsize=8, frameon=False)
 
 
-_OVERVIEW = {"length": _by_length, "floor": _floors, "batch": _by_batch}
+_OVERVIEW = {"length": _by_length, "floor": _floors}
 
 
-def tpot(rows: Sequence[Row]) -> Any:
+def tpot(rows: Sequence[Row], card: str = "") -> Any:
     """Draw milliseconds per token against length; thin lines are the floors that the bytes set."""
-    return _against_length(rows, "ms per token (thin: floor, bars: least to most)", _draw_times)
+    return _against_length(rows, card, "thin: floor, bars: least to most", "ms per token", _draw_times)
 
 
-def memory(rows: Sequence[Row]) -> Any:
+def memory(rows: Sequence[Row], card: str = "") -> Any:
     """Draw the gigabytes that the cache allocates against length."""
-    return _against_length(rows, "GB of KV cache and metadata", _draw_memory)
+    return _against_length(rows, card, "", "GB of KV cache and metadata", _draw_memory)
 
 
-def _against_length(rows: Sequence[Row], title: str, draw: Callable[..., None]) -> Any:
+def _name_card(figure: Any, card: str) -> None:
+    if card:
+        figure.suptitle(card, fontsize=10)
+
+
+def _against_length(rows: Sequence[Row], card: str, title: str, ylabel: str, draw: Callable[..., None]) -> Any:
     rows = _decoded(rows)
     single = len({row["model"] for row in rows}) == 1
     name = (lambda row: row["method"]) if single else (lambda row: f"{row['method']}, {row['model']}")
@@ -145,7 +161,8 @@ def _against_length(rows: Sequence[Row], title: str, draw: Callable[..., None]) 
     figure = new_figure(7, max(4.2, 0.24 * len(names) + 1))
     panel = figure.subplots()
     draw(panel, rows, _styles(map(name, rows)), name)
-    tidy(panel, f"{title}, {_rows_of(_least(rows))}", "tokens stored")
+    tidy(panel, "; ".join(filter(None, (_rows_of(_least(rows)), title))), "tokens stored", ylabel)
+    _name_card(figure, card)
     return figure
 
 
@@ -180,7 +197,7 @@ def _draw_lines(
     label_lines(panel, ends)
 
 
-def split(rows: Sequence[Row]) -> Any:
+def split(rows: Sequence[Row], card: str = "") -> Any:
     """Draw the time of a step in its parts: attention over the selected tokens, selection, and the rest of the model.
 
     In some methods, selection and attention cannot be told apart; they are drawn as one part.
@@ -191,7 +208,7 @@ def split(rows: Sequence[Row]) -> Any:
     rows = [row for row in _good(rows) if row.get("split") and "select" in row["split"]]
     if not rows:
         raise ValueError("a time split needs rows with one: run experiments.speed without --no-split")
-    rows.sort(key=lambda row: row["batch"])  # the sort keeps the order of the methods
+    rows.sort(key=lambda row: (row["batch"], row["value"]))
     many, several = (len({row[field] for row in rows}) > 1 for field in ("batch", "model"))
     names = [
         f"{row['method']}, {token_label(row['length'])}"
@@ -204,7 +221,7 @@ def split(rows: Sequence[Row]) -> Any:
     panel = figure.subplots()
     drawn = {label: sizes for label, sizes in parts.items() if any(sizes)}
     bar_chart(panel, names, drawn, [_PART_COLORS[label] for label in drawn])
-    tidy(panel, "ms per token", grid="x")
+    tidy(panel, card, "ms per token", grid="x")
     legend(figure, [panel])
     return figure
 
@@ -216,13 +233,13 @@ def _part(times: Mapping[str, float | None], part: str) -> float:
     return max(times[part] or 0.0, 0.0)  # a difference of two measurements may be below zero
 
 
-def offload(rows: Sequence[Row]) -> Any:
+def offload(rows: Sequence[Row], card: str = "") -> Any:
     """Draw milliseconds per token against length at the smallest batch: all, some or no layers in host memory."""
     rows = [row for row in rows if row["error"] is None and row["name"] != "prefill"]
     least = _least(rows)
     rows = [row for row in rows if row["batch"] == least]
     models = {row["model"] for row in rows}
-    names = {id(row): row["method"] if len(models) == 1 else f"{row['method']}, {row['model']}" for row in rows}
+    names = {id(row): ", ".join([method_title(row["method"]), *[row["model"]] * (len(models) > 1)]) for row in rows}
     styles = _styles(names.values())
     figure = new_figure(7, 4.2)
     panel = figure.subplots()
@@ -248,7 +265,8 @@ def offload(rows: Sequence[Row]) -> Any:
     if rows:
         token_axis(panel, [row["length"] for row in rows])
     panel.set_ylim(0, None)
-    tidy(panel, f"Decoding from host memory: ms per token, {_rows_of(least)}", "tokens stored")
+    tidy(panel, f"decoding from host memory, {_rows_of(least)}", "tokens stored", "ms per token")
+    _name_card(figure, card)
     label_lines(panel, list(ends.values()))
     legend(figure, [panel])
     return figure
@@ -269,7 +287,7 @@ def _resident(share: float) -> bool:
 def _good(rows: Sequence[Row]) -> list[Row]:
     """Select decode rows without failures; the method's name says where and how it ran, unless it ran on one device."""
     good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
-    return [{**row, "method": ", ".join([row["method"], *_where(row)])} for row in good]
+    return [{**row, "method": ", ".join([method_title(row["method"]), *_where(row)])} for row in good]
 
 
 def _where(row: Row) -> list[str]:
@@ -316,7 +334,7 @@ def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Choose a line style for each name; Full is dark, so that other methods are compared with it."""
     known = list(dict.fromkeys(names))
-    full = [name for name in known if name.partition(",")[0] == "full"]
+    full = [name for name in known if name.partition(",")[0] == "Full"]
     others = [name for name in known if name not in full]
     made = {name: {**line_style(turn * 7), "color": REFERENCE} for turn, name in enumerate(full)}
     return made | {name: line_style(index) for index, name in enumerate(others)}
@@ -332,12 +350,12 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     Returns:
         Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.
     """
-    rows = record["metrics"]
+    rows, card = record["metrics"], " and ".join(device_kinds(record))
     if record["experiment"] == "offload":
-        return {"offload": functools.partial(offload, rows)}, ["offload"]
+        return {"offload": functools.partial(offload, rows, card)}, ["offload"]
     kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split, "scaling": scaling}
     usual = ["speed"] * bool(_good(rows))
     usual += ["tpot", "memory"] * bool(_several(_good(rows), "length"))  # points at a single length make no curve
     usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
     usual += ["scaling"] * bool(scaled(rows))
-    return {name: functools.partial(draw, rows) for name, draw in kinds.items()}, usual
+    return {name: functools.partial(draw, rows, card) for name, draw in kinds.items()}, usual

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
-from experiments.speed.rows import Row, failure, run_line, scaled, spread
+from experiments.records import markdown_rows, method_title
+from experiments.speed.rows import Row, failure, run_line, scaled, spread, titled
 
 _LEGEND = (
     "TPOT: milliseconds per output token, median (least - most) of the repeats. Floor: bytes a step must read over the "
@@ -104,7 +104,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     """
     models = dict.fromkeys(row["model"] for row in metrics)
     title = ", ".join(models) + (", time split" if _splits([metrics[0]]) else "") if metrics else ""
-    lines = [f"# Speed: {title}" if title else "# Speed", ""]
+    lines = [titled(f"Speed: {title}" if title else "Speed", metrics, notes), ""]
     lines += ["How long a step, a prompt or a layer takes under each method, beside the time that its bytes must take.", ""]
     for kind, title in _KINDS.items():
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
@@ -122,7 +122,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             lines += [f"## {title}, {model}", "", *markdown_rows([tuple(table), *body]), ""]
     if notes.get("largest_batch"):
         body = [
-            [x["model"], x["method"], x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
+            [x["model"], method_title(x["method"]), x["length"], f"{'at least ' if x.get('capped') else ''}{x['batch']}"]
             for x in notes["largest_batch"]
         ]
         lines += ["## Largest batch that fits", "", *markdown_rows([("model", "method", "length", "rows"), *body]), ""]
@@ -172,7 +172,7 @@ def _field(name: str, scale: float, style: str) -> Callable[[Row, Sequence[Row]]
 
 
 _FIRST = {
-    "method": lambda row, others: row["method"],
+    "method": lambda row, others: method_title(row["method"]),
     "length": lambda row, others: row["length"],
 }
 _ROWS = {"rows": lambda row, others: row["batch"]}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import Against
@@ -46,6 +48,15 @@ def finish(results: Results, tables: str, against: Against, failed: int, told: s
 def run_line(run: str, about: Mapping[str, Any], more: str = "") -> str:
     """Format a line about a run on JAX, which stands below a table."""
     return f"Run {run}: {about['device']}, JAX {about['versions']['jax']}, commit {about['commit']}{more}."
+
+
+def titled(text: str, metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
+    """Add the card that the rows were measured on to a title, and how many of them the largest mesh has."""
+    cards = dict.fromkeys(about["device"] for about in notes.get("runs", {}).values())
+    meshes = [re.findall(r"=(\d+)", row.get("mesh") or "") for row in metrics]
+    count = max([math.prod(map(int, sizes)) for sizes in meshes], default=1)
+    card = " and ".join(f"{count} x {card}" if count > 1 else card for card in cards)
+    return f"# {text}" + (f", {card}" if card else "")
 
 
 def failure(row: Row, most: int = 200) -> str:

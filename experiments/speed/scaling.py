@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import COLORS, REFERENCE, label_lines, new_figure, tidy, token_label
+from experiments.records import COLORS, REFERENCE, label_lines, method_title, new_figure, tidy, token_label
 
 Row = Mapping[str, Any]
 Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mesh
@@ -13,7 +13,7 @@ Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mes
 _MARKS = "sD^vP*Xo"
 
 
-def scaling(rows: Sequence[Row]) -> Any:
+def scaling(rows: Sequence[Row], card: str = "") -> Any:
     """Draw milliseconds per token against devices: a panel for each model, length, batch and axis; thin lines are floors.
 
     A panel has the methods that were timed on several numbers of devices along one axis of a mesh. If there are several
@@ -25,7 +25,9 @@ def scaling(rows: Sequence[Row]) -> Any:
     groups = scaled(rows)
     if not groups:
         raise ValueError("a figure of devices needs decode rows on meshes of two sizes: run experiments.speed --mesh")
-    figure = new_figure(4.6 * len(groups), 4.2)
+    figure = new_figure(4.6 * len(groups), 4.4)
+    if card:
+        figure.suptitle(card, fontsize=10)
     names = sorted({name for methods in groups.values() for name in methods} - {"full"})  # a method looks alike in all panels
     looks = {"full": (REFERENCE, "o")} | {x: (COLORS[i % len(COLORS)], _MARKS[i % len(_MARKS)]) for i, x in enumerate(names)}
     for panel, ((model, length, batch, axis), methods) in zip(
@@ -39,7 +41,7 @@ def scaling(rows: Sequence[Row]) -> Any:
             times, floors = ([1e3 * best[count][field] for count in at] for field in ("value", "floor"))
             panel.plot(at, times, color=color, marker=mark)
             panel.plot(at, floors, color=color, linewidth=0.7, alpha=0.6)
-            ends.append((at[-1], times[-1], name, color))
+            ends.append((at[-1], times[-1], method_title(name), color))
         low, high = panel.get_ylim()
         ticks = [step for step in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200) if low <= step <= high]
         panel.set_yticks(ticks, [str(step) for step in ticks], minor=False)
@@ -47,7 +49,7 @@ def scaling(rows: Sequence[Row]) -> Any:
         panel.set_xticks(counts, [str(count) for count in counts])
         panel.set_xticks([], minor=True)
         rows_of = "1 row" if batch == 1 else f"{batch} rows"
-        tidy(panel, f"{model}, {token_label(length)}, {rows_of}: ms (thin: floor)", f"devices on {axis}")
+        tidy(panel, f"{model}, {token_label(length)}, {rows_of} (thin: floor)", f"devices on {axis}", "ms per token")
         label_lines(panel, ends)
     return figure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, method_title
 
 
 def tpu_bytes_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
@@ -13,7 +13,7 @@ def tpu_bytes_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, An
     head = ["method", "prompt tokens", "implementation", "MB accessed", "MiB of temporaries", "kernels in the program"]
     rows = [
         [
-            row["method"],
+            method_title(row["method"]),
             row["length"],
             row["implementation"],
             f"{row['value'] / 1e6:.1f}",

@@ -5,7 +5,9 @@ from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Request as Request
 from experiments.tasks.base import Sample as Sample
 from experiments.tasks.base import Task as Task
+from experiments.tasks.base import TooShort as TooShort
 from experiments.tasks.code_files import library_origin as library_origin
+from experiments.tasks.fitting import length_within as length_within
 from experiments.tasks.haystack import Haystack as Haystack
 from experiments.tasks.haystack import held_out_text as held_out_text
 from experiments.tasks.haystack import load_haystack as load_haystack
@@ -16,6 +18,8 @@ from experiments.tasks.making import haystack_for as haystack_for
 from experiments.tasks.making import make_document as make_document
 from experiments.tasks.making import make_documents as make_documents
 from experiments.tasks.making import make_samples as make_samples
+from experiments.tasks.references import check_unicode as check_unicode
+from experiments.tasks.references import reference_text as reference_text
 from experiments.tasks.registry import GROUPS as GROUPS
 from experiments.tasks.registry import TASKS as TASKS
 from experiments.tasks.registry import expand as expand
@@ -31,4 +35,7 @@ from experiments.tasks.scorers import score_first_integer as score_first_integer
 from experiments.tasks.scorers import score_value_among_words as score_value_among_words
 from experiments.tasks.splits import held_out as held_out
 from experiments.tasks.templates import TRAINED_TEMPLATES as TRAINED_TEMPLATES
+from experiments.tasks.texts import decode_text as decode_text
+from experiments.tasks.texts import encode_prompt as encode_prompt
+from experiments.tasks.texts import read_text as read_text
 from experiments.tasks.words import Words as Words

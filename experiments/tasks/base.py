@@ -13,6 +13,10 @@ from experiments.tasks.qa_data import QaData
 from experiments.tasks.words import Words
 
 
+class TooShort(ValueError):
+    """The length leaves no room for the task: a needle, a question, an answer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """A question about a context.

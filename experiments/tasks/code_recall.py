@@ -24,7 +24,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 
-from experiments.tasks.base import Document, Question, Request
+from experiments.tasks.base import Document, Question, Request, TooShort
 from experiments.tasks.code_context import Renaming, Tail, enough_files, rename
 from experiments.tasks.code_files import CodeFile
 from experiments.tasks.fitting import fit
@@ -111,7 +111,7 @@ def code_recall(name: str, new_names: bool, request: Request) -> Document:
         if len(facts) == request.num_questions:
             break
     else:
-        raise ValueError(
+        raise TooShort(
             f"length {request.length} is too short: expected {request.num_questions} functions to ask for, got {len(facts)}"
         )
     questions = tuple(fact.question() for fact in facts)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-from experiments.tasks.base import Document, Request
+from experiments.tasks.base import Document, Request, TooShort
 
 
 def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
@@ -39,7 +40,7 @@ def fit(request: Request, build: Callable[[int], Document], fixed: int, room: in
     length = request.length
     budget = length - fixed
     if budget < 0:
-        raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
+        raise TooShort(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
     document = build(budget)
     while not request.training:
         sample = document.samples()[0]
@@ -48,6 +49,26 @@ def fit(request: Request, build: Callable[[int], Document], fixed: int, room: in
             break
         budget -= excess
         if budget < 0:
-            raise ValueError(f"length {length} is too short: the task needs {-budget} tokens more")
+            raise TooShort(f"length {length} is too short: the task needs {-budget} tokens more")
         document = build(budget)
     return document
+
+
+@contextlib.contextmanager
+def length_within(length: int, template: int) -> Iterator[int]:
+    """Yield the tokens that a chat template leaves of a length; name the template if they are too few for what is made.
+
+    Args:
+        length: tokens of the whole.
+        template: tokens of the template, system message included; 0 without a template.
+
+    Raises:
+        ValueError: the template fills the length, or the block raises `TooShort`.
+    """
+    takes = f"the chat template and the system message in it take {template} of the length of {length} tokens"
+    if template >= length:
+        raise ValueError(f"{takes}, expected fewer")
+    try:
+        yield length - template
+    except TooShort as error:
+        raise ValueError(f"{error}; {takes}" if template else str(error)) from error

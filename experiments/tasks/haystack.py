@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.tasks.code_files import KIND, code_pieces, code_text
 from experiments.tasks.splits import check_split
+from experiments.tasks.texts import read_text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 400  # characters
@@ -84,7 +85,7 @@ def source_text(kind: str) -> str:
         The text with paragraphs separated by blank lines.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: unknown kind, or a file in an encoding that it does not name, see `experiments.tasks.texts`.
         FileNotFoundError: the file does not exist.
     """
     if kind == "prose":
@@ -93,7 +94,7 @@ def source_text(kind: str) -> str:
         path = pathlib.Path(kind.removeprefix("file:"))
         if not path.is_file():
             raise FileNotFoundError(f"haystack file not found: {path}")
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path)
     raise ValueError(f"unknown haystack {kind!r}, expected 'noise', 'prose', 'code' or 'file:PATH'")
 
 

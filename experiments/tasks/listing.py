@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from experiments.tasks.base import Document, Question, Request
+from experiments.tasks.base import Document, Question, Request, TooShort
 from experiments.tasks.fitting import fit, insert
 
 LISTING_CONTEXT = (
@@ -120,7 +120,7 @@ def listing(spec: ListingSpec, request: Request) -> Document:
         records.append((owner, value))
         needles.append(text)
     if len(records) < len(owners):
-        raise ValueError(
+        raise TooShort(
             f"length {request.length} is too short: {len(records)} records fit, {len(owners)} questions need one each"
         )
     shuffled = rng.sample(range(len(records)), len(records))

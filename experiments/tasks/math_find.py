@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 
-from experiments.tasks.base import Document, Question, Request
+from experiments.tasks.base import Document, Question, Request, TooShort
 from experiments.tasks.fitting import fit
 
 MATH_TOKENS = 6  # the suite's 3 tokens assume that a number is a single token
@@ -104,7 +104,7 @@ def math_find(request: Request) -> Document:
             if budget >= 0:
                 numbers.append(number)
         if not numbers:
-            raise ValueError(f"length {request.length} is too short: no number fits")
+            raise TooShort(f"length {request.length} is too short: no number fits")
         return Document("math_find", front + str(numbers), questions(numbers), MATH_TOKENS)
 
     return fit(request, build, fixed, room)

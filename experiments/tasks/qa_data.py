@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments.tasks.references import reference_text
+
 QA_DOCUMENT = "Document {number}:\n{document}"
 SEPARATOR = "\n\n"
 FORMATS = {
@@ -33,6 +35,14 @@ class QaItem:
     related: tuple[str, ...] = ()
 
 
+def _answer(asked: Any, answer: Any) -> str:
+    """Return a reference of a question; the error for anything else names the question."""
+    try:
+        return reference_text(answer)
+    except ValueError as error:
+        raise ValueError(f"question {asked['question']!r:.80}: {error}") from error
+
+
 def _read_squad(data: Any) -> list[QaItem]:
     items = []
     for article in data["data"]:
@@ -40,7 +50,7 @@ def _read_squad(data: Any) -> list[QaItem]:
         for paragraph in article["paragraphs"]:
             related = tuple(text for text in texts if text != paragraph["context"])
             for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                answers = tuple(dict.fromkeys(_answer(asked, answer["text"]) for answer in asked["answers"]))
                 if answers and not asked.get("is_impossible", False):  # v1.1 has no such field
                     items.append(QaItem(asked["question"], answers, (paragraph["context"],), related))
     return items
@@ -50,7 +60,7 @@ def _read_hotpotqa(data: Any) -> list[QaItem]:
     return [
         QaItem(
             asked["question"],
-            (asked["answer"],),
+            (_answer(asked, asked["answer"]),),
             tuple(f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]),
         )
         for asked in data

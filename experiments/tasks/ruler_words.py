@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 
-from experiments.tasks.base import Document, Question, Request, join_answers
+from experiments.tasks.base import Document, Question, Request, TooShort, join_answers
 from experiments.tasks.fitting import fit
 from experiments.tasks.ruler import ONE_SHOT_FROM
 from experiments.tasks.words import every_word
@@ -151,7 +151,7 @@ def frequent_words(request: Request) -> Document:
             low, high = (middle, high) if size(middle) <= budget else (low, middle)
         counts = zeta_counts(low, len(vocabulary))
         if counts[3] == counts[4]:
-            raise ValueError(
+            raise TooShort(
                 f"length {request.length} is too short: the words of rank 4 and 5 both appear {counts[3]} times"
             )
         body = list(itertools.chain(*([word] * count for word, count in zip(vocabulary, counts, strict=True))))

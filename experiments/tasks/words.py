@@ -17,7 +17,7 @@ def _word_list(kind: str) -> tuple[str, ...]:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
             "the needle words come from the package 'wonderwords', which is not installed; "
-            "install the extra 'eval' (pip install 'kvjax[eval]')"
+            "it belongs to kvjax (pip install wonderwords)"
         )
     # The lists are read as data, because importing the package would also import its sentence generator.
     path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"

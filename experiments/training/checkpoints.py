@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from typing import Any
@@ -9,20 +10,25 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from experiments.training.loss import State
+from kvjax.api.plain_path import plain_path
 
 
 class Checkpoints:
     """The checkpoints of a run, which belong to its settings.
 
     Args:
-        directory: directory of the checkpoints.
+        directory: directory of the checkpoints, of any name; is made if it is not there.
         settings: values that must not change between a run and its continuation; JSON values.
     """
 
     def __init__(self, directory: pathlib.Path, settings: dict[str, Any]) -> None:
         self._settings = json.loads(json.dumps(settings))  # as the file will give them back
+        self._directory = directory.resolve()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._link = contextlib.ExitStack()
         self._manager = ocp.CheckpointManager(
-            directory.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+            self._link.enter_context(plain_path(self._directory)),
+            options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
         )
 
     def save(self, step: int, state: State) -> None:
@@ -47,7 +53,7 @@ class Checkpoints:
         """
         step = self._manager.latest_step()
         if step is None:
-            raise ValueError(f"nothing to resume in {self._manager.directory}")
+            raise ValueError(f"nothing to resume in {self._directory}")
         settings = self._manager.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))["settings"]
         changed = [name for name in settings if name in self._settings and settings[name] != self._settings[name]]
         if changed:
@@ -59,3 +65,4 @@ class Checkpoints:
     def close(self) -> None:
         """Release the directory."""
         self._manager.close()
+        self._link.close()

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from experiments.training.curriculum import Curriculum
 from experiments.training.mixture import ROW_TASKS
+from models.progress import progress_bar
 
 LOG_EVERY = 50  # steps
 
@@ -47,7 +48,7 @@ class Progress:
         self._warm: set[int] = set()  # buckets past their first step, which waits for its compilation
         self._last = time.monotonic()
         self._window: list[dict[str, Any]] = []
-        self._bar = tqdm(
+        self._bar = progress_bar(
             total=curriculum.total_steps,
             initial=first_step,
             unit="step",

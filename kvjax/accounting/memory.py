@@ -91,7 +91,7 @@ def memory_needed(
             axes than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
     """
     several = isinstance(method, Sequence) and not isinstance(method, str)
-    methods = resolve_each(cast("Any", method)) if several else [resolve(cast("Any", method))]
+    methods = resolve_each(cast("Any", method if several else [method]), prompt_slots)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
     return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes))
@@ -199,7 +199,7 @@ def offload_share(
             not report free memory.
         MemoryError: the cache does not fit even if all layers are offloaded.
     """
-    method = resolve(method)
+    method = resolve(method, prompt_slots)
     name = type(method).__name__
     if method.offloaded(True) is None:
         known = ", ".join(cls.__name__ for cls in classes().values() if cls.offloadable)

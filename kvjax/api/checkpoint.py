@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.api.new_folder import folder_of_all
+from kvjax.api.plain_path import plain_path
 from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import Cache, LayerStorage, check_alive
 from kvjax.decoding.bits import in_32_bits
@@ -41,15 +42,17 @@ _ARRAYS = "arrays"
 _KEYS = ("weights", "structure", "leaves", "method", "model", "files")
 _KV_DTYPE = "kv_dtype"  # folders of earlier versions lack it
 _CHECKSUM = "checksum"
+_READ_BACK = 1 << 28  # bytes of arrays that `save_cache` reads back at once, in host memory
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
 
 
 @in_32_bits
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
-    """Write ``cache`` to a new directory.
+    """Write ``cache`` to a new directory, of any name that the file system takes.
 
-    The directory appears when it is complete. If writing fails, nothing is left. A process that is killed while it writes
+    The directory appears when it is complete, and when its arrays were read back as they were written (not if several
+    processes save together). If writing fails, nothing is left. A process that is killed while it writes
     leaves a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
 
     Several processes save together: each writes the shards of its devices, to a directory that all processes share. For the
@@ -57,11 +60,11 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
 
     Raises:
         ValueError: the directory exists already, or the cache is on devices of some of the processes only.
-        OSError: there is no space, or no permission to write.
+        OSError: there is no space, no permission to write, or what was written cannot be read.
         ImportError: orbax-checkpoint is not installed (extra ``train``).
     """
     check_alive(cache)
-    checkpointer_class = _checkpointer_class()
+    orbax = _orbax()
     target = pathlib.Path(directory).absolute()
     mesh = None if cache.plan is None else cache.plan.mesh
     check_all_processes(mesh, "save_cache")
@@ -81,10 +84,11 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         with (
             _quiet_threads(),
             folder_of_all(target, mesh) as (folder, is_first),
-            contextlib.closing(checkpointer_class()) as checkpointer,
+            plain_path(folder) as plain,
+            contextlib.closing(orbax.StandardCheckpointer()) as checkpointer,
         ):
             with _one_error(target):
-                checkpointer.save(folder / _ARRAYS, _numbered(leaves))
+                checkpointer.save(plain / _ARRAYS, _numbered(leaves))
                 checkpointer.wait_until_finished()
             about["leaves"] = [
                 {
@@ -96,6 +100,9 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
                 }
                 for path, leaf in named
             ]
+            if mesh is None or not mesh.is_multi_process:
+                with _one_error(target):
+                    _check_arrays(orbax, plain / _ARRAYS, about["leaves"])
             if is_first:
                 about["files"] = _sizes(folder)
                 (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
@@ -172,7 +179,7 @@ def load_cache(
             f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; "
             "prefill again with this version"
         )
-    checkpointer_class = _checkpointer_class()
+    orbax = _orbax()
     _check_files(source, files)
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
@@ -182,8 +189,8 @@ def load_cache(
         for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
     ]
     try:
-        with contextlib.closing(checkpointer_class()) as checkpointer:
-            arrays = checkpointer.restore(source / _ARRAYS, _numbered(like))
+        with plain_path(source) as plain, contextlib.closing(orbax.StandardCheckpointer()) as checkpointer:
+            arrays = checkpointer.restore(plain / _ARRAYS, _numbered(like))
     except (MemoryError, jax.errors.JaxRuntimeError):  # the device is too small
         raise
     except Exception as error:  # orbax and its storage raise Exception itself, too
@@ -198,6 +205,29 @@ def load_cache(
                 f"{leaf[_CHECKSUM]}"
             )
     return jax.tree.unflatten(jax.tree.structure(blank), placed)
+
+
+def _check_arrays(orbax: Any, arrays: pathlib.Path, leaves: list[dict[str, Any]]) -> None:
+    """Refuse arrays that do not read back as they were written, a few at a time, in host memory."""
+    groups, room = [[]], _READ_BACK
+    for i, leaf in enumerate(leaves):
+        size = math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize
+        if size > room:
+            groups, room = [*groups, []], _READ_BACK
+        groups[-1].append(i)
+        room -= size
+    with contextlib.closing(orbax.PyTreeCheckpointer()) as checkpointer:
+        for group in groups:
+            names = [f"{i:05d}" for i in group]
+            how = orbax.args.PyTreeRestore(
+                item=dict.fromkeys(names, 0),
+                restore_args=dict.fromkeys(names, orbax.RestoreArgs(restore_type=np.ndarray)),
+                partial_restore=True,
+            )
+            found = checkpointer.restore(arrays, args=how)
+            for name, i in zip(names, group, strict=True):
+                if (got := _checksum(found[name], None)) != (expected := leaves[i][_CHECKSUM]):
+                    raise OSError(f"{leaves[i]['name']} was read back with the checksum {got}, expected {expected}")
 
 
 def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: list[dict[str, Any]]) -> None:
@@ -291,7 +321,8 @@ def _numbered(leaves: list) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
 
 
-def _checkpointer_class() -> Any:
+def _orbax() -> Any:
+    """Import ``orbax.checkpoint``."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -303,4 +334,4 @@ def _checkpointer_class() -> Any:
         if not (error.name or "").startswith("orbax"):
             raise
         raise ImportError("saving and loading caches needs orbax-checkpoint: pip install 'kvjax[train]'") from error
-    return orbax.checkpoint.StandardCheckpointer
+    return orbax.checkpoint

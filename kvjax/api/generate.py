@@ -19,6 +19,7 @@ from jax import Array
 from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
+from kvjax.api.text import GrowingText, rows_of, texts_of
 from kvjax.cache.storage import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
@@ -43,8 +44,9 @@ from kvjax.typing import Model, pytree
 class Generation:
     """The result of `generate`."""
 
-    tokens: Array  # int32 [B, N], 0 after a row's end
+    tokens: Array  # int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none
     num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
+    eos_token_ids: Array  # int32 [E], the tokens that could end a row
     cache: Cache  # for another `generate`, or for `extend` with the next turn
     stats: Stats  # cost of the method at the last step
 
@@ -52,6 +54,18 @@ class Generation:
         return (
             f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
         )
+
+    def rows(self) -> list[list[int]]:
+        """List the token ids of each row without padding, a closing EOS included."""
+        return rows_of(self.tokens, self.num_tokens)
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """Decode each row, without padding and without EOS tokens.
+
+        Args:
+            tokenizer: has ``decode(ids)``, for example from ``models.load_tokenizer``.
+        """
+        return texts_of(tokenizer, self.rows(), self.eos_token_ids)
 
 
 @in_32_bits
@@ -163,7 +177,7 @@ def generate(
     tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
     _check_finite(bad)
     stats = with_bytes(cost, end.cache, params)
-    return Generation(tokens=tokens, num_tokens=count, cache=end.cache, stats=stats)
+    return Generation(tokens=tokens, num_tokens=count, eos_token_ids=eos, cache=end.cache, stats=stats)
 
 
 @in_32_bits
@@ -185,7 +199,8 @@ def stream(
 
     Args:
         tokenizer: has ``decode(ids)``. With a tokenizer the entries are new pieces of text, without EOS tokens; a piece
-            waits until its last character is complete. Without a tokenizer they are lists of new token ids.
+            waits until its last character is complete, and all pieces together are `Generation.texts`.
+            Without a tokenizer they are lists of new token ids.
         block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
 
     See `generate` for the other arguments. All tokens together equal the tokens of `generate`.
@@ -213,8 +228,7 @@ def _streamed(
     """Run `stream` after its checks, which run when `stream` is called and not when its first result is read."""
     ends = set(np.asarray(eos).tolist())
     (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
-    ids: list[list[int]] = [[] for _ in range(cache.batch)]
-    shown = [""] * cache.batch
+    texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
     for first in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - first)
         end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
@@ -227,15 +241,9 @@ def _streamed(
         if tokenizer is None:
             yield new
         else:
-            pieces = []
-            for row, tokens in enumerate(new):
-                ids[row] += [token for token in tokens if token not in ends]
-                text = tokenizer.decode(ids[row])
-                # An incomplete character decodes to U+FFFD: wait for its other bytes, unless this is the end.
-                text = text if last or bool(ended[row]) else text.rstrip("\ufffd")
-                pieces.append(text[len(shown[row]) :])
-                shown[row] = text
-            yield pieces
+            kept = [[token for token in row if token not in ends] for row in new]
+            lasts = [last or row_ended for row_ended in ended.tolist()]
+            yield [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
         if last:
             return
 

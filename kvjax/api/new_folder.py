@@ -18,6 +18,7 @@ from kvjax.mesh.processes import of_each
 
 _PARTIAL = ".partial-"  # between the name of the folder and some letters
 _LOCK = ".saving"  # a file that is locked while somebody fills the folder
+_KEPT = 50  # characters of a folder's name in the partial folder's name; longer names would be too long for it
 _LONGEST = 1024  # bytes of the name of a folder
 _TRIES, _WAIT = 50, 0.1  # attempts to remove a folder; seconds between attempts
 
@@ -39,7 +40,7 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     _refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_killed(target.parent)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=target.name + _PARTIAL, dir=target.parent))
+    partial = pathlib.Path(tempfile.mkdtemp(prefix=target.name[:_KEPT] + _PARTIAL, dir=target.parent))
     lock = FileLock(partial / f"{_LOCK}-made")
     try:
         lock.acquire()
@@ -85,7 +86,7 @@ def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[tuple[pat
 
 
 def _refuse_existing(target: pathlib.Path) -> None:
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ValueError(f"a cache is saved to a new directory, got {target}, which exists already")
 
 

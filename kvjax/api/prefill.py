@@ -107,7 +107,7 @@ def prefill(
         params: model parameters. If they are spread over the devices of a mesh, so is the cache.
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         config: the model's description, for example a ``models.ModelConfig``.
-        method: a method object or its name; see ``kvjax ls``.
+        method: a method object or its name; see ``kvjax ls``. A budget may be a `kvjax.share` of the prompt.
         max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
         lengths: int [B], real tokens in each row of a padded array.
         chunk_size: the most prompt tokens of a pass, of all rows together; of each row if a layer is offloaded. It bounds the
@@ -167,9 +167,9 @@ def prefill_each(
     check_model(config)
     check_arrays(params)
     check_kv_dtype(kv_dtype)
-    chosen = _read_together(methods)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
+    chosen = _read_together(methods, longest(length, padded), padded.shape[1])
     check_vocabulary(padded, config)
     plan = plan_of(params)
     for method in chosen:
@@ -184,9 +184,14 @@ def prefill_each(
     return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
 
 
-def _read_together(methods: Sequence[Method | str]) -> list[Method]:
-    """Resolve the methods; refuse several that cannot share one prefill."""
-    chosen = resolve_each(methods)
+def longest(length: Array, padded: Array) -> int:
+    """Return the tokens of the longest of some prompts [B, T]; T where the lengths are traced."""
+    return int(length.max()) if is_known(length) else padded.shape[1]
+
+
+def _read_together(methods: Sequence[Method | str], length: int, room: int) -> list[Method]:
+    """Resolve the methods at a prompt's length; refuse several that cannot share one prefill."""
+    chosen = resolve_each(methods, length, room)
     own = [describe(method) for method in chosen if not method.dense_prompt]
     if own and len(chosen) > 1:
         raise ValueError(

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 from kvjax.accounting.stats import Stats
 from kvjax.api.generate import eos_array
 from kvjax.api.measure import measure
-from kvjax.api.prefill import Integers, Tokens, pad_tokens
+from kvjax.api.prefill import Integers, Tokens, longest, pad_tokens
 from kvjax.api.shard_map import SAME, spread, total_bytes
+from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
@@ -43,10 +44,19 @@ class SweepResult:
     """The result of one setting."""
 
     method: Method
-    tokens: Array  # int32 [B, N], 0 after a row's end
+    tokens: Array  # int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none
     num_tokens: Array  # int32 [B]
+    eos_token_ids: Array  # int32 [E], the tokens that could end a row
     stats: Stats
     group: int  # settings of the same group ran in one compiled program
+
+    def rows(self) -> list[list[int]]:
+        """List the token ids of each row without padding, as `kvjax.Generation.rows`."""
+        return rows_of(self.tokens, self.num_tokens)
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """Decode each row, as `kvjax.Generation.texts`."""
+        return texts_of(tokenizer, self.rows(), self.eos_token_ids)
 
 
 @in_32_bits
@@ -92,8 +102,8 @@ def sweep(
     check_model(config)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     check_kv_dtype(kv_dtype)
-    settings = resolve_each(methods)
     padded, length = pad_tokens(tokens, lengths, 128)
+    settings = resolve_each(methods, longest(length, padded), padded.shape[1])
     asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
     if questions is not None:
         asked, ask_length = pad_tokens(questions, question_lengths)
@@ -130,6 +140,7 @@ def sweep(
                 method=settings[index],
                 tokens=ended[lane],
                 num_tokens=count[lane],
+                eos_token_ids=eos,
                 group=number,
                 stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
             )

@@ -17,7 +17,7 @@ from kvjax.decoding.layers import guessing_layers, layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.sampling import Sampler
 from kvjax.method import settle_due
-from kvjax.typing import EMPTY, pytree
+from kvjax.typing import EMPTY, Model, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -99,12 +99,17 @@ class Decoded:
     """The state of a decoding loop, and its result."""
 
     cache: Cache
-    tokens: Array  # int32 [B, N], 0 after a row's end
+    tokens: Array  # int32 [B, N], `padding_token` after a row's end
     num_tokens: Array  # int32 [B], generated tokens, a closing EOS included
     done: Array  # bool [B], the row met an EOS or its limit
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
     key: Array | None
     step: Array  # int32, steps run so far
+
+
+def padding_token(model: Model) -> int:
+    """Return the token that stands after a row's end: the model's first EOS id, or 0 if the model has none."""
+    return (*model.eos_token_ids, 0)[0]
 
 
 def all_done(now: Decoded) -> Array:
@@ -116,7 +121,7 @@ def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> De
     """Return the state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
     return Decoded(
         cache=cache,
-        tokens=jnp.zeros((cache.batch, steps), jnp.int32),
+        tokens=jnp.full((cache.batch, steps), padding_token(cache.model), jnp.int32),
         num_tokens=jnp.zeros((cache.batch,), jnp.int32),
         done=done,
         bad_step=jnp.full((cache.batch,), -1, jnp.int32),
@@ -137,7 +142,7 @@ def decode_once(params: Any, sampler: Sampler, eos: Array, limits: Array | None,
     """
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
-    token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), 0)
+    token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), padding_token(now.cache.model))
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
     done = now.done | (token[:, None] == eos[None]).any(axis=1)

@@ -49,6 +49,7 @@ class AdaKV(AppendOnly):
     pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
 
     PAPER: ClassVar[str] = "arXiv:2407.11550"
+    TITLE: ClassVar[str] = "Ada-KV"
 
     keeps = "`budget` tokens per KV head, mean over a layer's heads"
     evicts = True

@@ -49,6 +49,7 @@ class ExpectedAttention(Eviction):
     epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before the value's norm multiplies it
 
     PAPER: ClassVar[str] = "arXiv:2510.00636"
+    TITLE: ClassVar[str] = "Expected Attention"
 
     reads_covariance = True
 

@@ -42,7 +42,7 @@ def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
     if not file.is_file():
         raise FileNotFoundError(f"no head scores in {file}: expected a file, which experiments.insight.heads writes")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         table = _of_table(text) if file.suffix == ".tsv" else _of_json(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]

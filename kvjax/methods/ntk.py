@@ -27,6 +27,7 @@ class NTK(Stretched):
     """Full attention with NTK-aware RoPE; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2309.00071"
+    TITLE: ClassVar[str] = "NTK-aware scaling"
 
     def divisors(self, pairs: int) -> Array:
         power = np.arange(pairs, dtype=np.float32) / max(pairs - 1, 1)

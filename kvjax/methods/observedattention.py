@@ -36,6 +36,7 @@ class ObservedAttention(Eviction):
     """Keep the tokens with the most attention per query; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
+    TITLE: ClassVar[str] = "Observed Attention"
 
     observes_prompt = True
     slot_block = 1

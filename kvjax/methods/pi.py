@@ -23,6 +23,7 @@ class PI(Stretched):
     """Full attention with interpolated positions; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2306.15595"
+    TITLE: ClassVar[str] = "Position Interpolation"
 
     def divisors(self, pairs: int) -> Array:
         return jnp.broadcast_to(jnp.asarray(self.factor, jnp.float32), (pairs,))

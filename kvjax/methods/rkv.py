@@ -65,6 +65,7 @@ class RKV(Eviction):
     threshold: float | Array = traced(default=0.5, least=0, most=1)  # cosine above which two keys repeat each other
 
     PAPER: ClassVar[str] = "arXiv:2505.24133"
+    TITLE: ClassVar[str] = "R-KV"
 
     keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
 

@@ -34,6 +34,7 @@ class TOVAOnce(Eviction):
     """TOVA's score, applied once; see the module docstring."""
 
     PAPER: ClassVar[str] = "arXiv:2401.06104"
+    TITLE: ClassVar[str] = "TOVA, prompt only"
 
     obs_window = 1
 

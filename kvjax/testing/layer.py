@@ -46,7 +46,8 @@ def drive(
     """Run one layer on rows of given q [B, H, G, T, D], k and v [B, H, T, D]: ``lengths`` prompt tokens, then decoding.
 
     Row b decodes its tokens from ``lengths[b]`` on, ``T - prompt`` of them; ``prompt`` is the padded prompt length.
-    ``poison`` puts NaN into empty slots, before the prompt, after it, and after every step. ``kv_dtype`` has the meaning it
+    ``poison`` puts NaN into empty slots: before the prompt, between its last token and ``finish`` (so that ``compress`` meets
+    them), after ``finish``, and after every step. ``kv_dtype`` has the meaning it
     has in `kvjax.prefill`.
     """
     method = method.for_layer(0, 2)
@@ -148,7 +149,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
 
     carry = soil(method.init(spec)), jnp.zeros((batch, heads, groups, slots, dim), jnp.float32)
     state, outs = jax.lax.fori_loop(0, slots // chunk, piece, carry) if slots > chunk else piece(0, carry)
-    state = soil(method.finish(state, spec))
+    state = soil(method.finish(soil(state), spec))
 
     everything = jnp.arange(total, dtype=jnp.int32)[None, None]
 

@@ -94,7 +94,7 @@ class PerLayer(Method):
     """
 
     layers: dict[int, Method]  # by layer index; negative counts from the last layer
-    default: Method
+    default: Method  # for layers that are not in `layers`
 
     keeps = "what the methods of the layers keep"
     composable = False  # it does not choose slots itself
@@ -171,10 +171,11 @@ class Stages(SlotMethod):
     retrieve=Quest(...))``.
     """
 
-    evict: SlotMethod
-    retrieve: SlotMethod
+    evict: SlotMethod  # compresses the prompt
+    retrieve: SlotMethod  # selects in each step among the slots that are left
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
+    keeps = "what `evict` keeps"
     thin_block = None  # a third method after these two is not supported
 
     near = passes("retrieve", SlotMethod.near)
@@ -261,7 +262,7 @@ class Stages(SlotMethod):
 class Around(SlotMethod):
     """A wrapper around one slot method. Its final classes answer as ``method`` does: ``@answers("method")``."""
 
-    method: SlotMethod
+    method: SlotMethod  # the method inside
 
     near = passes("method", SlotMethod.near)
 
@@ -281,6 +282,7 @@ class DenseBelow(Around):
     length: int = static(least=1)  # tokens; the selection has room for this number
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
+    keeps = "what `method` keeps"
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
 
     compress = passes("method", SlotMethod.compress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,9 +43,12 @@ class LayerBudgets(Method):
     groups sliding windows, StreamingLLM and H2O, and here any method with a budget can run in the layers.
     """
 
-    method: Method
+    PAPER: ClassVar[str] = "arXiv:2404.04793"
+
+    method: Method  # the method inside, which has a budget
     shares: tuple[float, ...] = static(above=0)  # of each layer, as factors of the budget; their mean is 1
 
+    keeps = "in each layer what `method` keeps with the layer's budget"
     composable = False  # it does not choose slots itself
     slotted = False
 

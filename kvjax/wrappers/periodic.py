@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,9 @@ class Periodic(SlotMethod):
     blocks of ``interval`` tokens.
     """
 
-    evict: SlotMethod
+    PAPER: ClassVar[str] = "arXiv:2512.12008"
+
+    evict: SlotMethod  # scores the prompt, and later all stored tokens
     budget: int | Array | None = traced(default=None, least=1, within="capacity")  # kept while decoding; None = as `evict`
     capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
     interval: int = static(default=128, least=1)  # tokens of a row between two evictions

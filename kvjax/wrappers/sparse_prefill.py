@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from kvjax.attention.patterns import Pattern, check_pattern, check_table_sizes, heads_of, is_table
 from kvjax.attention.sparse import SparsePrompt
@@ -77,8 +77,9 @@ class Prefill(Around):
     not within the prompt.
     """
 
-    # A `Pattern`, or one for each query head of each layer.
-    pattern: Any = static(default=Pattern())
+    PAPER: ClassVar[str] = "arXiv:2407.02490"
+
+    pattern: Any = static(default=Pattern())  # a `Pattern`, or one for each query head of each layer; a file in commands
     window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
     num_sink: int = static(default=30, least=0)  # first tokens that are always columns
     num_recent: int = static(default=100, least=1)  # shortest distances that are always diagonals
@@ -86,6 +87,7 @@ class Prefill(Around):
     stride: int = static(default=8, least=1)  # tokens of an antidiagonal's piece under "xattention", which divides block
     chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
 
+    keeps = "what `method` keeps"
     dense_prompt = False
     slot_block = None  # columns and diagonals are chosen among the keys of all devices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +84,12 @@ class Twilight(Around):
     newest page; here `Quest` follows its own page.
     """
 
+    PAPER: ClassVar[str] = "arXiv:2502.02770"
+
     mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
     implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
+    keeps = "what `method` keeps"
     slot_block = None  # the share is of the attention to the slots of all devices
 
     reread_tokens = passes("method", SlotMethod.reread_tokens)

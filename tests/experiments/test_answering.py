@@ -116,7 +116,7 @@ def test_paper_methods_fit_the_context(name, length):
     if name == "tokenselect":
         assert knobs["num_sink"] + knobs["budget"] + knobs["num_local"] <= length // 2
         if not made.note:
-            assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 512)
+            assert (knobs["budget"], knobs["num_sink"], knobs["num_local"], knobs["chunk"]) == (2048, 128, 512, 256)
     if name == "infllm" and not made.note:
         assert (method.num_sink, method.num_local, method.budget) == (128, 4096, 2048) and length == 65536
     elif name in ("retrievalattention", "socket", "freekv", "infllm"):

@@ -124,8 +124,8 @@ def test_ruler_lines_that_are_not_rulers(tmp_path):
         ({"input": context + question, "outputs": ["a"]}, "line 2: expected the suite's answer prefix"),
         (good | {"input": context}, "line 2: expected a context and then the question"),
         (good | {"input": question}, "line 2: expected a context and then the question"),
-        (good | {"outputs": []}, "line 2: expected at least 1 texts in the field 'outputs', got 0"),
-        (good | {"outputs": [{}]}, "line 2: expected texts in the field 'outputs', got dict"),
+        (good | {"outputs": []}, "line 2: expected at least one text in the field 'outputs', got an empty list"),
+        (good | {"outputs": [{}]}, "line 2: field 'outputs': expected a text or a number as reference, got dict"),
         (good | {"input": 3}, "line 2: expected a text in the field 'input', got int 3"),
         ({"outputs": ["a"]}, r"line 2: expected a field 'input' \(a text\), got the fields \['outputs'\]"),
     ):
@@ -139,11 +139,14 @@ def test_ruler_lines_that_are_not_rulers(tmp_path):
 # LongBench
 
 
+LONGBENCH_ANSWERS = {"passage": ["7", "8"], "passage_retrieval": ["Paragraph 7", "段落8"]}
+
+
 def longbench(dataset, **changes):
     record = {
         "input": "Who {x}?",
         "context": "A story {input} {context}.",
-        "answers": ["Ann", "Bob"],
+        "answers": LONGBENCH_ANSWERS.get(dataset.rsplit("_", 1)[0], ["Ann", "Bob"]),
         "length": 5000,
         "dataset": dataset,
         "language": "en",
@@ -162,7 +165,7 @@ def test_longbench_prompts_follow_the_specification(dataset, tmp_path):
     assert example.prompt == specification["templates"][dataset].format(**record)
     assert example.context.endswith("A story {input} {context}.") and example.answer_prefix == ""
     assert example.max_new_tokens == specification["max_new_tokens"][dataset]
-    assert (example.task, example.answers) == (dataset, ("Ann", "Bob"))
+    assert (example.task, example.answers) == (dataset, tuple(record["answers"]))
     few_shot = dataset in ("trec", "triviaqa", "samsum", "lsht")
     assert example.chat is not (few_shot or dataset in ("lcc", "repobench-p"))
     assert example.stop == (("\n",) if dataset == "samsum" else ())
@@ -496,7 +499,11 @@ def test_kvpress_columns_of_longbench_and_of_the_users_own(tmp_path):
     "text, expected",
     [
         ("plain", ["plain"]),
-        ("[1, 2]", ["1", "2"]),
+        ("[1, 2]", [1, 2]),
+        ("[1 -2 30]", [1, -2, 30]),
+        ("[71432. 0.5 1.e+10]", [71432.0, 0.5, 1e10]),
+        ("['a', None]", ["a", None]),
+        ("[007 1]", ["[007 1]"]),
         ("['a' 'b'\n 'c']", ["a", "b", "c"]),
         ("['it\\'s', \"x, y\"]", ["it's", "x, y"]),
         ("[not a list]", ["[not a list]"]),
@@ -526,6 +533,126 @@ def test_malformed_kvpress_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match="pip install pyarrow"):
         read(f"kvpress:{tmp_path / 'a.parquet'}")
+
+
+# References
+
+ROW = {"context": "c", "question": "q", "answer_prefix": "", "max_new_tokens": 4, "task": "niah_single_1"}
+NONE = {  # as JSON, or as the cell of a csv
+    '""', '" "', '"\\u00a0\\u200b\\n"', "NaN", "Infinity", "null", "true", "{}", "[]", '[""]', '["a", " "]', "[NaN]",
+    "[null]", "[[1]]", '"nan"', '"<NA>"', "9007199254740994.0", "1e22", '"\\ud800"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", sorted(NONE))
+def test_what_is_no_reference_is_refused_with_its_line(written, tmp_path):
+    """Else every answer would score 100, or none, or the error would come after the cell was answered."""
+    lines = [json.dumps(ROW | {"answer": "a"}), json.dumps(ROW | {"answer": "X"}).replace('"X"', written)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: .*answer"):
+        read(f"kvpress:{path}")
+    for name, stem, field, fields in (
+        ("infinitebench", "kv_retrieval", "answer", {"input": "i", "context": "c"}),
+        ("longbench", "qasper", "answers", {"input": "i", "context": "c", "length": 3}),
+        ("ruler", "vt", "outputs", {"input": "c" + RULER_QUESTION, "answer_prefix": ""}),
+    ):
+        path = tmp_path / f"{stem}.jsonl"
+        path.write_text(json.dumps(fields | {field: "X"}).replace('"X"', written))
+        with pytest.raises(ValueError, match=f"{stem}.jsonl, line 1: .*{field}"):
+            read(f"{name}:{path}")
+
+
+RULER_QUESTION = "Question: Find all variables that are assigned the value 1 in the text above."
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("71432.0", "71432"), ("71432", "71432"), ("9007199254740993", "9007199254740993"), ("1e-05", "0.00001"),
+        ("0.1", "0.1"), ("-0.0", "0"), ("7.0e4", "70000"), ('"2.0"', "2.0"), ('"Nan"', "Nan"), ('" a "', " a "),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_as_what_they_are(written, text, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"answer": "X"}).replace('"X"', written))
+    (made,) = read(f"kvpress:{path}")
+    assert made.answers == (text,) and score(made, f"It is {text}.") == 1
+    (tmp_path / "rows.json").write_text(f"[{path.read_text()}]")
+    assert read(f"kvpress:{tmp_path / 'rows.json'}")[0].answers == (text,)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "written", "right", "wrong"),
+    [
+        ("infinitebench_math_find", "1e-05", "0.00001", "0.1"),
+        ("infinitebench_math_find", '"1e-05"', "0.00001", "0.1"),
+        ("infinitebench_math_find", "9007199254740993", "9007199254740993", "9007199254740992"),
+        ("infinitebench_math_find", "7.0", "7", "7.5"),
+        ("infinitebench_first_integer", '"71432.0"', "71432", "7143"),
+        ("infinitebench_first_integer", "9007199254740993", "9007199254740993", "9007199254740992"),
+        ("infinitebench_code_run", "-3.0", "It is -3.", "3"),
+        ("infinitebench_math_calc", "[1.0, 4.0]", "1 4", "2"),
+        ("longbench_count", "7.0", "7", "17"),
+        ("quest_passkey", '" 00321 "', "321", "32"),
+    ],
+)
+def test_scorers_of_numbers_take_every_form_of_a_number(scorer, written, right, wrong, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"scorer": scorer, "answer": "X"}).replace('"X"', written))
+    (made,) = read(f"kvpress:{path}")
+    assert (score(made, right), score(made, wrong)) == (1, 0)
+
+
+def test_references_that_a_scorer_cannot_use_are_refused_with_their_line(tmp_path):
+    for scorer, answer, told in (
+        ("infinitebench_first_integer", "71,432", "expects whole numbers as references, got '71,432'"),
+        ("infinitebench_code_run", 2.5, "expects whole numbers as references, got '2.5'"),
+        ("quest_passkey", "none", "expects whole numbers as references, got 'none'"),
+        ("infinitebench_math_find", "seven", "expects a number as reference, got 'seven'"),
+        ("longbench_retrieval", "3", "expects references like 'Paragraph 3'"),
+        ("infinitebench_code_debug", "load", "a function's name and a letter as references"),
+        ("longbench2_choice", "E", "expects A, B, C or D as reference"),
+        ("longbench_class_line", "City", "got no classes"),
+    ):
+        path = write_lines(tmp_path / "a.jsonl", ROW | {"scorer": scorer, "answer": answer})
+        with pytest.raises(ValueError, match=f"a.jsonl, line 1: .*{told}"):
+            read(f"kvpress:{path}")
+
+
+def test_cells_of_a_csv_say_what_they_are(tmp_path):
+    def answers(cell, scorer="niah_number"):
+        path = tmp_path / "a.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([[*ROW, "scorer", "answer"], [*ROW.values(), scorer, "1"], [*ROW.values(), scorer, cell]])
+        return read(f"kvpress:{path}")[1].answers
+
+    for cell in ("", " ", "nan", "<NA>", "[]", "['']", "['a', None]", "[nan]", "71432.0", "7.14E+09", "[true]"):
+        with pytest.raises(ValueError, match="a.csv, line 3: .*answer"):
+            answers(cell)
+    assert answers("2.0", "infinitebench_math_find") == ("2.0",) and answers("71432.0", "quest_passkey") == ("71432",)
+    assert answers('["71432.0"]') == ("71432.0",) and answers("[71432.0]") == answers("71432") == ("71432",)
+    assert answers("9007199254740993") == ("9007199254740993",) and answers("[1. 2.]") == ("1", "2")
+    for row, told in (("c,q,,4,t,s,a, b", "got 1 more; quote cells"), ("c,q,,4,t,s", "got 1 fewer")):
+        (tmp_path / "b.csv").write_text(",".join([*ROW, "scorer", "answer"]) + f"\n{row}\n")
+        with pytest.raises(ValueError, match=f"b.csv, line 2: expected a cell for each column, {told}"):
+            read(f"kvpress:{tmp_path / 'b.csv'}")
+
+
+def test_absent_values_of_a_parquet_are_refused(tmp_path):
+    table = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    def answers(*given):
+        rows = [{**ROW, "answer": value} for value in given]
+        pyarrow.parquet.write_table(table.Table.from_pylist(rows), tmp_path / "a.parquet")
+        return [made.answers for made in read(f"kvpress:{tmp_path / 'a.parquet'}")]
+
+    for absent in (None, float("nan"), 2.0**60):
+        with pytest.raises(ValueError, match="a.parquet, row 2: .*answer"):
+            answers(71432.0, absent)
+    assert answers(71432.0, 0.5) == [("71432",), ("0.5",)] and answers(2**60 + 1) == [(str(2**60 + 1),)]
 
 
 # All formats

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import os
 import pathlib
+import re
 import shutil
+import subprocess
+import sys
 import time
 import tomllib
 
@@ -16,11 +20,12 @@ import pytest
 
 import kvjax
 import models
-from experiments import tasks
+from experiments import cli, tasks
 from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from experiments.records import CompileClock, Timer
 from kvjax import registry, version
+from kvjax.wrappers.named import EXAMPLES, PATTERNS
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
 
@@ -63,9 +68,10 @@ def test_ls_names_every_method_with_paper_and_knobs(capsys):
 def test_ls_json_is_complete(capsys):
     assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed.keys() == registry.classes().keys()
+    assert listed.keys() == {*registry.classes(), *registry.WRAPPERS, *PATTERNS}
     for entry in listed.values():
-        assert entry["idea"] and entry["paper"].startswith("arXiv:")
+        assert entry["idea"] and (entry["paper"].startswith("arXiv:") or entry["wrapper"]) and isinstance(entry["keeps"], str)
+        assert entry["wrapper"] == (entry["name"] not in registry.classes())
         assert all(knob["doc"] for knob in entry["knobs"]), entry["name"]
     (budget,) = [knob for knob in listed["quest"]["knobs"] if knob["name"] == "budget"]
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
@@ -79,6 +85,20 @@ def test_ls_explains_a_method(name, capsys):
     assert text.startswith(f"{cls.__name__} (--method {name})") and cls.PAPER in text and cls.keeps in text
     for knob in registry.knobs(cls):
         assert f"  {knob.name}=" in text and knob.doc in text
+
+
+def test_ls_lists_and_explains_wrappers(capsys):
+    assert main(["ls"]) == 0
+    text = capsys.readouterr().out
+    assert "\nWrappers, which are made of methods: " in text
+    for name in (*EXAMPLES, *PATTERNS):
+        assert f"\n{name}  [" in text
+    assert main(["ls", *EXAMPLES, *PATTERNS]) == 0
+    text = capsys.readouterr().out
+    for name, example in EXAMPLES.items():
+        cls = type(kvjax.make(example))
+        assert f'{cls.__name__} (--method "{example}")' in text and registry.WRAPPERS[name] is cls
+    assert "Prefill (--method \"xattention(quest)\")" in text and "object at" not in text and "arXiv:2502.20766" in text
 
 
 def test_ls_lists_tasks_and_shows_examples(capsys):
@@ -125,6 +145,47 @@ def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text and command.about in text for name, command in COMMANDS.items())
+    first, second = text.index("\nUse methods"), text.index("\nStudy methods")
+    assert first < text.index("\n  eval ") < second < text.index("\n  kernels ")
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    text = capsys.readouterr().out
+    assert text.index("\nthis call:") < text.index("\n  --out ") < text.index("\nsettings:") < text.index("\n  --tasks ")
+
+
+def test_what_is_kept_of_help_and_ls_is_what_they_say():
+    if sys.version_info[:2] != (3, 12):
+        pytest.skip("another version of Python formats help in another way")
+    for file, text in cli.shown_texts().items():
+        assert file.read_text() == text, "python -m experiments.site docs --tables writes it again"
+
+
+FAST = """
+import contextlib, io, json, sys
+from experiments.cli.main import main
+
+def said(*argv):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(list(argv)) == 0
+    return out.getvalue()
+
+assert said("eval", "--help").startswith("usage: kvjax eval ")
+assert "\\nsnapkv  [arXiv:" in said("ls") and "\\ntwilight  [" in said("ls")
+assert said("ls", "quest").startswith("Quest (--method quest)") and len(json.loads(said("ls", "--json"))) > 40
+assert "jax" not in sys.modules and "kvjax" not in sys.modules
+assert said("ls", "mine:Spread").startswith("Spread (--method mine:Spread)") and "spread  [no paper]" in said("ls")
+"""
+
+
+def test_help_and_ls_import_no_jax_in_a_new_process(tmp_path):
+    """Except for a method from outside, which the kept text cannot have."""
+    (tmp_path / "mine.py").write_text(
+        "from kvjax.families import Eviction\nfrom kvjax.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
+        "    def score(self, cache, prompt):\n        return cache.position * 1.0\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FAST], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ("demo", "eval", "sweep", "compare", "plot", "generate", "ls", "suites"))
@@ -158,6 +219,31 @@ def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err
 
 
+def test_a_text_is_given_and_put_into_the_template(directory, tmp_path, capsys, fails):
+    """The template's begin and end are part of the prompt; without a template a line says so."""
+    folder = shutil.copytree(directory, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [answer]")
+    told = {}
+    for model, words in (
+        (folder, []), (folder, ["--template", "auto"]), (folder, ["--template", "auto", "--system", "Be brief."]),
+        (directory, ["--template", "auto"]),
+    ):  # fmt: skip
+        assert main(["generate", "--model", str(model), "--prompt", "The sky is", "--max-new-tokens", "4", *words]) == 0
+        told[model, len(words)] = capsys.readouterr().err
+    plain, chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
+    assert plain == none < chat < system and "has no chat template: the text is continued" in told[directory, 2]
+    assert "by --prompt TEXT or --prompt-file FILE, got neither" in fails("generate", "--model", directory)
+    assert "got both" in fails("generate", "--model", directory, "--prompt", "a", "--prompt-file", "-")
+    assert "--prompt must be a text, got ' '" in fails("generate", "--model", directory, "--prompt", " ")
+    assert "add --template auto" in fails("generate", "--model", directory, "--prompt", "a", "--system", "b")
+
+
+def test_generate_under_a_wrapper(directory, prompt, capsys):
+    words = ["--method", "stages(snapkv(budget=64), quest(budget=32, num_dense_layers=0))", "--max-new-tokens", "4"]
+    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt), *words]) == 0
+    assert "20 of 80 tokens attended" in capsys.readouterr().err  # a page, and the newest page with 4 tokens
+
+
 def test_streaming_shows_the_same_text(directory, prompt, capsys):
     shown = []
     for choice in ("--stream", "--no-stream"):
@@ -169,7 +255,7 @@ def test_streaming_shows_the_same_text(directory, prompt, capsys):
 
 
 def test_generate_reads_standard_input(directory, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOnce upon a time")))
     assert main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
 

@@ -192,12 +192,28 @@ def test_more_than_all_files_is_refused():
 def test_next_line_follows_in_the_file():
     text = code_files.code_text("eval")
     for sample in samples("code_completion", number=8):
-        code = sample.context.removeprefix("Please complete the code given below. \n")
+        code = sample.prompt.removesuffix("\n")
         last = code[code.rindex("# file: ") :]
         start = text.index(last.split("\n", 1)[1])  # without the header, because the beginning may be cut
         following = text[start + len(last.split("\n", 1)[1]) :].lstrip("\n").split("\n")[0]
         assert (following.strip(),) == sample.answers
-        assert sample.question == "\nNext line of code:\n" and sample.answer_prefix == ""
+        assert sample.question.count("\n") == code_completion.QUESTION_LINES + 1 and sample.answer_prefix == ""
+
+
+def test_next_line_stands_once_more_far_above():
+    for name in COMPLETION:
+        for sample in samples(name):
+            lines = [line.strip() for line in sample.prompt.split("\n") if line.strip()]
+            source = len(lines) - 1 - lines[::-1].index(sample.answers[0])
+            assert lines[source - code_completion.SAME_LINES : source] == lines[-code_completion.SAME_LINES :]
+            between = sample.prompt[sample.prompt.rindex(sample.answers[0]) :]
+            assert count(between) > 0.8 * code_completion.NEAREST * LENGTH  # counted with the old names, in whole lines
+
+
+def test_source_lines_by_hand():
+    text = "a\nb\nx\n\nc\na\n  b\n  x\nb\nx\na\nb\ny\na\nb\ny"
+    # Line 11 repeats lines 1 and 6, but the line stands in between, too. Line 12 follows "a, b" with another line.
+    assert code_completion.source_lines(text.split("\n")) == {6: 1, 7: 2, 9: 7, 14: 11, 15: 12}
 
 
 @pytest.mark.slow

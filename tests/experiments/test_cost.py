@@ -14,6 +14,7 @@ import pytest
 import models
 from experiments.answering import Shape, ask, load_model, programs
 from experiments.cli import CompiledPrograms
+from experiments.cli.main import main
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import CompileClock
@@ -189,6 +190,26 @@ def test_a_users_own_directory_stays_and_no_cache_keeps_nothing(nothing_given, c
     CompiledPrograms(cache=False).switch_on()
     assert not jax.config.jax_enable_compilation_cache and not nothing_given.exists()
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_kept_on_disk_is_shown_and_cleared(nothing_given, capsys):
+    kvjax_files = nothing_given.parent
+    for file in ("xla/a-cache", "models/one/model.safetensors", "models/two/config.json", "models/.two.lock"):
+        (kvjax_files / file).parent.mkdir(parents=True, exist_ok=True)
+        (kvjax_files / file).write_bytes(b"x" * 1_500_000)
+    (kvjax_files / "models" / "link").symlink_to(nothing_given.parent.parent)
+    assert main(["cache"]) == 0
+    said = capsys.readouterr().out
+    assert ".two.lock" not in said and "1.5 MB  programs" in said and "1.5 MB  one" in said and "6.0 MB in all" in said
+    assert main(["cache", "clear", "three"]) == 2
+    assert "expected one of programs, models, link, one, two, got 'three'" in capsys.readouterr().err
+    assert main(["cache", "clean"]) == 2 and (kvjax_files / "xla").is_dir()
+    assert main(["cache", "clear", "one"]) == 0 and not (kvjax_files / "models" / "one").exists()
+    assert main(["cache", "clear", "programs"]) == 0 and not (kvjax_files / "xla").exists()
+    assert "1.5 MB are free again" in capsys.readouterr().out and (kvjax_files / "models" / "two").is_dir()
+    assert main(["cache", "clear"]) == 0 and not any((kvjax_files / "models").iterdir())
+    assert nothing_given.parent.parent.is_dir(), "of a link only the link is deleted"
+    assert main(["cache"]) == 0 and capsys.readouterr().out.endswith(f"nothing is kept in {kvjax_files}\n")
 
 
 def test_without_a_place_for_it_a_command_runs_all_the_same(nothing_given, capsys):

@@ -68,7 +68,7 @@ def changed(value, path, new):
 
 def test_a_whole_folder_is_compared(results):
     """Its answers hold a line separator of Unicode, which does not end a line of the file."""
-    assert "| quest" in tables.report([results])
+    assert "| Quest" in tables.report([results])
 
 
 def test_any_value_anywhere_is_compared_or_refused_by_a_sentence(results):

@@ -86,7 +86,7 @@ def test_table_names_methods_and_marks_no_effect(finished):
     assert "4 answers from 2 contexts of 512 tokens" in text
     result["metrics"][2]["no_effect"] = True
     marked = [line for line in table(result).splitlines() if line.endswith("no effect at this length")]
-    assert len(marked) == 1 and marked[0].startswith("quest")
+    assert len(marked) == 1 and marked[0].startswith("Quest")
 
 
 @pytest.mark.slow

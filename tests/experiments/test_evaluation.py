@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import functools
+import io
 import json
 import pathlib
 import re
@@ -15,11 +18,11 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import METHODS, Shape, ask, load_model, padded_length
-from experiments.benchmarks import Cell, Example, Reading, encode_cell
+from experiments.answering import METHODS, Shape, ask, budget_of, load_model, padded_length
+from experiments.benchmarks import Cell, Example, Reading, alike, encode_cell, is_whole
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, plots, runner, tables, together
+from experiments.evaluation import answers, cells, comparison, plots, progress, runner, stored, tables, together
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -51,11 +54,15 @@ def tiny(tmp_path_factory):
     return directory
 
 
+@functools.cache
+def loaded(directory):
+    return load_model(directory, "float32")
+
+
 def make(tiny, out, **given):
     given = {"tasks": ("passkey", "niah_single_2"), "lengths": (512,), "samples": 2, "workers": 0, **given}
     chosen = EvaluationSettings.from_mapping({"model": str(tiny), **given}, "a test")
-    model = load_model(tiny, "float32")
-    return runner.Runner(chosen, model, out, progress=False)
+    return runner.Runner(chosen, loaded(tiny), out, progress=False)
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ def test_long_contexts_are_cut_and_questions_are_not(mode):
     made = encode([example()], limit=size, truncation=mode)
     assert len(made.wholes[0]) + 8 <= size and made.cut[0] >= 8
     assert made.wholes[0][-len(whole.tails[0]) :] == whole.tails[0]
-    assert whole.cut == (0,) and made.keys == whole.keys
+    assert whole.cut == (0,) and made.keys != whole.keys  # it reads other tokens
     with pytest.raises(ValueError, match="question and answer must fit"):
         encode([example()], limit=10)
     with pytest.raises(ValueError, match="token"):
@@ -163,6 +170,36 @@ def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
         ids(contexts[:2], Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
 
 
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_holds_all_that_decides_a_score():
+    plain = encode([example()]).keys[0]
+    others = [
+        encode([example(**{name: value})]).keys[0]
+        for name, value in {
+            "task": "u", "context": "Green.", "question": "?", "answer_prefix": "", "answers": ("grass", "moss"),
+            "stop": ("\n",), "max_new_tokens": 9, "scorer": "part", "classes": ("grass",), "labels": {"depth": 1},
+        }.items()
+    ]  # fmt: skip
+    others += [encode([example()], **{name: value}).keys[0] for name, value in {
+        "around": ("<user>", "</user>"), "limit": 60, "new_tokens": 3,
+    }.items()]  # fmt: skip
+    assert len({plain, *others}) == 1 + len(others)
+    assert encode([example(group="named otherwise")]).keys[0] == plain == encode([example()], limit=9999).keys[0]
+    turns = [example(group="a", question=text) for text in "?!."]
+    first, again = encode(turns).keys, encode([turns[1], turns[0], turns[2]]).keys
+    assert len({*first, *again}) == 6, "an answer in a conversation depends on the turns before it"
+
+
+def test_examples_of_one_prompt_have_keys_of_their_own():
+    made = encode([example(), example(answers=("moss",)), example()]).keys
+    assert len(set(made)) == 3 and made[2] == f"{made[0]}#2" and all(map(is_whole, made))
+    old = made[0].partition("-")[0]
+    before = [old, f"{old}#2", f"{old}#3"]  # of earlier versions, numbered as they are read
+    assert alike(made, before) == (before, before) and alike(made, list(made)) == (list(made), list(made))
+
+
 # ---- folders ------------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +246,10 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
 
 
-def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
+def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
-    found = {}
+    found, told = {}, []
+    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share: told.append((phase, round(share, 2))))
     for most in (8, 1):
         make(tiny, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
@@ -222,6 +260,99 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path):
             for name, row in rows.items()
         }
     assert found[8] == found[1]
+    both = [("compiling", 0), ("reading", 0), ("asking", 0.33), ("asking", 0.67)]
+    assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
+
+
+def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
+    with progress.Progress(8, True) as bar:
+        bar.waits()
+        bar.end(1)
+        bar.begin("3 methods passkey 512", 3)
+        for phase, share in (("reading", 0.0), ("asking", 1 / 3)):
+            bar.tell(phase, share)
+        bar.begin("2 methods passkey 512", 2)  # three did not fit
+        bar.end(2, "ran 3 s")
+    shown = capsys.readouterr().err
+    for part in ("compiling", " 1/8", "512: compiling", "512: reading", "512: asking", " 2/8", "2 methods", " 1/8", " 3/8"):
+        at = shown.find(part)
+        assert at >= 0, (part, shown)
+        shown = shown[at:]
+    with progress.Progress(8, False) as bar:
+        bar.begin("x", 1)
+    assert capsys.readouterr().err == ""
+
+
+def asks(tiny, out, file, monkeypatch, says=" sky", **given):
+    """An evaluation of a user's file under Full, whose model says the same to everything; the runner."""
+
+    def said(model, encoded, methods, question, batches, clock, new_tokens=None):
+        lines = answers.predict(model, encoded, [model.tokenizer.encode(says).ids] * len(encoded.examples), new_tokens)
+        counted = dict.fromkeys(("seconds", "compile_seconds", *stored._SHOWN_OF_ROW), 1.0) | {"no_effect": False}
+        return [({**counted, **answers.summary(encoded, lines)}, lines) for _ in methods]
+
+    monkeypatch.setattr(runner, "answer_cell", said)
+    monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [])  # compiles nothing
+    given = {"tasks": (f"kvpress:{file}",), "lengths": (64,), "samples": 9, "together": 1, "methods": ["full"], **given}
+    made = make(tiny, out, **given)
+    made.run()
+    return made
+
+
+def rows_of(*answers, question="\nWhat is blue?", task="niah_single_1", **fields):
+    row = {"context": "The sky is blue. " * 30, "question": question, "answer_prefix": "", "task": task, "max_new_tokens": 4}
+    return "".join(json.dumps(row | fields | {"answer": answer}) + "\n" for answer in answers)
+
+
+def test_a_file_that_changed_is_never_compared_with_what_it_was(tiny, tmp_path, monkeypatch):
+    """Whatever was corrected, and whether or not there is a cell left to run."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    file.write_text(rows_of("sky", "sea", question="\nWhich?"))
+    asks(tiny, out, file, monkeypatch)
+    assert len(asks(tiny, out, file, monkeypatch).folder.rows) == 1, "the same file again"
+    changes = {
+        "a reference": rows_of("sky", "the sea", question="\nWhich?"),
+        "a limit": rows_of("sky", "sea", question="\nWhich?", max_new_tokens=5),
+        "a scorer": rows_of("sky", "sea", question="\nWhich?", scorer="niah_number"),
+        "a question": rows_of("sky", "sea", question="\nWhat?"),
+        "a task": rows_of("sky", "sea", question="\nWhich?", task="niah_single_2"),
+        "a row less": rows_of("sky", question="\nWhich?"),
+        "the order": rows_of("sea", "sky", question="\nWhich?"),
+    }
+    for about, text in changes.items():
+        file.write_text(text)
+        for more in ({}, {"methods": ["streamingllm"]}, {"samples": 99}) if about == "a reference" else ({},):
+            with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered .*choose another --out"):
+                asks(tiny, out, file, monkeypatch, **more)
+        other = tmp_path / about
+        asks(tiny, other, file, monkeypatch, methods=["streamingllm"])
+        if about != "a task":
+            with pytest.raises(ValueError, match="different examples of niah_single_1"):
+                comparison.load([out, other])
+    record = read_record(out)
+    record["metrics"] += read_record(tmp_path / "a reference")["metrics"]
+    with pytest.raises(ValueError, match="different examples of niah_single_1: the prompts, the references"):
+        plots.figures(record)
+
+
+def test_a_folder_of_an_earlier_version_is_compared_but_not_continued(tiny, tmp_path, monkeypatch):
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    file.write_text(rows_of("sky", "sea"))
+    (row,) = asks(tiny, out, file, monkeypatch).folder.rows
+    path = out / row["predictions"]
+    path.write_text(re.sub(r'("key": "[0-9a-f]{16})-[0-9a-f]{16}(#2)?"', r'\1"', path.read_text()))
+    (full,) = comparison.load([out])
+    assert len(full.scores) == 2 and list(full.scores.values()) == [1.0, 0.0], "two examples of one prompt"
+    (alone,) = comparison.beside_full([full])
+    assert alone.same == 100 and alone.contexts == 1
+    with pytest.raises(ValueError, match="an earlier version, which kept no references .*choose another --out"):
+        asks(tiny, out, file, monkeypatch)
+    asks(tiny, tmp_path / "new", file, monkeypatch, methods=["streamingllm"])
+    both = comparison.load([out, tmp_path / "new"])
+    with pytest.raises(ValueError, match="under two versions, and the earlier one kept no references"):
+        comparison.beside_full(both)
+    generated = [dataclasses.replace(one, row={**one.row, "source": ""}) for one in both]
+    assert {one.same for one in comparison.beside_full(generated)} == {100}, "the seed tells the references"
 
 
 def test_jobs_are_prefilled_together_as_far_as_they_fit():
@@ -233,12 +364,16 @@ def test_jobs_are_prefilled_together_as_far_as_they_fit():
         return together.Job(method, None, "prefill", Cell(task, 512, 2), {"needs": needs})
 
     jobs = [job(task, method, needs) for method, needs in zip("abcde", (4, 3, None, 2, 9), strict=True) for task in "tu"]
-    found = together.join(jobs, 3, 9, needed)
+    found = together.join(jobs, 3, 9, needed, lambda job: False)
     assert ["".join(job.label for job in group) + group[0].cell.task for group in found] == [
         "abdt", "abdu", "ct", "cu", "et", "eu",
     ]  # fmt: skip
-    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1)] == [1] * 10
-    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed)] == [1] * 4
+    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1, lambda job: False)] == [1] * 10
+    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed, lambda job: False)] == [1] * 4
+    few = [job("t", name, 2) for name in "AbCd"]
+    for most, made in ((3, ["AC", "bd"]), (4, ["bdAC"])):  # methods that evict, in capitals, apart unless all fit
+        found = together.join(few, most, 9, needed, lambda job: job.label.isupper())
+        assert ["".join(job.label for job in group) for group in found] == made
 
 
 def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
@@ -366,11 +501,43 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     compared = comparison.beside_full(rows)
     means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
     assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
-    assert "| quest | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
+    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
     told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
     assert told == {f"t, {drawn}" for drawn in means}
     alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))
     assert [one["drawn"] for one in alone] == ["", ""]
+
+
+def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
+    """Of all records, whatever the method calls its budget."""
+    folders = [str(RECORDS / "results" / name) for name in ("main", "toy")]
+    for folder in folders:
+        out = tmp_path / "t.csv"
+        assert main(["compare", folder, "--out", str(out)]) == 0
+        rows = list(csv.DictReader(io.StringIO(out.read_text())))
+        assert len(rows) == len(read_record(pathlib.Path(folder))["metrics"])
+        assert all(int(row["budget"]) > 0 and row["title"] and float(row["score"]) >= 0 for row in rows)
+        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or folder == folders[1]
+        assert all(json.loads(row["knobs"]).keys() or row["method"] == "full" for row in rows if row["knobs"])
+        assert main(["compare", folder, "--format", "latex"]) == 0
+        tex = capsys.readouterr().out
+        body = [line for line in tex.splitlines() if not line.startswith("%")]
+        assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") >= 2
+        assert not re.search(r"(?<!\\)[%_#]|±|\*\*", "\n".join(body)), "special characters stand for themselves"
+        wide = {line.count(" & ") for line in body[body.index(r"\toprule") + 1 : body.index(r"\bottomrule")] if "&" in line}
+        assert wide == {9}
+    for wrong in (["--format", "tsv"], ["--papers", "--format", "csv"]):
+        assert main(["compare", folders[0], *wrong]) == 2
+        assert re.search("--format takes markdown, csv, latex|--papers is a table in Markdown", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [({"budget": 64}, 64), ({"budget": [10, 20]}, 15), ({"fraction": 0.25}, 250), ({"ratios": [0.5, 0.2]}, 100),
+     ({"channels": 0.6}, 900), ({"method": "Quest(budget=512)"}, 900), ({}, 900)],
+)  # fmt: skip
+def test_every_setting_has_a_budget(knobs, expected):
+    assert budget_of({"knobs": knobs, "length_tokens": 1000.0, "attended_tokens": 900.4}) == expected
 
 
 def test_what_is_left_out_is_said():
@@ -379,7 +546,7 @@ def test_what_is_left_out_is_said():
     assert runner.without_file(dataclasses.replace(settings, haystack=("qa_1=file:x.json",))) == ["qa_2"]
     cells = [entry("full", [1.0], task="t"), entry("full", [1.0], task="u"), entry("quest", [1.0], task="t")]
     assert tables.left_out(comparison.beside_full(cells)) == [
-        "No mean, because they lack cells that Full has or have others: quest (prefill, 512)."
+        "No mean, because they lack cells that Full has or have others: Quest (prefill, 512)."
     ]
     assert tables.left_out(comparison.beside_full(cells[:2])) == []
 
@@ -541,12 +708,37 @@ def test_a_method_looks_alike_in_every_panel():
     rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
     figure = plots.bytes_read([one.row for one in rows])
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
-    for name in ("quest", "h2o"):
+    for name in ("Quest", "H2O"):
         assert colours[0][name] == colours[1][name]
-    assert len({colours[1][name] for name in ("quest", "h2o", "keydiff")}) == 3
+    assert len({colours[1][name] for name in ("Quest", "H2O", "KeyDiff")}) == 3
     named = [{text.get_text() for text in panel.texts} for panel in figure.axes]
-    assert named == [{"full", "quest", "h2o"}, {"full", "quest", "h2o", "keydiff"}]
+    assert named == [{"Full", "Quest", "H2O"}, {"Full", "Quest", "H2O", "KeyDiff"}]
     assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
+
+
+@pytest.mark.parametrize("name", ["main", "toy", "base"])
+def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
+    """The other curves are grey, the legend names them and says what the frontier is."""
+    rows = read_record(RECORDS / "results" / name)["metrics"]
+    figure = plots.bytes_read(rows)
+    figure.draw_without_rendering()
+    methods = {row["method"].partition("(")[0] for row in rows}
+    for panel in figure.axes:
+        named = {text.get_text() for text in panel.texts}
+        assert "Full" in named and len(named) <= 8 and not any(title.islower() for title in named)
+        outer = panel.get_window_extent()
+        boxes = [text.get_window_extent() for text in panel.texts]
+        assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 for box in boxes)
+        assert all(outer.y0 <= box.y0 and box.y1 <= outer.y1 for box in boxes)
+        clashes = [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert not clashes, "no name covers another one"
+        assert "score" in panel.get_ylabel() and "MB" in panel.get_xlabel()
+        grey = {line.get_label() for line in panel.lines if line.get_color() == "#c4c4c4"}
+        assert bool(grey) == (len(methods) > 8) and not grey & named
+    (legend,) = figure.legends
+    told = " ".join(text.get_text() for text in legend.get_texts())
+    assert "frontier: no setting reads fewer bytes and scores as high" in told
+    assert all(title in told.replace("\n", " ") for panel in figure.axes for title in grey)
 
 
 def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
@@ -555,10 +747,10 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
              for question, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
     rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
     lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
-    assert lines["quest (prefill)"] == [0.0] and lines["quest (extend)"] == [100.0]
-    assert not any("h2o" in label for label in lines)
+    assert lines["Quest (prefill)"] == [0.0] and lines["Quest (extend)"] == [100.0]
+    assert not any("H2O" in label for label in lines)
     named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
-    assert named == ["full (prefill)", "quest (prefill)", "quest (extend)", "h2o (prefill)"]
+    assert named == ["Full (prefill)", "Quest (prefill)", "Quest (extend)", "H2O (prefill)"]
 
 
 # ---- sweeps, the command line -------------------------------------------------------------------------------------
@@ -703,10 +895,12 @@ def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys)
         assert (out / name).stat().st_size > 100
     assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("| method | question |") and "| newest(budget=1/8) |" in shown.out
+    assert shown.out.startswith("| method | budget | question |") and "| Newest(budget=1/8) | 64 |" in shown.out
     assert shown.err == ""  # nothing is run again, and --quiet is quiet
     assert main(["compare", str(out)]) == 0
-    assert "| newest(budget=1/8) |" in capsys.readouterr().out
+    assert "| Newest(budget=1/8) |" in capsys.readouterr().out
+    assert main(["compare", str(out), "--out", str(tmp_path / "all.csv")]) == 0
+    assert [line["budget"] for line in csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text()))][2:] == ["64", "64"]
     assert main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
     turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
@@ -821,3 +1015,12 @@ def test_records_of_speed_and_insight_are_drawn():
         figures(RECORDS / "speed.json", ["tpott"])
     with pytest.raises(ValueError, match="a record of 'kernels' has no figures here"):
         figures(RECORDS / "kernels.json", [])
+
+
+def test_a_method_that_reads_its_context_again_has_positions_for_it():
+    config, shape = dataclasses.replace(TINY, max_position_embeddings=4096), Shape(4096, 1, 128)
+    assert answers.with_room(config, shape, [kvjax.methods.SnapKV()]).max_position_embeddings == 4096 + 128
+    again = kvjax.methods.KVzip()
+    room = again.reread_tokens(4096)
+    assert room > 128
+    assert answers.with_room(config, shape, [kvjax.methods.Full(), again]).max_position_embeddings == 4096 + room

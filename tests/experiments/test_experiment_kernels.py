@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ from experiments.speed import Bandwidth, Seconds
 from experiments.speed.kernels import __main__ as kernels
 from experiments.speed.kernels import compare
 from experiments.speed.kernels.cases import cases
+from experiments.speed.kernels.outside import added
+from pallas_kernels.attend.merge_splits import MERGE_SPLITS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FAST = Bandwidth(bytes_per_second=1e9, size=1, variants={})
@@ -60,7 +63,7 @@ def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, q
 
     true = kernels.cases
 
-    def spoilt(tiny):
+    def spoilt(tiny, wide):
         others = {
             "broken": broken,
             "wrong": lambda score, rest: (jnp.zeros((1, 2, 16), jnp.int32), jnp.zeros((1, 2), jnp.int32)),
@@ -89,3 +92,73 @@ def test_a_kernel_is_timed(compare_kernels):
     _, found = compare_kernels("--only", "merge_splits")
     assert [m["name"] for m in found["metrics"]] == ["merge_splits"]
     assert found["metrics"][0]["least"] <= found["metrics"][0]["value"] <= found["metrics"][0]["most"]
+
+
+MINE = """
+import jax.numpy as jnp
+from pallas_kernels.attend.merge_splits import reference
+
+def merge(out, lse):  # without the argument dtype, which has its default in every shape
+    return reference.merge_splits(out, lse, dtype=jnp.float32)
+
+def wrong(out, lse, **rest):
+    return out[:, 0], lse[:, 0]
+
+def fails(out, lse, **rest):
+    raise RuntimeError("no such instruction")
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def my_kernels(tmp_path, monkeypatch):
+    """A module of the current directory, with a name of its own in each test."""
+    (tmp_path / f"mine_{tmp_path.name}.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    yield f"mine_{tmp_path.name}"
+    sys.modules.pop(f"mine_{tmp_path.name}", None)
+
+
+def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels, tmp_path):
+    """Nothing is timed, and the operation's table is as it was."""
+    before = MERGE_SPLITS.table
+    words = [word for name in ("merge", "wrong", "fails") for word in ("--with", f"{my_kernels}:{name}")]
+    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
+        kernels.main(["--interpret", "--only", "merge_splits", *words, "--out", "one.json"])
+    found = {row["implementation"]: row for row in json.loads((tmp_path / "one.json").read_text())["metrics"]}
+    assert [*found] == [f"{my_kernels}:{name}" for name in ("fails", "wrong", "merge")] + ["pallas_triton", "xla"]
+    assert [row["passed"] for row in found.values()] == [False, False, True, True, True]
+    assert all(row["value"] is None for row in found.values())
+    assert "no such instruction" in found[f"{my_kernels}:fails"]["error"]
+    text = (tmp_path / "one.md").read_text()
+    assert f"| {my_kernels}:merge | not timed |" in text and "(too large)" in text
+    assert MERGE_SPLITS.table == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--with", "{}:merge"], "--with belongs to one operation, --only NAME; got all operations"),
+        (["--with", "{}:merge", "--only", "merge_splits,kth_select"], "got merge_splits, kth_select"),
+        (["--with", "{}:merg", "--only", "merge_splits", "--interpret"], "has no function 'merg' (did you mean 'merge'?)"),
+        (["--with", "nowhere:merge", "--only", "merge_splits", "--interpret"], "there is no module 'nowhere'"),
+        (["--with", "{}", "--only", "merge_splits", "--interpret"], "is named package.module:Function"),
+        (["--with", "{}:NUMBER", "--only", "merge_splits", "--interpret"], "expected a function of the arguments of merge"),
+        ([], "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU"),
+    ],
+)
+def test_kernels_that_cannot_be_compared_are_refused(words, told, my_kernels, capsys):
+    assert kernels.main([*(word.format(my_kernels) for word in words), "--out", "one.json"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_shape_that_needs_a_missing_argument_is_not_run(my_kernels):
+    case = next(case for case in cases(tiny=True) if case.operation.name == "merge_splits")
+    with added([case], [f"{my_kernels}:merge"], interpret=False):
+        out, lse = jnp.zeros((2, 3, 4, 16)), jnp.zeros((2, 3, 4))
+        name = f"{my_kernels}:merge"
+        assert MERGE_SPLITS.resolve(out, lse, dtype=jnp.float32) == name
+        with pytest.raises(NotImplementedError, match="it has no argument 'dtype', which this shape needs"):
+            MERGE_SPLITS.run(out, lse, dtype=jnp.bfloat16, implementation=name)
+        assert MERGE_SPLITS.resolve(out, lse, dtype=jnp.bfloat16) == "xla"

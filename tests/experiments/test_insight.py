@@ -172,7 +172,7 @@ def test_command_writes_record_and_figure_and_goes_on(tmp_path, capsys):
     command("--methods", "snapkv", *common)
     first = json.loads(out.with_suffix(".json").read_text())["metrics"][0]
     printed = command("--methods", "full,snapkv", *common)
-    assert "| full |" in printed and "| snapkv |" in printed
+    assert "| Full |" in printed and "| SnapKV |" in printed
     made = json.loads(out.with_suffix(".json").read_text())
     assert made["metrics"][0] == first, "a finished method is not run again"
     snapkv, full = made["metrics"]

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import models
-from experiments.evaluation import Entry, changes, kendall_tau, mean_scores, solved
+from experiments.benchmarks import Example
+from experiments.cli import read_record
+from experiments.evaluation import Entry, chance, changes, kendall_tau, mean_scores, plots, solved
+from experiments.evaluation import agreement as agreement_of_models
 from experiments.evaluation.folder import Folder
 from experiments.site import agreement, choice, distance, marks, pages, quality
 
@@ -89,10 +92,12 @@ def docs(tmp_path):
 def test_without_records_the_pages_name_the_commands(docs):
     texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
     command = "python -m kvjax eval --config docs/settings/main.yaml --out docs/records/results/main"
-    assert f"This part has not been measured yet. `{command}` makes its record." in texts["quality.md"]
-    assert "docs/settings/base-tuned.yaml --out" in texts["quality.md"]
-    assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality.md"]
+    assert f"This part has not been measured yet. `{command}` makes its record." in texts["quality-twin.md"]
+    assert "docs/settings/base-tuned.yaml --out" in texts["quality-twin.md"]
+    assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality-twin.md"]
     assert f"`{command}`" in texts["choosing.md"]
+    unmeasured = "This part has not been measured yet. `python -m kvjax eval --config docs/settings/qwen-"
+    assert texts["quality.md"].count(unmeasured) == 6
     assert "The built-in retrieval toy" in texts["README.md"] and "has not been measured" not in texts["README.md"]
 
 
@@ -115,7 +120,7 @@ def test_tables_of_the_main_runs(docs):
     shutil.rmtree(docs / "records" / "results" / "main-16k")
     write_folder(docs, "main-16k", cells("prefill", 16384, {name: OWN[name] for name in ("full", "snapkv")}))
     half = quality.parts(docs)["quality"]()  # without the papers' methods at 16K
-    assert "16K" not in half and "read per step at 8K" in half
+    assert "score at 16K" not in half and "read per step at 8K" in half
     budgets = made["main-budgets"]().splitlines()
     assert "| SnapKV | 55.0 (12.5 %) | 45.0 (6.2 %) | 55.0 (12.5 %) |  |" in budgets
     assert "| CHESS | 10.0 (2.0 %) |  | 55.0 (20.0 %) |  |" in budgets
@@ -129,6 +134,61 @@ def test_tables_of_the_main_runs(docs):
     assert "| SnapKV | -45.0 ± " in made["choosing"]() and f"| 12.5 % | 12.5 % | {1e3 * step:.2f} |" in made["choosing"]()
     assert made["papers"]().splitlines()[2].startswith("| [MosaicKV](methods/mosaickv.md) | -20.0 ± ")
     assert pages.marked_pages(docs)[docs.parent / "README.md"].count("\n") <= 150
+
+
+QWEN = {  # right answers of 20 in niah_single_1, vt, code_recall and code_recall_renamed; knobs; share read
+    "full": ((20, 11, 16, 14), {}, 1),
+    "snapkv": ((12, 10, 8, 6), {"budget": 2048}, 0.13),
+    "snapkv(budget=1/16)": ((9, 0, 4, 4), {"budget": 1024}, 0.065),
+    "quest": ((18, 1, 2, 2), {"budget": 2048}, 0.25),
+    "chess": ((2, 20, 0, 0), {"ratios": [0.5, 0.2, 0.1]}, 0.02),
+    "reversed": ((1, 1, 1, 1), {"budget": 2048}, 0.13),
+}
+
+
+def qwen_cells(question, length, scores):
+    names = ("niah_single_1", "vt", "code_recall", "code_recall_renamed")
+    return [
+        (method, task, length, question, right(count), knobs, share)
+        for method, (counts, knobs, share) in scores.items()
+        for task, count in zip(names, counts)
+    ]
+
+
+def test_tables_of_the_untouched_model(docs):
+    write_folder(docs, "main", cells("prefill", 8192, MAIN))
+    write_folder(docs, "qwen-16k", qwen_cells("prefill", 16384, QWEN), "qwen2.5-coder-1.5b")
+    own = {name: QWEN[name] for name in ("full", "snapkv", "quest", "chess")}
+    longer = {**own, "full": ((20, 12, 16, 14), {}, 1)}  # at 32K vt counts, too
+    write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
+    write_folder(docs, "qwen-extend", qwen_cells("extend", 16384, own), "qwen2.5-coder-1.5b")
+    texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
+    assert "has not been measured" not in texts["quality.md"] and "Qwen2.5-Coder" not in texts["quality-twin.md"]
+    front = pages.parts(docs)["quality"]()
+    told = front.replace("\n", " ")
+    assert "Qwen2.5-Coder-1.5B-Instruct (4-bit weights) as it was published, computed in bfloat16" in told
+    assert "means of the 1 tasks on which Full has at least 60 (single_1) at 16K, 20 samples of each; of the 2 tasks" in told
+    assert "`qwen-32k.yaml` and `qwen-extend.yaml` the other columns." in told and "SmolLM2" not in front
+    lines = [line for line in front.splitlines() if line.startswith("| ")]
+    assert lines[0] == (
+        "| method | score at 16K | score at 32K | question after, 16K | code recall at 16K | read per step at 16K | "
+        "resident at 16K |"
+    )
+    assert lines[2:] == [
+        "| Full | 100.0 | 80.0 | 100.0 | 80 / 70 | 10.00 MB | 20.00 MB |",
+        "| Quest | 90.0 | 47.5 | 90.0 | 10 / 10 | 2.50 MB (25.0 %) | 5.00 MB |",
+        "| SnapKV | 60.0 | 55.0 | 60.0 | 40 / 30 | 1.30 MB (13.0 %) | 2.60 MB |",
+        "| CHESS | 10.0 | 55.0 | 10.0 | 0 / 0 | 0.20 MB (2.0 %) | 0.40 MB |",
+    ]
+    assert texts["README.md"].count("\n") <= 150
+    page = texts["quality.md"]
+    assert "| SnapKV | 16,384 | 60.0 | -40.0 ± " in page and "| SnapKV(budget=1/16) | 45.0 | -55.0 ± " in page
+    assert "| SnapKV | 45.0 (6.5 %) | 60.0 (13.0 %) | 60.0 (13.0 %) |" in page and "| Quest |  |  | 90.0 (25.0 %) |" in page
+    assert "| method | **single_1** | vt | code_recall | code_recall_renamed |" in page
+    assert "| `vt` | 55.0 | 50.0 | 5.0 |" in page  # Full, SnapKV, Reversed
+    assert "| Quest | -10.0 ± " in texts["choosing.md"]
+    assert pages.figures(docs)["results/qwen-16k/solved.png"] == ("results/qwen-16k", "solved")
+    assert plots.solved(read_record(docs / "records" / "results" / "qwen-16k")["metrics"]).axes
 
 
 def test_tables_of_the_base_and_the_order(docs):
@@ -217,3 +277,23 @@ def test_a_change_within_noise_is_not_beyond_noise():
     assert found.keys() == {("x", "y"), ("x", "z"), ("y", "z")}
     assert not found["x", "y"].beyond_noise and found["x", "z"].beyond_noise
     assert found["x", "z"].first.mean == pytest.approx(55) and found["x", "z"].second.mean == pytest.approx(-50)
+
+
+def test_models_are_compared_on_the_tasks_that_both_solve():
+    """At lengths of their own, over tasks that Full solves under both; rows with knobs and unknown names do not count."""
+    first = [entry(x, right(n), task) for task in "ab" for x, n in (("full", 20), ("snapkv", 18), ("quest", 4), ("h2o", 2))]
+    second = [entry(x, right(n), "a") for x, n in (("full", 18), ("snapkv", 2), ("quest", 17), ("h2o", 1), ("x", 20))]
+    second += [entry("full", right(5), "b"), entry("quest(budget=8)", right(20), "a")]
+    found = agreement_of_models.agreement(first, second)
+    assert (found.tasks, found.methods) == (("a",), ("snapkv", "quest", "h2o"))
+    assert found.tau == pytest.approx(1 / 3) and [(x.better, x.worse) for x in found.changes] == [("snapkv", "quest")]
+    with pytest.raises(ValueError, match="a score of Full of at least 95 under both models, got none"):
+        agreement_of_models.agreement(first, second, 95)
+
+
+def test_chance_is_the_best_constant_answer():
+    asked = [
+        Example("vt", "", "", "", answers, 8, scorer="vt", chat=False) for answers in (("A",), ("A", "B"), ("C", "D"))
+    ]
+    found = chance.chance(asked)
+    assert (found.empty, found.answer) == (0.0, "A, B") and found.constant == pytest.approx(200 / 3)

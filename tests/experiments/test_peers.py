@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -9,12 +10,15 @@ import sys
 import jax
 import pytest
 
+from experiments.evaluation import peer_scores
+from experiments.evaluation.peers import __main__ as quality
+from experiments.evaluation.peers import settings as quality_settings
 from experiments.records import Results, versions
 from experiments.speed import MODELS, budget_at, peer_tables
 from experiments.speed.peers import __main__ as peers
 from experiments.speed.peers.settings import PRESSES, PeersSettings
 from kvjax import registry
-from models import ModelConfig
+from models import ModelConfig, builtin_directory
 
 TINY = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
@@ -47,6 +51,35 @@ def test_wrong_settings_are_refused(given, message):
         PeersSettings(**given)
 
 
+def test_settings_of_scores_are_checked():
+    with pytest.raises(ValueError, match="unknown method 'quest', expected one of full, snapkv, keydiff, tova"):
+        quality_settings.PeersSettings(methods=("quest",))
+    names = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
+    assert names <= set(registry.classes())
+
+
+def test_a_missing_torch_is_one_sentence_for_scores_too(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert quality.main([str(tmp_path), "--out", str(tmp_path / "p.json")]) == 2
+    assert "experiments.evaluation.peers needs torch, which is not installed here" in capsys.readouterr().err
+
+
+def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
+    def row(library, method, task, *scores, error=None):
+        made = {"library": library, "method": method, "base": method.partition("(")[0], "name": task, "length": 64}
+        value = 100 * sum(scores) / len(scores) if scores else None
+        return made | {"budget": 8, "value": value, "scores": dict(enumerate(scores)), "error": error, "kept_tokens": 8.0}
+
+    rows = [row("kvjax", "snapkv(obs_window=64)", task, 1, 1, 0) for task in "ab"]
+    rows += [row("kvpress", "snapkv", task, 1, 0, 0) for task in "ab"]
+    rows += [row("kvpress", "kvzip", "a", 1, 1), row("kvpress", "kvzip", "b", error="RuntimeError: 1 | 2\nmore")]
+    text = peer_scores(rows, {"runs": {"now": {"device": "a card", "versions": {"torch": "2"}, "commit": "c"}}})
+    paired = "33.3 / 66.7 (-33.3)"
+    assert f"| snapkv | snapkv(obs_window=64) | {paired} | {paired} | 33.3 / 66.7 | -33.3 (" in text
+    assert "| kvzip |  | 100.0 / - | - / - |  |  | 8.0 | b: RuntimeError: 1 / 2 |" in text
+    assert "## 64 tokens, 8 kept" in text and "Run now: a card, torch 2, commit c." in text
+
+
 def test_presses_are_methods_with_a_budget():
     assert set(PRESSES) <= set(registry.classes())
     assert {budget_at(name, 131072) for name in PRESSES} == {1024} and budget_at("snapkv", 256) == 64
@@ -72,7 +105,7 @@ def test_table_says_why_a_row_has_no_value():
     row |= {"batch": 1, "value": None, "out_of_memory": False, "error": "kvpress is not installed: pip install kvpress"}
     text = peer_tables([row, {**row, "method": "full", "error": "OutOfMemoryError: 1 | 2", "out_of_memory": True}], {})
     said = "kvpress is not installed: pip install kvpress"
-    assert f"| snapkv | static | default | sdpa | 8 | 1 |  |  |  |  |  |  | {said} |" in text
+    assert f"| SnapKV | static | default | sdpa | 8 | 1 |  |  |  |  |  |  | {said} |" in text
     assert "|  | out of memory |" in text
 
 
@@ -165,3 +198,71 @@ def test_a_row_without_memory_is_a_row(command, monkeypatch):
     printed, record = command("--methods", "full", "--caches", "dynamic")
     (row,) = record["metrics"]
     assert row["out_of_memory"] and row["value"] is None and "out of memory" in printed
+
+
+@needs_torch
+def test_presses_that_prefill_together_keep_what_each_keeps_alone(tmp_path):
+    """Hooks on copies of a layer's keys and values leave what kvpress's own context leaves; KVzip masks the same slots."""
+    for package in ("torch", "transformers", "kvpress"):
+        pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
+    import kvpress
+    import torch
+    import transformers
+
+    from experiments.evaluation.peers import pressed
+
+    directory = builtin_directory()
+    model = pressed.load(str(directory), "sdpa", "float32", torch.device("cpu"))
+    ids = transformers.AutoTokenizer.from_pretrained(directory).encode("The grass is green, and the sky is blue. " * 40)
+    ids, methods = ids[:300], list(quality_settings.PRESSES)
+    made = {method: pressed.make_press(kvpress, method, 300, 100) for method in methods}
+    read = pressed.read_prompt(model, ids, made)
+    assert not read.errors and read.kept["full"].tokens == 300
+
+    def positions(module, inputs, kwargs):
+        return inputs, {**kwargs, "cache_position": torch.arange(300)}
+
+    for method in methods:
+        assert abs(read.kept[method].tokens - 100) <= 0.5, method
+        hooks = [x.self_attn.register_forward_pre_hook(positions, with_kwargs=True) for x in model.model.layers]
+        cache = transformers.DynamicCache()
+        with torch.no_grad(), pressed.make_press(kvpress, method, 300, 100)(model):
+            model(input_ids=torch.tensor([ids]), past_key_values=cache)
+            for hook in hooks:
+                hook.remove()
+        for layer, (keys, values) in zip(cache.layers, read.kept[method].layers, strict=True):
+            torch.testing.assert_close((keys, values), (layer.keys, layer.values))
+        if method == "kvzip":
+            for own, (heads, slots) in zip(model.model.layers, read.kept[method].masked, strict=True):
+                assert torch.equal(own.self_attn.masked_key_indices[1], heads)
+                assert torch.equal(own.self_attn.masked_key_indices[2], slots)
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["full", "snapkv", "pyramidkv", "kvzip"])
+def test_answers_that_are_decoded_together_are_those_of_each_alone(method):
+    for package in ("torch", "transformers", "kvpress"):
+        pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
+    import kvpress
+    import torch
+
+    from experiments.evaluation.peers import pressed
+
+    model = pressed.load(str(builtin_directory()), "sdpa", "float32", torch.device("cpu"))
+    prompts = [[(start + 7 * at) % 5000 + 5 for at in range(size)] for start, size in ((0, 150), (9, 131))]
+    reads = []
+    for ids in prompts:
+        presses = {} if method == "full" else {method: pressed.make_press(kvpress, method, len(ids), 80)}
+        reads.append(pressed.read_prompt(model, ids, presses))
+    together = pressed.decode(model, reads, method, [6, 4], ())
+    alone = [pressed.decode(model, [read], method, [limit], ())[0] for read, limit in zip(reads, (6, 4), strict=True)]
+    assert together == alone and [len(ids) for ids in alone] == [6, 4]
+    if method == "pyramidkv":  # layers of other lengths, which no padding makes alike
+        layers = [(keys[:, :, -40:], values[:, :, -40:]) for keys, values in reads[1].kept[method].layers]
+        uneven = pressed.Kept([*reads[1].kept[method].layers[:1], *layers[1:]])
+        mixed = [reads[0], dataclasses.replace(reads[1], kept={method: uneven})]
+        ids = pressed.decode(model, mixed, method, [6, 4], ())
+        assert ids == [alone[0], pressed.decode(model, mixed[1:], method, [4], ())[0]]
+    if method == "full":
+        whole = model(torch.tensor([prompts[0] + alone[0][:-1]])).logits[0, 149:].argmax(dim=-1)
+        assert whole.tolist() == alone[0]

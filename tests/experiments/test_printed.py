@@ -87,12 +87,12 @@ def test_cells_are_comparable_only_if_model_length_and_knobs_are_the_same():
     text = beside(mine, "meta-llama/llama-3.1-8b-instruct")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = {(line.split(" | ")[0], line.split(" | ")[1]): line for line in lines}
-    vt = rows["| mosaickv", "vt"]
+    vt = rows["| MosaicKV", "vt"]
     assert "| 65,536 | 90.0 | -10.0 | 96.40 | -2.8 | 65,536 | yes | MosaicKV, table 1" in vt
-    assert "| no: length |" in rows["| mosaickv", "niah_single_1"]
-    assert "no: block_size 4, printed 8" in rows["| mosaickv", "fwe"]
-    assert "no: the question stands behind" in rows["| mosaickv", "niah_multikey_1"]
-    assert any("quest(" in line and "| open: layers that Quest leaves dense |" in line for line in lines)
+    assert "| no: length |" in rows["| MosaicKV", "niah_single_1"]
+    assert "no: block_size 4, printed 8" in rows["| MosaicKV", "fwe"]
+    assert "no: the question stands behind" in rows["| MosaicKV", "niah_multikey_1"]
+    assert any("Quest(" in line and "| open: layers that Quest leaves dense |" in line for line in lines)
     assert beside(mine, "other").startswith("The papers print no score for other. They print scores for LLaMA-3.1")
     assert "None of these cells" in beside(mine[:0], "Llama-3.1-8B-Instruct")
 
@@ -136,7 +136,7 @@ def test_a_recipe_runs_to_a_table_beside_the_papers(tmp_path, capsys):
     assert main(["compare", str(out), "--papers"]) == 0
     said = capsys.readouterr().out
     assert "## Beside the papers" in said and "## Every cell" in said
-    (line,) = [line for line in said.splitlines() if line.startswith("| snapkv | niah_single_1 | 512")]
+    (line,) = [line for line in said.splitlines() if line.startswith("| SnapKV | niah_single_1 | 512")]
     assert "| 100.00 | +0.0 | 65,536 | no: length | SentenceKV, table 2" in line
 
 

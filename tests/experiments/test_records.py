@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import pathlib
@@ -10,17 +12,28 @@ import pathlib
 import pytest
 
 from experiments.cli import Against, committed, compared, figures, read_record
-from experiments.records import Results, device_kinds, make_record, new_figure, save, write_bytes, write_record
+from experiments.records import (
+    Results,
+    device_kinds,
+    latex_text,
+    make_record,
+    method_title,
+    new_figure,
+    save,
+    write_bytes,
+    write_record,
+)
 from experiments.records.__main__ import main
+from experiments.records.names_on_lines import label_lines
 from experiments.records.plotting import (
     amount_axis,
-    label_lines,
     line_style,
     log_ticks,
     spread,
     token_axis,
     token_label,
 )
+from kvjax import registry
 
 RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
 METRIC = {"name": "vt", "value": 50.0, "unit": "percent"}
@@ -41,6 +54,56 @@ def test_a_record_whose_first_row_lacks_a_field_is_described(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     said = f"kvjax: error: {tmp_path} is neither a folder with a metrics.json nor a JSON record\n"
     assert capsys.readouterr().err == said
+
+
+def test_the_rows_of_a_record_as_csv_and_latex(tmp_path, capsys):
+    assert main([str(RECORDS / "speed.json"), "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == len(read_record(RECORDS / "speed.json")["metrics"]) and float(rows[0]["value"]) > 0
+    assert main([str(RECORDS / "speed.json"), "--format", "latex", "--fields", "method,length,value"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [r"\begin{tabular}{lrr}", r"\toprule", r"method & length & value \\"]
+    assert r"Full & 8192 & 0.006019 \\" in lines and any(line.startswith("TokenSelect (miss) & ") for line in lines)
+
+
+def test_special_characters_of_latex_stand_for_themselves():
+    said = latex_text(r"a_b & 50 % {x} ~ ^ \ $ # -1.5 ± 2, x-1, **bold**")
+    assert said == (
+        r"a\_b \& 50 \% \{x\} \textasciitilde{} \textasciicircum{} \textbackslash{} \$ \# $-$1.5 $\pm$ 2, x-1, "
+        r"\textbf{bold}"
+    )
+
+
+@pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_figures_are_the_same_bytes_whenever_they_are_drawn(kind, begin):
+    """In vector files text stays text, for search and for editing."""
+    made = []
+    for _ in range(2):
+        figure = new_figure(2, 2)
+        figure.subplots().set_ylabel("score")
+        made.append(save(figure, kind))
+    assert made[0] == made[1] and made[0].startswith(begin)
+    assert kind != "svg" or b">score</text>" in made[0]
+
+
+def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
+    figure = new_figure(4, 3)
+    panel = figure.subplots()
+    token_axis(panel, [1024, 131072])
+    panel.set_ylim(0, 10)
+    label_lines(panel, [(131072, 9.9, "a very long name of a method", "#0072b2"), (131072, 9.8, "another", "#d55e00")])
+    figure.draw_without_rendering()
+    outer, boxes = panel.get_window_extent(), [text.get_window_extent() for text in panel.texts]
+    assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 and box.y1 <= outer.y1 + 1 for box in boxes)
+
+
+def test_every_method_has_a_name_as_in_its_paper():
+    names = {name: method_title(name) for name in registry.builtin()}
+    assert len(set(names.values())) == len(names) and not any(title.islower() for title in names.values())
+    assert [names[x] for x in ("chess", "rkv", "pyramidkv", "h2o")] == ["CHESS", "R-KV", "PyramidKV", "H2O"]
+    assert method_title("twilight(mass=0.5, method=chess(ratios=1))") == "Twilight(mass=0.5, method=CHESS(ratios=1))"
+    assert method_title("tokenselect_hit") == "TokenSelect (hit)" and method_title("minference(rkv)") == "MInference(R-KV)"
+    assert method_title("my_own(budget=1)") == "my_own(budget=1)"
 
 
 def test_records_of_other_settings_are_not_continued(tmp_path):

@@ -118,23 +118,28 @@ def settings_of(name):
 
 
 @pytest.mark.parametrize(
-    ("record", "own", "others"), [("main", ("main",), paper_tables.SETTINGS), ("main-32k", (), ("main-32k",))]
+    ("record", "own", "others", "drawn"),
+    [
+        ("main", ("main",), paper_tables.SETTINGS, ("smollm2-retrieval", 200)),
+        ("main-32k", (), ("main-32k",), ("smollm2-retrieval", 200)),
+        ("qwen-16k", ("qwen-16k",), ("qwen-papers", "qwen-papers-niah"), ("qwen2.5-coder-1.5b", 100)),
+    ],
 )
-def test_the_settings_make_every_row(record, own, others):
+def test_the_settings_make_every_row(record, own, others, drawn):
     """Every cell that a table compares is one of the main settings or of a paper's; a paper's settings make no other row."""
     made, labels = {}, set()
     for name in (*own, *others):
         settings = settings_of(name)
-        assert (settings.model, settings.samples) == ("smollm2-retrieval", 200)
+        assert (settings.model, settings.samples) == drawn
         for choice in settings.choices:
             made.setdefault(choice.label, set()).update(expand(settings.generated))
         labels |= {choice.label for choice in settings.choices if name in others}
-    used = {"full"}
+    used, asked = {"full"}, set(expand(settings_of((*own, *others)[0]).generated))
     for again in (x for x in remade_tables() if x.record == record):
         assert again.lengths == settings.lengths
         tasks = {ours for _, ours in again.tasks or ()}
         for printed in again.tables:
-            wanted = tasks or set(printed.tasks) & set(expand(("trained",)))
+            wanted = tasks or set(printed.tasks) & asked
             for label in (label for rows in again.settings.values() for label in rows.values()):
                 assert wanted <= made[label], (again.title, label)
                 used.add(label)
@@ -165,7 +170,7 @@ def test_the_page_says_what_has_not_run(tmp_path):
     """Without the main record too: the tables of the ablation remain, and the part of a page names the commands."""
     folder = tmp_path / "docs"
     (folder / "records" / "ablations").mkdir(parents=True)
-    for name in ("main-32k", *paper_tables.SETTINGS):
+    for name in ("main-32k", "qwen-16k", "qwen-papers", "qwen-papers-niah", *paper_tables.SETTINGS):
         (folder / "settings").mkdir(exist_ok=True)
         (folder / "settings" / f"{name}.yaml").write_text((DOCS / "settings" / f"{name}.yaml").read_text())
     assert "papers-chess.yaml --out docs/records/results/main`" in pages.parts(folder)["papers-remade"]()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import kvjax
 import models
-from experiments.cli import read_yaml
-from experiments.evaluation.settings import EvaluationSettings, check_choices, choices_of, written
+from experiments.cli import names, read_yaml
+from experiments.evaluation.reversed import Reversed
+from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
 from experiments.fidelity.settings import FidelitySettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
+from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.methods import Full, Quest, SnapKV
+from kvjax.testing.layer import stored
+from tests import harness
 
 ROOT = pathlib.Path(models.__file__).parents[1]
 FILES = sorted((ROOT / "docs" / "settings").glob("*.yaml"))
@@ -58,6 +65,28 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     own = {choice.label for choice in made["base"].choices}
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
 
+    qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
+    assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
+    assert [(x.lengths, x.samples, x.question) for x in qwen] == [
+        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
+    ]  # fmt: skip
+    assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in qwen)
+
+
+def test_reversed_drops_what_snapkv_keeps():
+    """Together the two methods keep every token of every head, and both keep the window alone."""
+    window, budget, length = 4, 12, 40
+    row = [np.arange(length, dtype=np.int32) % 50]
+    kept = []
+    for method in (
+        kvjax.methods.SnapKV(budget=budget, obs_window=window),
+        Reversed(budget=length - budget + window, obs_window=window),
+    ):
+        cache = harness.read(method, rows=row)
+        kept.append([[set(head[head >= 0].tolist()) for head in np.asarray(stored(x).position[0])] for x in cache.layers])
+    for ours, theirs in zip(*(itertools.chain(*layers) for layers in kept), strict=True):
+        assert ours | theirs == set(range(length)) and ours & theirs == set(range(length - window, length))
+
 
 TWILIGHT = {"kvjax.wrappers.twilight:Twilight": {"mass": 0.5, "method": {"quest": {"budget": "1/16"}}}}
 
@@ -71,6 +100,97 @@ def test_a_wrapper_is_named_with_the_method_inside():
     assert method == kvjax.Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
     assert row["class"] == "kvjax.wrappers.twilight:Twilight" and "budget=64" in row["method"]
+
+
+@pytest.mark.parametrize(
+    ("text", "entry", "method"),
+    [
+        ("quest(budget=1/4)", {"quest": {"budget": "1/4"}}, Quest(budget=256)),
+        ("Twilight( quest )", {"twilight": {"method": "quest"}}, Twilight(method=Quest(budget=128))),
+        (
+            "twilight(quest(budget=1/16, page_size=8), mass=0.5)",
+            {"twilight": {"method": {"quest": {"budget": "1/16", "page_size": 8}}, "mass": 0.5}},
+            Twilight(method=Quest(budget=64, page_size=8), mass=0.5),
+        ),
+        (
+            "periodic(snapkv, interval=64)",
+            {"periodic": {"evict": "snapkv", "interval": 64}},
+            Periodic(evict=SnapKV(budget=128), interval=64),
+        ),
+        (
+            "stages(snapkv, quest)",
+            {"stages": {"evict": "snapkv", "retrieve": "quest"}},
+            Stages(evict=SnapKV(budget=256), retrieve=Quest(budget=128)),
+        ),
+        ("minference(full)", {"prefill": {"method": "full"}}, Prefill(method=Full())),
+        (
+            "xattention(full, block=64)",
+            {"prefill": {"block": 64, "pattern": {"kind": "xattention"}, "method": "full"}},
+            Prefill(method=Full(), block=64, pattern=Pattern("xattention")),
+        ),
+        (
+            "densebelow(method=quest, length=512)",
+            {"densebelow": {"method": "quest", "length": 512}},
+            DenseBelow(method=Quest(budget=128), length=512),
+        ),
+        (
+            "layerbudgets(snapkv, shares=(1.5, 0.5))",
+            {"layerbudgets": {"method": "snapkv", "shares": [1.5, 0.5]}},
+            LayerBudgets(method=SnapKV(budget=128), shares=(1.5, 0.5)),
+        ),
+        (
+            "perlayer(snapkv, 0=full, -1=quest(budget=64))",
+            {"perlayer": {"default": "snapkv", "layers": {0: "full", -1: {"quest": {"budget": 64}}}}},
+            PerLayer(layers={0: Full(), -1: Quest(budget=64)}, default=SnapKV(budget=128)),
+        ),
+    ],
+)
+def test_a_wrapper_is_a_text_or_an_entry_of_yaml(text, entry, method):
+    """Both make the same method; what is written is read again; and the label is a text that makes it, too."""
+    for choice in (*choices_of(names(f"knorm,{text}")[1:]), *choices_of([entry])):
+        assert choices_of(written([choice])) == (choice,)
+        check_choices([choice], (), 1024)
+        assert choice.at(1024, None, None, {}).method == method
+    assert len(choices_of(names(f"{text},full,{text}"))) == 3
+
+
+def test_budgets_are_those_of_the_method_inside():
+    made = at_budgets(choices_of(["twilight(quest)", "twilight(quest(budget=7))", "stages(snapkv, quest)"]), ("1/8", "64"))
+    assert [choice.label for choice in made] == [
+        "full",
+        "twilight(method=quest(budget=1/8))",
+        "twilight(method=quest(budget=64))",
+        "twilight(method=quest(budget=7))",
+        "stages(evict=snapkv, retrieve=quest)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("twilight", "Twilight must be given method, for example twilight"),
+        ("densebelow(quest)", "DenseBelow must be given length"),
+        ("twilight(", "expected a method as NAME"),
+        ("twilight()", "expected a method as NAME"),
+        ("twilight(quest,)", "expected a method as NAME"),
+        ("twilight(quest)s", "expected a method as NAME"),
+        ("twilight(quest))", "as many '\\(' as"),
+        ("twilight(quest, quest)", "Twilight takes no other method inside, got 'quest'"),
+        ("quest(knorm)", "Quest takes no method inside, got 'knorm'"),
+        ("twilight(qest)", "unknown method 'qest'"),
+        ("twilight(quest, mas=1)", "no knob 'mas' .did you mean 'mass'"),
+        ("twilight(quest, mass=all)", "knob 'mass' takes float, got 'all'"),
+        ("twilight(snapkv)", "Twilight: method must select slots"),
+        ("perlayer(snapkv, first=full)", "no knob 'first'"),
+    ],
+)
+def test_a_bad_text_of_a_method_is_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        (choice,) = choices_of([text])
+        check_choices([choice], (), 1024)
+        choice.at(1024, None, None, {})
+    with pytest.raises(ValueError, match=told):
+        kvjax.make(text)
 
 
 def test_a_pattern_of_prompts_is_named_with_its_numbers():

@@ -141,7 +141,7 @@ def test_every_method_has_a_row_with_its_bytes(command, tmp_path):
     assert all(row["cache_bytes_read"] <= most[name] * full["cache_bytes_read"] for name, row in rows.items())
     assert rows["tokenselect_miss"]["counters"]["hit_rate"] == 0 < rows["tokenselect_hit"]["counters"]["hit_rate"]
     table = (tmp_path / "speed.md").read_text()
-    assert "## Decode, tiny" in table and "| snapkv | 256 | 1 |" in table and "1.00x" in table
+    assert "## Decode, tiny" in table and "| SnapKV | 256 | 1 |" in table and "1.00x" in table
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     assert said.count("\n") >= len(VARIANTS)
 
@@ -193,7 +193,7 @@ def test_running_out_of_memory_is_a_row(command, monkeypatch, tmp_path):
     assert [m["out_of_memory"] for m in found["metrics"]] == [True, True, False] * 2
     assert found["metrics"][0]["value"] is None and "RESOURCE_EXHAUSTED" in found["metrics"][0]["error"]
     assert [(x["method"], x["batch"]) for x in found["notes"]["largest_batch"]] == [("full", 2), ("snapkv", 2)]
-    assert "out of memory" in said and "| tiny | snapkv | 256 | 2 |" in (tmp_path / "speed.md").read_text()
+    assert "out of memory" in said and "| tiny | SnapKV | 256 | 2 |" in (tmp_path / "speed.md").read_text()
     tried.clear()
     command("--methods", "snapkv", "--largest-batch", "--most-rows", 4, "--no-split", "--no-plot")
     assert not tried

@@ -39,8 +39,20 @@ def test_the_parts_of_a_step_are_shown_at_every_batch():
     (panel,) = drawn("split", ROWS).axes
     names = [label.get_text() for label in panel.get_yticklabels()]
     assert sorted(names) == sorted(f"{m}, 1K, {n}" for m, n in [
-        ("full", "1 row"), ("quest", "1 row"), ("full", "4 rows"), ("quest", "4 rows"), ("quest", "16 rows"),
+        ("Full", "1 row"), ("Quest", "1 row"), ("Full", "4 rows"), ("Quest", "4 rows"), ("Quest", "16 rows"),
     ])  # fmt: skip
+
+
+def test_bars_of_speed_are_sorted_and_name_the_card():
+    rows = [row(name, 1, time) for name, time in SLOW]
+    figure = figures({"experiment": "speed", "metrics": rows, "device": {"kind": "NVIDIA H200"}})[0]["speed"]()
+    (panel,) = figure.axes
+    named = [label.get_text() for label in panel.get_yticklabels()]
+    assert named == ["CHESS", "TokenSelect (hit)", "Full (int8)", "Full"], "the fastest first, names as in the papers"
+    assert figure.get_suptitle() == "NVIDIA H200" and panel.get_xlabel().startswith("ms per token")
+
+
+SLOW = (("full", 0.04), ("chess", 0.01), ("tokenselect_hit", 0.02), ("full@int8", 0.03), ("full", 0.001))  # the last again
 
 
 def on(mesh, method, seconds, **more):
@@ -60,7 +72,7 @@ def test_steps_on_several_numbers_of_devices_beside_their_floors():
     times, floors = (line.get_xydata().tolist() for line in panel.lines)
     assert times == [[1, 8.0], [2, 4.0], [4, 3.0]]
     assert floors == [[1, 4.0], [2, 2.0], [4, 1.5]]
-    assert "model" in panel.get_xlabel() and "4K" in panel.get_title()
+    assert "model" in panel.get_xlabel() and "4K" in panel.get_title() and panel.get_ylabel() == "ms per token"
     assert "scaling" not in figures({"experiment": "speed", "metrics": ROWS})[1]
 
 

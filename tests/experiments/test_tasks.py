@@ -253,8 +253,8 @@ def test_wrong_tasks_lengths_and_depths_are_refused(tmp_path):
             )
 
 
-def test_missing_word_lists_name_the_extra(monkeypatch):
+def test_missing_word_lists_name_their_package(monkeypatch):
     words._word_list.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="extra 'eval'"):
+    with pytest.raises(ModuleNotFoundError, match="pip install wonderwords"):
         words.Words("train")

@@ -312,6 +312,11 @@ def test_qa_says_what_file_it_wants(tmp_path):
     (tmp_path / "empty.json").write_text("[]")
     with pytest.raises(ValueError, match="no question that can be answered"):
         document("qa_2", haystack=f"file:{tmp_path / 'empty.json'}")
+    for answer in ("", " ", None, math.nan, "nan", [], True):
+        item = {"question": "Who?", "answer": answer, "context": [["T", ["a."]]]}
+        (tmp_path / "absent.json").write_text(json.dumps([item]))
+        with pytest.raises(ValueError, match="absent.json is not in the expected format.*question 'Who.': expected a"):
+            document("qa_2", haystack=f"file:{tmp_path / 'absent.json'}")
     with pytest.raises(ValueError, match="the file has 20 questions, got num_questions 21"):
         document("qa_2", haystack=hotpot(tmp_path), num_questions=21)
     assert set(qa_data.FORMATS) == {tasks.TASKS[name].haystack for name in ("qa_1", "qa_2")}

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.decoding.decode import padding_token
 from kvjax.decoding.layers import layer_methods
 from kvjax.describe import describe
 from kvjax.method import Method
@@ -153,7 +154,7 @@ def limits_cut_rows(draw: Draw) -> None:
     """A row with a limit has the first tokens of the row without, and its cache is as long as that."""
     limits = draw.rng.integers(0, STEPS + 1, len(draw.prompts))
     out = kvjax.generate(draw.params, draw.read(), max_new_tokens=STEPS, eos_token_ids=(), limits=limits)
-    want = np.where(np.arange(STEPS)[None] < limits[:, None], draw.base[1].tokens, 0)
+    want = np.where(np.arange(STEPS)[None] < limits[:, None], draw.base[1].tokens, padding_token(draw.model))
     np.testing.assert_array_equal(out.tokens, want)
     np.testing.assert_array_equal(out.cache.length, [len(x) + n for x, n in zip(draw.prompts, limits, strict=True)])
 
@@ -227,11 +228,11 @@ def offloaded_equals_resident_in_8_bits(draw: Draw) -> None:
 
 
 def saved_equals_loaded(draw: Draw) -> None:
-    """A cache on disk is the cache, bit for bit."""
-    cache = draw.read()
+    """A cache on disk is the cache, bit for bit, whatever its folder is called."""
+    cache, name = draw.read(), "".join(draw.rng.choice(list("ab []{}*?\\:!%#~ü日'\"\n"), 8))
     with tempfile.TemporaryDirectory() as folder:
-        kvjax.save_cache(Path(folder) / "cache", cache)
-        back = kvjax.load_cache(Path(folder) / "cache", config=draw.model, method=draw.method)
+        kvjax.save_cache(Path(folder) / name, cache)
+        back = kvjax.load_cache(Path(folder) / name, config=draw.model, method=draw.method)
     assert jax.tree.structure(back) == jax.tree.structure(cache), "another structure"
     jax.tree.map(np.testing.assert_array_equal, back, cache)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax import registry
+from kvjax.decoding.decode import padding_token
 from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
@@ -96,7 +97,7 @@ def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:
     tokens, counts = np.array(free), []
     for row in tokens:
         count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
-        row[count:] = 0
+        row[count:] = padding_token(TINY)
         counts.append(count)
     return tokens, counts
 

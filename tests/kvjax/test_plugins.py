@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax import Array
 
 import kvjax
 import kvjax.__main__ as command
+import models
 from experiments.answering import METHODS, paper_method
 from experiments.cli.main import main
 from experiments.evaluation.settings import EvaluationSettings
@@ -23,8 +26,10 @@ from kvjax.families import AppendOnly, Eviction
 from kvjax.method import Prompt
 from kvjax.methods import Quest
 from kvjax.testing import check_method, laws
+from kvjax.testing.subject import Subject
 from kvjax.typing import pytree
 from tests import outside_method
+from tests.harness import TINY
 from tests.outside_method import Newest
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -40,6 +45,14 @@ class Forgetful(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array]:
         return cache, jnp.zeros(cache.position.shape[:1])
+
+
+@pytree
+class Average(Eviction):
+    """Keeps keys that are unlike the mean of all slots. Empty slots are among them: the fault that a law must find."""
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        return -jnp.einsum("bhsd,bhd->bhs", cache.key, cache.key.mean(axis=2))
 
 
 # ---- how it is found ------------------------------------------------------------------------------------------------
@@ -87,7 +100,7 @@ def test_a_path_names_a_method():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("nowhere.methods:Newest", "there is no module 'nowhere', which the method 'nowhere.methods:Newest' needs"),
+        ("nowhere.methods:Newest", "there is no module 'nowhere', which 'nowhere.methods:Newest' needs"),
         ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
         ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
         ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
@@ -123,6 +136,84 @@ def test_installed_packages_announce_methods(monkeypatch):
     assert "'tests.outside_method:jnp'" in said[1] and "subclass of kvjax.method.Method" in said[1]
     monkeypatch.setattr(plugins, "_announced", lambda: {"newest": Newest})
     assert registry.find("newest") is Newest and registry.lasting_name("newest") == PATH
+
+
+SPREAD = """
+from kvjax.families import Eviction
+from kvjax.typing import pytree, static, traced
+
+@pytree
+class Spread(Eviction):
+    width: int = static(default=1, least=0)
+    tilt: float = traced(default=0.5)
+    gaps: tuple[int, ...] = static(default=(1, 2))
+
+    def score(self, cache, prompt):
+        return cache.position % (self.width + 1) + self.tilt
+"""
+FIRST_USES = """
+import sys
+from experiments.answering import knobs_by_method
+from experiments.answering.__main__ import GenerateSettings
+from experiments.demo.settings import DemoSettings, runs
+from experiments.evaluation.knobs import set_knobs
+from experiments.evaluation.settings import EvaluationSettings, choices_of
+from experiments.evaluation.sweep import SweepSettings
+from experiments.fidelity.settings import FidelitySettings
+from experiments.insight.settings import InsightSettings
+from kvjax import plugins, registry
+
+def sweep(path):
+    grid = SweepSettings(method=path, grid=("width=0,1,2", "gaps=1,2;3,4"), set=("tilt=2", "budget=512")).knob_grid()
+    assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
+    assert len(grid.choices()) == 6
+
+def generate(path):
+    assert GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).knobs == {"width": 2, "gaps": (3, 4)}
+
+def evaluate(path):
+    made = EvaluationSettings.from_mapping({"methods": [{path: {"width": 2}}], "tasks": "passkey"}, "here")
+    (choice,) = set_knobs(made.methods, ["spread.tilt=1", f"{path}.gaps=5,6"])
+    assert choice.knobs == {"width": 2, "tilt": 1.0, "gaps": (5, 6)}
+
+def fidelity(path):
+    assert FidelitySettings(methods=choices_of([path])).choices[1].name == "spread"
+
+def insight(path):
+    assert InsightSettings(methods=(path,)).names == ("spread",)
+    assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
+
+def demo(path):
+    assert [run.name for run in runs(DemoSettings(methods=(path,)))][1:] == ["spread"] * 2
+
+for first in (sweep, generate, evaluate, fidelity, insight, demo):
+    plugins._registered.clear()  # the command is the first thing that the process does
+    sys.modules.pop("my_methods.spread", None)
+    first("my_methods.spread:Spread")
+"""
+
+
+def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(tmp_path):
+    """In a new process: this one may know the class already."""
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "spread.py").write_text(SPREAD)
+    run_python(FIRST_USES, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_sweep_of_the_page_runs(tmp_path):
+    (tmp_path / "my.py").write_text(SPREAD)
+    words = "sweep --method my:Spread --grid width=0,1,2 --set budget=64 --lengths 512 --samples 1 --tasks niah_single_2"
+    run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
+    assert "Spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
+
+
+def run_python(program: str, directory: pathlib.Path) -> str:
+    """Run a program in a new process, in a directory; return its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # ---- what is said of it ---------------------------------------------------------------------------------------------
@@ -166,9 +257,53 @@ def test_broken_laws_are_named(monkeypatch):
     assert "\n\nbfloat16_is_kept: Check that keys and values stay" in said
 
 
+def test_a_score_that_reads_empty_slots_breaks_a_law():
+    """`compress` meets empty slots: behind the prompts, and behind the longest of them."""
+    subject = Subject(Average(budget=12), TINY, None)
+    with pytest.raises(AssertionError):
+        laws.empty_slots_are_never_read(subject)
+
+
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
     assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 15
+
+
+# ---- the package's home for models ----------------------------------------------------------------------------------
+
+
+def test_the_home_of_models_has_every_name_of_models():
+    assert kvjax.models.load is models.load and dir(kvjax.models) == sorted(models.__all__)
+    assert all(getattr(kvjax.models, name) is getattr(models, name) for name in models.__all__)
+    with pytest.raises(AttributeError, match="kvjax.models has no name 'from_pretraned', expected one of ChatTemplate"):
+        kvjax.models.from_pretraned  # noqa: B018
+
+
+HIDING = """
+import pathlib, sys
+import kvjax  # which needs no models
+assert "models" not in sys.modules
+for begin in ("", "import models; "):
+    try:
+        exec(begin + "from kvjax.models import load")
+    except ImportError as error:
+        told = str(error)
+    place = pathlib.Path(FILE).resolve()
+    assert told.startswith(f"kvjax needs its own package 'models' in {HOME}, but {place} hides it: rename that, or"), told
+try:
+    kvjax.answer("builtin", "a", "b")
+except ImportError as error:
+    assert FILE in str(error)
+"""
+
+
+@pytest.mark.parametrize("file", ["models.py", "models/__init__.py"])
+def test_a_users_own_models_is_named(file, tmp_path):
+    """In a new process, whether the user has imported it already or not."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("MINE = 1\n")
+    named = tmp_path / (file if file == "models.py" else "models")
+    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(named)!r}\n{HIDING}", tmp_path)
 
 
 # ---- python -m kvjax ------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ CROSSES = {
     "tokenselect": (3 * LAYERS, 0),  # and sums of exp under a condition, best tokens
     "chess": (LAYERS, 2),  # and vectors of pages under conditions
     "chess flat": (LAYERS, 2),
-    "chess centred": (LAYERS, 2),
+    "chess printed": (LAYERS, 2),
     "dense_below": (2 * LAYERS, 0),  # as Quest
 }
 # Written out, because what crosses is to be known.

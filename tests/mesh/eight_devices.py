@@ -36,6 +36,7 @@ from kvjax.methods import tokenselect as tokenselect_module
 from kvjax.methods import tova as tova_module
 from kvjax.methods import tovaonce as tovaonce_module
 from kvjax.methods.chess import page_tree
+from kvjax.methods.chess.method import PRINTED
 from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
@@ -65,7 +66,7 @@ OF_HEADS = {
     "tokenselect": (2 * CONFIG.num_layers, 0),  # cosines; votes under a condition
     "tokenselect hard": (2 * CONFIG.num_layers, 0),
     "tokenselect raw": (2 * CONFIG.num_layers, CONFIG.num_layers),  # gqa_map="mod": queries
-    **dict.fromkeys(("chess", "chess flat", "chess centred"), (1, 0)),  # scores of nodes under a condition
+    **dict.fromkeys(("chess", "chess flat", "chess printed"), (1, 0)),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
 def _pattern(at, kind):
@@ -80,12 +81,11 @@ def _pattern(at, kind):
 _HEADS = tuple(
     _pattern(at, kind) for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
 )
-_CHESS = {"page_vec_rope": "pre", "centred": True, "candidates": "history", "anchor_pages": 1}
 VARIANTS = {
-    "chess flat": lambda: example("chess", hierarchy=False, **_CHESS),
-    "chess centred": lambda: example("chess", first_selection="trigger", **_CHESS),
-    "sentencekv global": lambda: example("sentencekv", prefilter="global"),
-    "sentencekv each": lambda: example("sentencekv", prefilter="global", lists="q_head", query="finished"),
+    "chess flat": lambda: example("chess", hierarchy=False),
+    "chess printed": lambda: example("chess", first_selection="trigger", **PRINTED),
+    "sentencekv kv_head": lambda: example("sentencekv", prefilter="kv_head"),
+    "sentencekv each": lambda: example("sentencekv", lists="q_head", query="finished"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
     "mosaickv each": lambda: example("mosaickv", reduce="each", keep_first_block=True),
     "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
@@ -388,7 +388,7 @@ def check_forgotten_sums():
         "tovaonce": (tovaonce_module, example("tovaonce")),
         "tokenselect": (tokenselect_module, example("tokenselect")),
         "tokenselect cosine": (step_query_module, example("tokenselect", theta=0.0)),
-        "sentencekv global": (sentence_module, method_of("sentencekv global")),
+        "sentencekv": (sentence_module, method_of("sentencekv")),
         "mosaickv dynamic": (mosaic_store, method_of("mosaickv dynamic")),
         "shadowkv": (low_rank, example("shadowkv")),
         "infinigen": (infinigen_module, example("infinigen")),

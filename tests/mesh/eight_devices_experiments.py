@@ -174,11 +174,11 @@ def check_speed():
         for more in (*placed, ("--mesh", slots, "--prefill")):
             called(speed, *flags, *more)
         rows = json.loads(record.read_text())["metrics"]
-        assert "| data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
+        assert "| data=2,model=2 | Quest | 128 |" in record.with_suffix(".md").read_text()
         said, _ = called(speed, *flags, *summed)
         more = json.loads(record.read_text())["metrics"][len(rows) :]
         assert "data=2,model=2, nccl-graph, (" in said and "of one device" in said
-        assert "| nccl-graph | data=2,model=2 | quest | 128 |" in record.with_suffix(".md").read_text()
+        assert "| nccl-graph | data=2,model=2 | Quest | 128 |" in record.with_suffix(".md").read_text()
         said, _ = called(speed, *flags, "--mesh", "model=2", "--methods", "full", "--beside-part")
         alone, whole = json.loads(record.read_text())["metrics"][len(rows) + len(more) :]
         assert "one of 2 parts, alone" in said and "of a part alone" in said

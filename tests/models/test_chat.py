@@ -16,7 +16,7 @@ import models
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
-pytest.importorskip("transformers", reason="chat templates are rendered by transformers, which is not installed")
+pytest.importorskip("transformers", reason="templates are compared with transformers' rendering, which is not installed")
 
 BUILTIN = models.builtin_directory()
 # Short templates of our own, each in the manner and with the special tokens of a family.
@@ -79,6 +79,56 @@ def test_renders_as_transformers_does(family, messages):
         ways.append({"add_generation_prompt": True, "enable_thinking": False})
     for way in ways:
         assert chat.render(messages, **way) == theirs.apply_chat_template(messages, tokenize=False, **way)
+
+
+ODD = [
+    "{%- set ns = namespace(first=true) %}{% for m in messages %}{% if ns.first %}{{ m.content }}{% set ns.first = false %}"
+    "{% endif %}{% break %}{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content | tojson(indent=2) }}{% endgeneration %}{% endfor %}",
+    "{{ dict(a=1) | tojson }}{{ messages | tojson }}{{ tools is none }}{{ documents is none }}",
+    "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}",
+    "{% for m in messages %}{{ m.content[0].text if m.content is not string else m.content }}{% endfor %}",
+    "  {% if true %}\n   x{# comment #}\n  {% endif %}\n{{ strftime_now('%Y') }}{{ flag }}{{ many }}",
+]
+
+
+@pytest.mark.parametrize("template", ODD)
+def test_renders_odd_templates_as_transformers_does(template):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "user", "content": "<a> & \"b\" \u00e9"}, {"role": "assistant", "content": " c ", "thinking": "why"}]
+    variables = {"flag": False, "many": (1, [2.5, None])}
+    (theirs,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
+    assert models.ChatTemplate(template).render(messages, **variables) == theirs
+
+
+@pytest.mark.parametrize("template", ["<{{ messages[-1].content }}>", "<{{ messages[-1].content | trim }}>"])
+def test_a_message_stays_open_as_in_transformers(template):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "assistant", "content": " c "}]
+    (theirs,), _ = render_jinja_template([messages], chat_template=template, continue_final_message=True)
+    way = {"add_generation_prompt": False, "continue_final_message": True}
+    assert models.ChatTemplate(template).render(messages, **way) == theirs
+    with pytest.raises(ValueError, match="the last message must be shown as it is"):
+        models.ChatTemplate("nothing of content").render(messages, **way)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(__init__=1) }}",
+        "{{ raise_exception('no') }}",
+        "{% include 'file' %}",
+        "{{ messages[0].content.nothing.more }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template):
+    with pytest.raises(ValueError, match="the chat template (refuses|cannot be rendered)"):
+        models.ChatTemplate(template).render([USER])
 
 
 def test_around_is_what_stands_around(family):
@@ -157,16 +207,10 @@ def test_templates_are_found_by_name_in_a_directory(tmp_path):
 def test_importing_models_leaves_transformers_alone_and_rendering_says_nothing():
     code = (
         "import models, sys; one = models.ChatTemplate('{{ messages[0].content }}'); "
-        "assert 'transformers' not in sys.modules; print(one.render([{'role': 'user', 'content': 'hello'}]))"
+        "print(one.render([{'role': 'user', 'content': 'hello'}])); assert 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
-
-
-def test_missing_transformers_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
-    with pytest.raises(ModuleNotFoundError, match=r"kvjax\[hf\]"):
-        models.ChatTemplate(QWEN).around()
 
 
 def test_a_tokenizer_of_transformers_is_taken_without_truncation(tmp_path):

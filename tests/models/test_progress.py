@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+import types
+import warnings
 
 from models.progress import progress
 
@@ -32,3 +34,18 @@ def test_a_log_gets_a_line_for_every_quarter(monkeypatch):
 def test_a_terminal_gets_a_bar(monkeypatch):
     text = shown(Screen(), monkeypatch)
     assert text.count("\r") > 1 and "a file: 100%" in text and "8.00M/8.00M" in text
+
+
+def test_a_notebook_gets_a_bar_without_a_warning(monkeypatch):
+    """Its standard error is no terminal. Without ipywidgets the bar is text."""
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    for name in [name for name in sys.modules if name.split(".")[0] == "tqdm" and name.endswith(("auto", "autonotebook"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = shown(io.StringIO(), monkeypatch)
+    assert "a file: 100%" in text and "8.00M/8.00M" in text
+    shell.config.clear()
+    assert "25 % of 8 MB" in shown(io.StringIO(), monkeypatch), "IPython in a log"

@@ -396,3 +396,13 @@ def test_a_repository_that_is_not_cached_is_named(tmp_path, monkeypatch):
     )
     with pytest.raises(FileNotFoundError, match=r"no model directory .*absent$"):
         models.checkpoint_directory(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("given", [lambda c, k: (k, c), lambda c, k: (c, 0), lambda c, k: ("llama", k), lambda c, k: (c, c)])
+def test_random_parameters_need_a_description_and_a_key(given):
+    config, key = FAMILIES["llama"], jax.random.key(0)
+    swapped = isinstance(given(config, key)[1], models.ModelConfig) and "the two in the other order"
+    with pytest.raises(TypeError, match=rf"expected random_params\(config, jax.random.key\(seed\)\).*got {swapped or ''}"):
+        models.random_params(*given(config, key))
+    with pytest.raises(TypeError, match="expected save_pretrained.directory, params, config. .*got ModelConfig and dict"):
+        models.save_pretrained("nowhere", config, {})

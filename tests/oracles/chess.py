@@ -25,6 +25,7 @@ KNOBS = {
 }
 LENGTHS = (1, 3, 4, 5, 8, 15, 16, 17, 20, 23, 32, 33, 47)
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
+PRINTED = {"page_vec_rope": "post", "centred": False, "candidates": "all", "anchor_pages": None}
 
 
 @dataclasses.dataclass
@@ -90,10 +91,10 @@ def select(
     num_sink_pages,
     window,
     normalize,
-    anchor_pages=None,
-    centred=False,
+    anchor_pages=2,
+    centred=True,
     hierarchy=True,
-    candidates="all",
+    candidates="history",
 ):
     """Complete pages of the first ``length`` tokens that a reconstruction makes active."""
     complete, total = length // page_size, -(-length // page_size)
@@ -147,12 +148,12 @@ def run(
     interval=6,
     tau_entropy=None,
     tau_varentropy=None,
-    page_vec_rope="post",
+    page_vec_rope="pre",
     normalize=False,
-    anchor_pages=None,
-    centred=False,
+    anchor_pages=2,
+    centred=True,
     hierarchy=True,
-    candidates="all",
+    candidates="history",
     first_selection="prompt",
 ):
     """See the module's docstring; tokens from ``prompt`` on are decoded one by one."""

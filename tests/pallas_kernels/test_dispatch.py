@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, added_implementation, default_implementation
 
 
 def test_dispatch_goes_on_and_reports_every_failure():
@@ -53,3 +53,21 @@ def test_a_kernel_is_traced_once_for_all_layers_that_call_it_alike():
     traced.clear()
     jax.jit(lambda x, rows: layers(x, rows, "kernel", (2,)))(x, {"a": jnp.ones(5)})
     assert traced == [((5,), 2)]
+
+
+def test_an_added_implementation_comes_first_and_only_within_its_context():
+    op = Operation("op", {"a": Implementation(lambda x: x + 1), "xla": Implementation(lambda x: x)})
+    program = jax.jit(op.run)
+    assert program(1) == 2
+    with added_implementation("op", "mine", Implementation(lambda x: x + 10)):
+        assert program(1) == 11 and op.run(1, implementation="a") == 2 and op.resolve(1) == "mine"
+        assert Operation("other", op.implementations).run(1) == 2
+        with added_implementation("op", "later", Implementation(lambda x: x, ("tpu",))):
+            assert [*op.table] == ["later", "mine", "a", "xla"] and op.resolve(1, platform="cpu") == "mine"
+        with added_implementation("op", "a", Implementation(lambda x: x + 7)):
+            assert [*op.table] == ["a", "mine", "xla"] and program(1) == 8
+        with default_implementation("xla"):
+            assert program(1) == 1
+    assert program(1) == 2 and [*op.table] == ["a", "xla"]
+    with pytest.raises(ValueError, match="implementation='mine' is unknown"):
+        op.run(1, implementation="mine")

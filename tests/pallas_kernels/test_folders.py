@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -9,6 +10,7 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +146,26 @@ def test_every_implementation_is_named_in_a_test(name):
     for implementation in set(table(name).implementations) - {XLA}:  # which runs by default
         words = "|".join([implementation, *(lists if implementation == "pallas_triton" else [])])
         assert any(re.search(rf"\b({words})\b", text) for text in used), f"{name}: no test of {implementation!r}"
+
+
+# An implementation may leave out an argument that cannot change its result, or whose other values its check refuses.
+UNREAD = {
+    ("bucket_matches", "pallas_triton"): {"num_bits"},  # a bound of the ids, which are compared as they are
+    ("bucket_matches", "xla"): {"num_bits"},
+    ("match_select", "pallas_triton"): {"num_bits"},
+    ("match_select", "xla"): {"num_bits"},
+    ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
+    ("gather_attention", "jax_triton"): {"_"},  # refused by its check
+    ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
+    ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check
+}
+
+
+@every_operation
+def test_no_implementation_ignores_an_argument(name):
+    """An implementation of ``dense_decode`` once ignored ``position``: some caches gave wrong results."""
+    for implementation, entry in table(name).implementations.items():
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(entry.run)))).body[0]
+        given = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+        read = {x.id for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+        assert given - read == UNREAD.get((name, implementation), set()), f"{name}, {implementation}"

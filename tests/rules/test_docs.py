@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import pytest
 import kvjax
 import models
 from experiments.evaluation import examples
-from experiments.site import method_costs, method_pages, method_scores, pages, record_pages, record_tables
+from experiments.site import method_costs, method_pages, method_scores, operations, pages, record_pages, record_tables
 from kvjax import registry
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
@@ -203,9 +204,36 @@ def test_the_figures_that_pages_show_are_known_and_there():
     files = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *RECORDS.glob("*/*/*.md")]
     files += [*(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("models/*/MODEL_CARD.md")]
     shown = [x for file in files for x in re.findall(r"[(/]records/([^)\s]+\.png)", file.read_text(encoding="utf-8"))]
-    assert set(shown) == pages.FIGURES.keys()
+    assert set(shown) == pages.figures(DOCS).keys()
     for file in shown:
         assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
+
+
+def titles_of_pages():
+    """The title of every page that is kept, by file; code in a page has no titles."""
+    files = [*DOCS.glob("*.md"), *DOCS.glob("tables/*.md"), *DOCS.glob("notebook/*.md"), *RECORDS.glob("*/*/*.md")]
+    made = {}
+    for file in files:
+        text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        (made[file],) = re.findall(r"^# (.+)$", text, re.MULTILINE)
+    return made
+
+
+def test_every_page_has_one_title_of_its_own_and_speed_names_its_card():
+    titles = titles_of_pages()
+    assert len(set(titles.values())) == len(titles)
+    for file, title in titles.items():
+        if file.parent.name == "tables" and (file.stem.startswith(("speed", "offload")) or file.stem in ("kernels", "peers")):
+            device = json.loads((RECORDS / f"{file.stem}.json").read_text())["device"]
+            assert device["kind"] in title, file
+
+
+def test_the_front_page_has_a_result_and_a_figure():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert re.search(r"!\[.+\]\(records/.+\.png\)", text)
+    for begin, end in re.findall(r':start-after: "(.+)"\n:end-before: "(.+)"', text):
+        part = (ROOT / "README.md").read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+        assert len(part) > 500, "the README still has the part that the front page shows"
 
 
 def test_a_missing_figure_is_drawn(tmp_path, monkeypatch):
@@ -225,9 +253,9 @@ def test_parts_of_pages_equal_their_records():
 
 
 def test_what_is_kept_of_predictions_is_small():
-    """About four bytes an example; the main record has 31 settings of 2,400 examples."""
+    """About four bytes an example; the record of the main table has some 75 settings of 1,100 to 1,500 examples."""
     for folder in (RECORDS / "results").iterdir():
-        assert (folder / examples.FILE).stat().st_size < 400_000
+        assert (folder / examples.FILE).stat().st_size < 600_000
 
 
 def test_pages_that_the_index_does_not_name_are_found(tmp_path):
@@ -291,3 +319,38 @@ def test_worked_example_has_a_page_and_knobs():
     assert "## Score\n\nScore of token i in a layer" in text
     with pytest.raises(ValueError, match="TOVA: budget must be a whole number of at least 1, got 0"):
         kvjax.make("tova", budget=0)
+
+
+# ---- coming from kvpress or transformers ------------------------------------------------------------------------------
+
+
+def test_the_calls_of_the_page_for_other_libraries_exist():
+    """Every call of kvjax in its code has these arguments, and every method of its tables exists."""
+    text = (DOCS / "coming_from.md").read_text()
+    calls = 0
+    for block in re.findall(r"```python\n(# kvjax.*?)```", text, re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("kvjax."):
+                found = eval(ast.unparse(node.func), {"kvjax": kvjax})
+                inspect.signature(found).bind(*node.args, **{keyword.arg: keyword.value for keyword in node.keywords})
+                calls += 1
+    assert calls >= 6
+    for name in re.findall(r"`([A-Z]\w+)(?:\(|`)", text.partition("## The presses")[2].partition("## Score")[0]):
+        if not name.endswith("Press"):
+            assert name.lower() in {**registry.builtin(), **registry.WRAPPERS}, name
+
+
+# ---- the page of operations -------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_operations_has_all_of_them_and_the_methods_that_call_them():
+    rows = {row["name"]: set(row["methods"]) for row in json.loads((RECORDS / operations.FILE).read_text())["metrics"]}
+    assert rows.keys() == operations.operations().keys()
+    text = (DOCS / "operations.md").read_text()
+    for name, (_, table, _) in operations.operations().items():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| [`{name}`]")]
+        assert all(f"`{kernel}` (" in line for kernel in table.implementations if kernel != "xla")
+    known = {*registry.builtin(), *registry.WRAPPERS}
+    assert set().union(*rows.values()) == known, "python -m experiments.site docs --tables --operations traces them again"
+    for method in ("snapkv", "pariskv"):
+        assert operations.uses(method) == {name for name, methods in rows.items() if method in methods}

@@ -33,6 +33,13 @@ def test_method_table_is_generated():
         with_parts(README, {"methods": registry.markdown})
 
 
+def test_no_page_decodes_the_padding_of_rows():
+    """Rows end in padding, which a tokenizer decodes as any token: pages show `Generation.texts`."""
+    for page in [*PAGES, *(ROOT / "notebooks").glob("*.ipynb")]:
+        found = re.search(r"\.decode\([^)\n]*(tokens\b|row\.tolist)", page.read_text(encoding="utf-8"))
+        assert not found, f"{page}: {found[0]}"
+
+
 @pytest.mark.usefixtures("quick_compile")
 def test_snippet_finds_the_needle():
     source = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)

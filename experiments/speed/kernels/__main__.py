@@ -1,5 +1,8 @@
 """Checks and times every implementation of every kernel: `python -m experiments.speed.kernels [--only kth_select,...]`.
 
+``--only gather_attention --with my_kernels:gather`` adds a kernel of one's own. ``--interpret`` runs kernels on a machine
+that has none of their devices.
+
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
 loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails has
 a row with its error. Finished rows are not run again.
@@ -17,6 +20,7 @@ from experiments.cli import Against, Settings, names, option, positive, record_p
 from experiments.records import Results, commit, versions
 from experiments.speed.kernels.cases import cases
 from experiments.speed.kernels.compare import run_case
+from experiments.speed.kernels.outside import added
 from experiments.speed.kernels.report import kernel_table
 from experiments.speed.roofline import measure_bandwidth
 from experiments.speed.rows import finish, note_run, now
@@ -29,13 +33,25 @@ class KernelSettings(Settings):
 
     Attributes:
         only: comma-separated operations (default: all)
+        outside: a kernel of your own, package.module:function, which gets the arguments of the operation that --only names;
+            repeatable
         repeats: measurements of each row
         tiny: sizes for a test; the times mean nothing
+        interpret: run kernels interpreted, on any machine, in the sizes of --tiny: their errors, and no times
+
+    Raises:
+        ValueError: a kernel of your own without exactly one operation.
     """
 
     only: tuple[str, ...] = option((), parse=names)
+    outside: tuple[str, ...] = option((), flag="with", repeat=True, metavar="MODULE:FUNCTION")
     repeats: int = option(7, parse=positive)
     tiny: bool = False
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.outside and len(self.only) != 1:
+            raise ValueError(f"--with belongs to one operation, --only NAME; got {', '.join(self.only) or 'all operations'}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(settings: KernelSettings, command: KernelCommand, against: Against) -> None:
-    chosen = cases(settings.tiny)
+    small = settings.tiny or settings.interpret
+    chosen = cases(small, wide=settings.interpret)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
     only = settings.only or known
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected one of {', '.join(known)}")
+    if not small and jax.default_backend() == "cpu":
+        raise ValueError(
+            "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU: add "
+            "--interpret (kernels interpreted in small sizes, errors and no times), or --tiny"
+        )
     device = jax.devices()[0].device_kind
-    results = Results(command.out, "kernels", {"device": device, "tiny": settings.tiny})
-    bandwidth = measure_bandwidth(2**20 if settings.tiny else None)
+    about_all = {"device": device, "tiny": small} | ({"interpret": True} if settings.interpret else {})
+    results = Results(command.out, "kernels", about_all)
+    bandwidth = None if settings.interpret else measure_bandwidth(2**20 if small else None)
     run_name = now()
     about = {"commit": commit(), "versions": versions(), "device": device}
-    note_run(results, run_name, about | {"read_bandwidth": bandwidth.bytes_per_second})
+    note_run(results, run_name, about | {"read_bandwidth": None if bandwidth is None else bandwidth.bytes_per_second})
     failed = 0
-    for case in chosen:
-        if case.operation.name in only:
-            failed += run_case(case, results, bandwidth, run_name, settings.repeats)
+    for name in [name for name in known if name in only]:
+        mine = [case for case in chosen if case.operation.name == name]
+        with added(mine, settings.outside, settings.interpret):
+            failed += sum(run_case(case, results, bandwidth, run_name, settings.repeats) for case in mine)
     finish(results, kernel_table(results.metrics, results.notes), against, failed, "failed or are wrong; see the record")
 
 

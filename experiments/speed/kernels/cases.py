@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,14 +18,19 @@ from experiments.speed.kernels.case import Case
 from pallas_kernels.formats.shapes import Shape
 
 
-def cases(tiny: bool = False) -> list[Case]:
+def cases(tiny: bool = False, wide: bool = False) -> list[Case]:
     """Find all cases.
 
     Args:
         tiny: make them in sizes that a test can run.
+        wide: leave the channels of a head as they are: kernels for TPUs take whole tiles only.
     """
     places = [f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()]
-    return [_case(place, shape.tiny() if tiny else shape) for place in places for shape in _shapes(place)]
+
+    def sized(shape: Shape) -> Shape:
+        return dataclasses.replace(shape.tiny(), **({"dim": shape.dim} if wide else {})) if tiny else shape
+
+    return [_case(place, sized(shape)) for place in places for shape in _shapes(place)]
 
 
 def _shapes(place: str) -> tuple[Shape, ...]:

@@ -30,13 +30,15 @@ def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, 
     """
     able: dict[str, Run] = {}
     missing: dict[str, str] = {}
-    for name in case.operation.implementations:
+    for name in case.operation.table:
         run = functools.partial(case.run, implementation=name)
         try:
             jax.eval_shape(run, *args)
         except NotImplementedError as reason:
             missing[name] = str(reason).rpartition("cannot run: ")[2]
             continue
+        except Exception:  # a kernel that cannot even be traced: it is run, and its row has the error
+            pass
         able[name] = run
     return {**able, **case.others}, missing
 
@@ -65,15 +67,17 @@ def error(got: Any, want: Any) -> float:
     return worst
 
 
-def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, repeats: int) -> dict[str, Any]:
-    """Check and time an implementation.
+def measure(
+    case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth | None, repeats: int
+) -> dict[str, Any]:
+    """Check and time an implementation; only check it without a bandwidth.
 
     Args:
         case: the case.
         run: the implementation.
         args: the case's arguments.
         want: the reference.
-        bandwidth: for the floor.
+        bandwidth: for the floor; None times nothing.
         repeats: measurements.
 
     Returns:
@@ -82,6 +86,13 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, 
     program = jax.jit(run)
     got = program(*args)
     off = error(case.sizes.defined(got), want)
+    checked = {
+        "relative_error": off if np.isfinite(off) else None,
+        "passed": bool(off <= case.sizes.tolerance),
+        "bytes_read": case.sizes.bytes_read,
+    }
+    if bandwidth is None:
+        return {"value": None, "unit": "s", **checked}
     begun = time.perf_counter()
     jax.block_until_ready(program(*args))
     once = time.perf_counter() - begun
@@ -94,21 +105,19 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth, 
         "least": took.least,
         "most": took.most,
         "compile_seconds": took.compile,
-        "relative_error": off if np.isfinite(off) else None,
-        "passed": bool(off <= case.sizes.tolerance),
-        "bytes_read": case.sizes.bytes_read,
+        **checked,
         "floor": roof.floor,
         "ratio": roof.ratio,
     }
 
 
-def run_case(case: Case, results: Results, bandwidth: Bandwidth, run_name: str, repeats: int) -> int:
+def run_case(case: Case, results: Results, bandwidth: Bandwidth | None, run_name: str, repeats: int) -> int:
     """Measure the rows of a case that the record lacks.
 
     Args:
         case: the case.
         results: the record, which is written after every row.
-        bandwidth: for the floors.
+        bandwidth: for the floors; None times nothing.
         run_name: the run that the rows name.
         repeats: measurements of each row.
 
@@ -133,7 +142,7 @@ def run_case(case: Case, results: Results, bandwidth: Bandwidth, run_name: str, 
         except Exception as problem:  # the other rows are still wanted
             row = {**identity, "value": None, "unit": "s", "passed": False}
             row["error"] = f"{type(problem).__name__}: {problem}"[:2000]
-        row |= {"run": run_name, "bandwidth": bandwidth.bytes_per_second}
+        row |= {"run": run_name, "bandwidth": None if bandwidth is None else bandwidth.bytes_per_second}
         failed += not row["passed"]
         results.add(row, identity)
         print(line(row), flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.records import markdown_rows
-from experiments.speed.rows import Row, failure, run_line, spread
+from experiments.speed.rows import Row, failure, run_line, spread, titled
 
 
 def line(row: Row) -> str:
@@ -16,6 +16,8 @@ def line(row: Row) -> str:
         return f"{begin} {failure(row, 160)}"
     off = "differs" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
     verdict = "" if row["passed"] else "  WRONG"
+    if row["value"] is None:
+        return f"{begin} error {off}{verdict}"
     return f"{begin} {1e6 * row['value']:10.1f} us, {row['ratio']:8.2f} of its floor, error {off}{verdict}"
 
 
@@ -36,9 +38,12 @@ def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
             continue
         off = "differs" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
         off += "" if row["passed"] else " (too large)"
+        if row["value"] is None:
+            table.append((*begin, "not timed", "", "", off))
+            continue
         table.append((*begin, spread(row, 1e6, 1), f"{1e6 * row['floor']:.1f}", f"{row['ratio']:.2f}", off))
     runs = [
-        run_line(name, about, f", {about['read_bandwidth'] / 1e12:.3f} TB/s read")
+        run_line(name, about, f", {about['read_bandwidth'] / 1e12:.3f} TB/s read" if about["read_bandwidth"] else "")
         for name, about in notes.get("runs", {}).items()
         if name in {row["run"] for row in metrics}
     ]
@@ -48,4 +53,4 @@ def kernel_table(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         "rerank and the operations on packed vectors, against their xla implementation on the same arguments."
     )
     about = "How long every implementation of every operation takes at the shapes of an 8B model, beside its floor."
-    return "\n".join(["# Kernels", "", about, "", *markdown_rows(table), "", legend, "", *runs]) + "\n"
+    return "\n".join([titled("Kernels", metrics, notes), "", about, "", *markdown_rows(table), "", legend, "", *runs]) + "\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows
-from experiments.speed.rows import Row, failure, scaled, spread
+from experiments.records import markdown_rows, method_title
+from experiments.speed.rows import Row, failure, scaled, spread, titled
 
 _HEAD = (
     "method", "cache", "compiled", "attention", "length", "rows", "TPOT ms", "tokens/s", "stored", "compile s", "cache GB",
@@ -36,7 +36,8 @@ def peer_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         notes: the record's notes.
     """
     models = dict.fromkeys(row["model"] for row in metrics)
-    lines = ["# Decoding in PyTorch", "", "How long a decode step takes in Hugging Face transformers and with kvpress.", ""]
+    lines = [titled("Decoding in PyTorch", metrics, notes), ""]
+    lines += ["How long a decode step takes in Hugging Face transformers and with kvpress.", ""]
     for model in models:
         mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
         lines += [f"## {model}", "", *markdown_rows([_HEAD, *map(_cells, mine)]), ""]
@@ -51,7 +52,7 @@ _NAMED = ("torch", "transformers", "kvpress", "flash-attn")
 
 
 def _cells(row: Row) -> list[Any]:
-    which = [row[name] for name in ("method", "cache", "compiled", "attention", "length", "batch")]
+    which = [method_title(row["method"]), *(row[name] for name in ("cache", "compiled", "attention", "length", "batch"))]
     if row["error"] is not None:
         return [*which, "", "", "", "", "", "", failure(row)]
     gigabytes = [scaled(row[name], 1e-9, ".2f") for name in ("cache_bytes", "peak_bytes")]

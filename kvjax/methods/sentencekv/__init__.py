@@ -1,3 +1,4 @@
-"""SentenceKV: the method, and the tokens that end a sentence."""
+"""SentenceKV: the method, its released reading, and the tokens that end a sentence."""
 
+from kvjax.methods.sentencekv.method import RELEASED as RELEASED
 from kvjax.methods.sentencekv.method import SentenceKV as SentenceKV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import sys
@@ -97,6 +98,30 @@ def test_an_existing_directory_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="new directory, got .*cache, which exists already"):
         kvjax.save_cache(tmp_path / "cache", read("full"))
     assert list(tmp_path.iterdir()) == [tmp_path / "cache"] and not list((tmp_path / "cache").iterdir())
+
+
+NAMES_OF_FOLDERS = "run[1]", "a\\b", "[!a]", "gs:", "a?*{b}", "%20 #ü\n'\"", "x" * 250, "é" * 120, "\udcff"
+
+
+@pytest.mark.parametrize("name", NAMES_OF_FOLDERS)
+def test_a_cache_loads_from_a_folder_of_any_name(name, tmp_path):
+    """Orbax reads brackets as a pattern: it said that it had saved, and what it wrote could not be loaded."""
+    cache = read("full")
+    (tmp_path / "x[1]").mkdir()
+    target = tmp_path / "x[1]" / name
+    kvjax.save_cache(target, cache)
+    loaded = kvjax.load_cache(target, config=TINY, method="full")
+    jax.tree.map(np.testing.assert_array_equal, loaded, cache)
+    assert [path.name for path in (tmp_path / "x[1]").iterdir()] == [name]
+    assert sorted(path.name for path in target.iterdir()) == ["arrays", "kvjax.json"]
+
+
+def test_what_cannot_be_read_back_is_not_saved(tmp_path, monkeypatch):
+    """The folder's path goes to orbax as it stands, as it once did."""
+    monkeypatch.setattr(checkpoint, "plain_path", contextlib.nullcontext)
+    with pytest.raises(OSError, match=r"the cache cannot be saved as .*run\[1\], nothing was kept"):
+        kvjax.save_cache(tmp_path / "run[1]", read("full"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_without_a_cache(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding.decode import padding_token
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full, Quest, SnapKV
 from tests import harness
@@ -37,7 +38,7 @@ def ended(ends, free=None):
     tokens, counts = (free_run() if free is None else free).copy(), []
     for row in tokens:
         count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
-        row[count:] = 0
+        row[count:] = padding_token(ONE)
         counts.append(count)
     return tokens, counts
 
@@ -83,10 +84,10 @@ def test_eos_of_the_model_is_the_default():
 
 
 def test_all_rows_ended_at_once_leaves_the_loop():
-    """Asking for many tokens costs nothing once every row has ended; tokens beyond are zero."""
+    """Asking for many tokens costs nothing once every row has ended; what follows is padding."""
     ends = free_run()[:, 0].tolist()
     got = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=ends)
-    assert got.num_tokens.tolist() == [1, 1, 1] and not got.tokens[:, 1:].any()
+    assert got.num_tokens.tolist() == [1, 1, 1] and (got.tokens[:, 1:] == padding_token(ONE)).all()
 
 
 # ---- drawing ------------------------------------------------------------------------------------------------------
@@ -181,6 +182,21 @@ def test_stream_of_text_never_shows_half_a_character():
     assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], (
         "held back, then caught up; the last one has no rest"
     )
+
+
+def test_rows_and_texts_have_no_padding():
+    class Names:
+        def decode(self, ids):
+            return "".join(f"<{token}>" for token in ids)
+
+    free = free_run()
+    stop = int(free[0, 3])
+    got = run(eos_token_ids=[stop])
+    want, counts = ended([stop])
+    rows = [row[:count].tolist() for row, count in zip(want, counts, strict=True)]
+    assert got.rows() == rows and got.rows()[0][-1] == stop
+    assert got.texts(Names()) == [Names().decode([token for token in row if token != stop]) for row in rows]
+    assert run(eos_token_ids=(), limits=[2, 0, N]).rows() == [free[0, :2].tolist(), [], free[2].tolist()]
 
 
 def test_stream_leaves_eos_out_of_text():

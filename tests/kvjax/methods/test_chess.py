@@ -15,7 +15,7 @@ import kvjax
 from kvjax.api.measure import measure
 from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
-from kvjax.methods.chess.method import Chess
+from kvjax.methods.chess.method import PRESETS, PRINTED, Chess
 from tests import tape
 from tests.oracles import chess as oracle
 from tests.oracles import quest
@@ -26,15 +26,16 @@ STEPS = 14
 LENGTHS = (*oracle.LENGTHS, 90)
 ROWS, TOTAL = len(LENGTHS), max(LENGTHS) + STEPS
 
-# The other readings of the paper, one by one and together. The prompt's list and the step's list have few pages to win.
-TOGETHER = {"page_vec_rope": "pre", "centred": True, "candidates": "history", "anchor_pages": 1}
+# The printed form and its points one by one, then the default's. The prompt's list and the step's list have few pages to win.
+TOGETHER = {"anchor_pages": 1}
 READINGS = {
+    "printed": PRINTED,
     "flat, together": {**TOGETHER, "hierarchy": False},
     "in levels, together": {**TOGETHER, "trigger": "step"},
-    "centred": {"centred": True},
-    "flat": {"hierarchy": False},
-    "history": {"candidates": "history"},
-    "short anchor": {"anchor_pages": 1},
+    "centred": {**PRINTED, "centred": True},
+    "flat": {**PRINTED, "hierarchy": False},
+    "history": {**PRINTED, "candidates": "history"},
+    "short anchor": {**PRINTED, "anchor_pages": 1},
     "long anchor": {"anchor_pages": 5},
     "every step": {"trigger": "step", "window": 1},
     "from the trigger on": {"first_selection": "trigger"},
@@ -170,7 +171,8 @@ def test_random_rows_at_every_edge(layers, heads, groups, dim):
 
 
 @pytest.mark.parametrize(
-    "name", [x if "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS]
+    "name",
+    [x if x == "printed" or "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS],
 )
 def test_every_reading_equals_the_oracle(name):
     """Keys have a large mean in common, as a model's keys do, so that centring moves every list."""
@@ -183,16 +185,21 @@ def test_every_reading_equals_the_oracle(name):
     assert name == "never" or sum(map(len, left_out)) > 10, "nothing was left out"
 
 
-@pytest.mark.parametrize("reading", [{"centred": True}, {"candidates": "history"}, {"hierarchy": False}])
+def test_the_oracles_constants_are_the_methods():
+    assert (oracle.PRESETS, oracle.PRINTED) == (PRESETS, PRINTED)
+    assert vars(Chess()).keys() >= PRINTED.keys() and all(vars(Chess())[x] != value for x, value in PRINTED.items())
+
+
+@pytest.mark.parametrize("reading", [{"centred": False}, {"candidates": "all"}, {"hierarchy": False}, {"anchor_pages": 6}])
 def test_readings_choose_other_pages(reading):
-    """Every reading lists pages that the default leaves out, on keys with a mean in common."""
+    """Every reading lists other pages than the default, on keys with a mean in common."""
     _, k, _, _ = recording(24, 2, 2, 2, 16)
     k = np.asarray(k, np.float64) + np.random.default_rng(6).normal(size=(2, 1, 2, 1, 16)) * 4
     tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
     tree["ratios"] = (0.7, 0.7, 0.6)
     rows = [(k[:, row], 90) for row in range(ROWS)]
     lists = [[oracle.select(*row, normalize=False, **tree, **knobs) for row in rows] for knobs in ({}, reading)]
-    assert sum(bool(other - first) for first, other in zip(*lists)) > 1
+    assert sum(first != other for first, other in zip(*lists)) > 1
 
 
 def test_centring_finds_the_page_that_resembles_the_newest():
@@ -232,7 +239,7 @@ def test_what_a_reconstruction_reads_is_counted():
     data, lengths = recording(25, 1, 1, 1, 4, batch=3, total=40), (38, 31, 6)
     row_bytes = 4 * 4  # one layer and one head of 4 channels in float32
     read = {}
-    for name, knobs in (("flat", {"hierarchy": False}), ("centred", {"centred": True})):
+    for name, knobs in (("flat", {"hierarchy": False, "centred": False}), ("centred", {})):
         _, cache, _, _ = drive({"trigger": "step", **knobs}, data, lengths, active=np.ones((2, 3), bool))
         stats = measure(cache)
         assert np.asarray(cache.shared.reconstructions).tolist() == [2, 2, 2]
@@ -298,7 +305,7 @@ def test_and_or_differ_per_row():
 
 
 @pytest.mark.parametrize("knobs", [{}, {"normalize": True}, {"page_vec_rope": "pre"}])
-@pytest.mark.thorough
+@pytest.mark.thorough  # centred scores are no whole numbers, so that different pages need not tie in float32
 def test_ties_go_to_the_older_page(knobs):
     """Pages of one repeated key from a small alphabet and no rotation: scores tie exactly, and the older page wins."""
     q, k, v, logits = recording(13, 2, 2, 2, 16)
@@ -308,7 +315,7 @@ def test_ties_go_to_the_older_page(knobs):
     pages[:, -1] = 0  # the longest row has nothing but zero keys
     pages[:, -2] = alphabet[0]  # and another nothing but equal ones
     k = np.repeat(pages, 4, axis=3)[..., : k.shape[3], :]
-    compare(knobs, (q, k, v, logits), tape_fields={"rope_scaling": tape.Still()})
+    compare({**PRINTED, **knobs}, (q, k, v, logits), tape_fields={"rope_scaling": tape.Still()})
 
 
 @pytest.mark.parametrize("knobs", [
@@ -331,12 +338,12 @@ def test_ratios_are_traced_below_their_capacity():
         compare({"ratios": ratios}, data, fields={"capacity": (0.9, 0.9, 0.9)})
 
 
-@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("knobs", [{}, PRINTED])
 @pytest.mark.thorough
-def test_driver_options_change_nothing(rope):
+def test_driver_options_change_nothing(knobs):
     """Unused slots full of NaN, a prompt in pieces, a longer padding."""
     options = {"poison": True, "chunk_size": 7, "pad_multiple": 64}
-    compare({"page_vec_rope": rope}, recording(16, 2, 2, 2, 16), **options)
+    compare(knobs, recording(16, 2, 2, 2, 16), **options)
 
 
 @pytest.mark.thorough  # the tests of generation show it for a model
@@ -395,20 +402,18 @@ def same_vectors(grown, built, rows):
 
 
 @pytest.mark.parametrize(
-    "steps, rope, normalize, hierarchy",
+    "steps, reading",
     [
-        (120, "post", False, True),
-        *(pytest.param(2000, *x, marks=pytest.mark.thorough) for x in (("post", False, True), ("pre", True, True))),
-        pytest.param(120, "pre", False, False, marks=pytest.mark.thorough),
+        (120, {}),
+        *(pytest.param(2000, x, marks=pytest.mark.thorough) for x in ({}, PRINTED, {"centred": False, "normalize": True})),
+        pytest.param(120, {"hierarchy": False}, marks=pytest.mark.thorough),
     ],
 )
-def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize, hierarchy):
+def test_many_steps_equal_a_state_built_from_scratch(steps, reading):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)
     data = recording(21, 2, 1, 1, 4, batch=2, total=37 + steps, vocab=2037)  # entropies do not depend on the steps
-    knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "page_vec_rope": rope, "normalize": normalize}
-    knobs |= {"hierarchy": hierarchy, "centred": not hierarchy}
-    knobs |= {"tau_entropy": 6.6, "tau_varentropy": 6.0}
+    knobs = {"trigger": "or", "ratios": (0.5, 0.2, 0.1), "tau_entropy": 6.6, "tau_varentropy": 6.0, **reading}
     player, params = tape.record(*data)
     driven = drive(knobs, data, lengths, active=np.ones((steps, 2), bool))
     traces = check(knobs, data, lengths, driven)
@@ -420,7 +425,7 @@ def test_many_steps_equal_a_state_built_from_scratch(steps, rope, normalize, hie
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["default", "flat, together", "from the trigger on"])
+@pytest.mark.parametrize("name", ["default", "printed", "flat, together", "from the trigger on"])
 def test_several_tokens_at_once_leave_the_list_of_a_prompt(name):
     """Several tokens at once, ragged: pages complete in the middle of a call, and the list equals a prompt's last list."""
     q, k, v, _ = data = recording(22, 2, 2, 2, 16)
@@ -439,7 +444,7 @@ def test_several_tokens_at_once_leave_the_list_of_a_prompt(name):
     for row, length in enumerate(after):
         rotated = [rotate_all(x[:, row, ..., : length + 1, :], player.inv_freq) for x in (q, k)]
         pages = listed(seen, 0, row)
-        described = k[:, row, :, :length].astype(np.float64) if "page_vec_rope" in knobs else rotated[1]
+        described = rotated[1] if name == "printed" else k[:, row, :, :length].astype(np.float64)
         reading = {name: value for name, value in knobs.items() if name not in ("page_vec_rope", "first_selection")}
         everything = set(range(length // 4)) if "first_selection" in knobs else None
         want = everything or oracle.select(described, length, normalize=False, **tree, **reading)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.method import Inputs, LayerSpec
-from kvjax.methods.sentencekv.method import SentenceKV
+from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
 from kvjax.typing import EMPTY
 from tests.harness import drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
 from tests.kvjax.cases import STEPS, compare, drive_alike
@@ -155,6 +155,12 @@ def test_open_sentence_beyond_what_is_recent(mode, open_cap):
         seen = [i for i in positions(got.attended[step, 0, 0]) if i >= 42]
         count = min(size, 3 if mode == "code" else min(max(3, min(size, open_cap)), 10))
         assert seen == list(range(40 + step + 1 - count, 40 + step + 1))
+
+
+def test_the_default_and_the_released_reading_of_the_pool():
+    default, released = SentenceKV(boundary=FEW), SentenceKV(boundary=FEW, **RELEASED)
+    assert (default.prefilter, default.kernel) == ("global", 31)
+    assert (released.prefilter, released.kernel, released.budget) == ("kv_head", 7, default.budget)
 
 
 def test_prompt_that_ends_with_a_sentence():

@@ -388,7 +388,7 @@ def check_step(got, row, step, q, k, v, t, refreshed, inv_freq):
 def test_it_extrapolates_and_keeps_everything():
     assert TokenSelect().extrapolates and not TokenSelect().evicts
     method = TokenSelect()
-    assert (method.budget, method.num_sink, method.num_local, method.chunk) == (2048, 128, 512, 512)
+    assert (method.budget, method.num_sink, method.num_local, method.chunk) == (2048, 128, 512, 256)
     assert (method.theta, method.vote, method.kernel, method.gqa_map) == (0.9, "soft", 1, "group")
 
 

@@ -1,0 +1,95 @@
+"""What a task gives for no work: `python -m experiments.evaluation.chance --config docs/settings/qwen-16k.yaml`.
+
+Scores an empty answer and the best constant answer on the samples of the settings' tasks, without a model. The constant
+answers that are tried are the references of the samples, so on a task whose answers all differ the best has one sample right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+import models
+from experiments.benchmarks import Example, examples, score
+from experiments.cli import run
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.records import markdown_rows
+from experiments.tasks import expand
+
+_SHOWN = 30  # letters of an answer in the table
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerOption:
+    """How tokens are counted, which decides how much text fits a length.
+
+    Attributes:
+        tokenizer: folder with a tokenizer.json (default: the tokenizer that ships)
+    """
+
+    tokenizer: pathlib.Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance:
+    """Scores that need no model, in percent.
+
+    Attributes:
+        empty: the score of an empty answer.
+        constant: the score of the best constant answer.
+        answer: the best constant answer.
+    """
+
+    empty: float
+    constant: float
+    answer: str
+
+
+def chance(asked: Sequence[Example]) -> Chance:
+    """Score an empty answer and the best constant answer.
+
+    Args:
+        asked: examples of one task. Every reference is tried as the constant answer, and all references of an example
+            together.
+    """
+
+    def mean(answer: str) -> float:
+        return 100 * float(np.mean([score(example, answer) for example in asked]))
+
+    tried = [answer for x in asked for answer in (*x.answers, ", ".join(x.answers))]
+    best, answer = max(((mean(answer), answer) for answer in dict.fromkeys(tried)), key=lambda pair: pair[0])
+    return Chance(mean(""), best, answer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    about = "Score an empty answer and the best constant answer on the tasks of an evaluation."
+    return run(_table, EvaluationSettings, TokenizerOption, prog="kvjax chance", about=about, argv=argv)
+
+
+def _table(settings: EvaluationSettings, option: TokenizerOption) -> None:
+    tokenizer = models.load_tokenizer(option.tokenizer or models.builtin_directory())
+    rows = []
+    for length in settings.lengths:
+        for name in expand(settings.generated):
+            asked = examples(
+                name,
+                length=length,
+                count=settings.samples,
+                seed=settings.seed,
+                count_tokens=lambda text: len(tokenizer.encode(text).ids),
+                haystack=settings.haystack_of(name),
+            )
+            made = chance(asked)
+            shown = made.answer if len(made.answer) <= _SHOWN else made.answer[:_SHOWN] + "..."
+            rows.append((f"`{name}`", f"{length:,}", f"{made.empty:.1f}", f"{made.constant:.1f}", f"`{shown}`"))
+    head = ("task", "length", "an empty answer", "the best constant answer", "which is")
+    print("\n".join(markdown_rows([head, *rows])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

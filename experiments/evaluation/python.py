@@ -1,0 +1,112 @@
+"""An evaluation from Python: `kvjax.evaluate` calls `evaluate_methods`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import models
+from experiments.answering import load_model, make_mesh, of_loaded, preset_knobs
+from experiments.benchmarks import files_of, parse
+from experiments.evaluation.comparison import beside_full, load, place_of
+from experiments.evaluation.flat import flat
+from experiments.evaluation.runner import Runner
+from experiments.evaluation.settings import EvaluationSettings
+from kvjax import Pattern, plugins, registry
+from kvjax.fields import Share, shown
+from kvjax.method import Method
+
+
+def evaluate_methods(
+    model: Any,
+    methods: Sequence[Method | str | Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    out: str | os.PathLike | None,
+    *,
+    progress: bool,
+) -> list[dict[str, Any]]:
+    """Run an evaluation, and return its rows; see `kvjax.evaluate`.
+
+    Args:
+        model: a `models.Loaded`, or what `load_model` takes.
+        methods: methods, names, or ``{name: knobs}``.
+        settings: further settings by name.
+        out: the result folder; None keeps nothing.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: unknown names or values out of range.
+    """
+    entries = [entry_of(method) if isinstance(method, Method) else method for method in methods]
+    name = model.name if isinstance(model, models.Loaded) else str(model)
+    chosen = EvaluationSettings.from_mapping({"workers": 0, **settings, "model": name, "methods": entries}, "kvjax.evaluate")
+    for spec in chosen.files:
+        files_of(*parse(spec))  # refuses a missing file before the model is loaded
+    if isinstance(model, models.Loaded):
+        loaded = of_loaded(model)
+    else:
+        loaded = load_model(name, chosen.dtype, offline=chosen.offline, mesh=make_mesh(chosen.mesh))
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+        runner = Runner(chosen, loaded, folder, progress=progress)
+        runner.run()
+        runner.folder.keep_examples()
+        compared = beside_full(load([folder]))
+    labels, cells = {choice.label for choice in chosen.choices}, [cell.identity for cell in runner.cells]
+    mine = [  # the folder may have more
+        item
+        for item in compared
+        if item.row["method"] in labels
+        and any(all(item.row.get(name) == value for name, value in cell.items()) for cell in cells)
+    ]
+    place = place_of([item.row for item in mine])
+    return [flat(item) for item in sorted(mine, key=lambda item: place(item.row))]
+
+
+def entry_of(method: Method) -> dict[str, Any]:
+    """Write a method as ``{name: knobs}``, as a settings file holds it.
+
+    Knobs that have their defaults are left out, unless a settings file would mean a paper's value by that. A class that kvjax
+    does not know is registered. Budgets that are shares become texts.
+
+    Raises:
+        ValueError: a knob has an array of values, which no settings file can hold.
+    """
+    cls = type(method)
+    if cls not in (*registry.classes().values(), *registry.WRAPPERS.values()):
+        plugins.register(cls)
+    knobs, preset = {}, preset_knobs(cls.__name__.lower())
+    for field in dataclasses.fields(cls):
+        value = vars(method)[field.name]
+        budget = vars(method).get("budget")
+        filled_in = field.name == "capacity" and type(budget) is int and value == budget
+        if field.name in preset or (value is not field.default and not filled_in):
+            value = _plain(f"{cls.__name__}: {field.name}", value)
+            knobs |= {field.name: value} if field.name in preset or value != field.default else {}
+    return {cls.__name__.lower(): knobs}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Method):
+        return entry_of(value)
+    if isinstance(value, Share):
+        return repr(value.part)
+    if isinstance(value, dict):
+        return {at: _plain(name, inner) for at, inner in value.items()}
+    if isinstance(value, Pattern):
+        return {field.name: x for field in dataclasses.fields(value) if (x := vars(value)[field.name]) != field.default}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and all(part is None or isinstance(part, (int, float, str)) for part in value):
+        return list(value)
+    array = np.asarray(value)
+    if array.ndim == 0 and array.dtype.kind in "biuf":
+        return array.item()
+    raise ValueError(f"{name} must be a knob that a settings file can hold, or not be given; got {shown(value)}")

@@ -1,0 +1,58 @@
+"""Texts of users: from files of any encoding that says what it is, and as tokens with one begin-of-text token."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import pathlib
+
+from tokenizers import Tokenizer
+
+# A longer mark may begin with a shorter one.
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """Read a text file: UTF-8, or UTF-8, UTF-16 or UTF-32 with a byte-order mark, which is no part of the text.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another encoding, such as Latin-1, or is no text.
+    """
+    return decode_text(pathlib.Path(path).read_bytes(), str(path))
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """Decode the bytes of a text as `read_text` does; lines end in a line feed.
+
+    Args:
+        data: the bytes.
+        where: name of the text, for the error.
+
+    Raises:
+        ValueError: see `read_text`.
+    """
+    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{where} is not UTF-8 text, expected UTF-8, or UTF-16 with a byte-order mark; got {error} (line {line}); for a "
+            "file in Latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
+        ) from error
+    if "\0" in text:
+        raise ValueError(f"{where} is not text: got a NUL character, as in UTF-16 without a byte-order mark, expected UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a prompt with the tokenizer's special tokens; a rendered chat template gets no second begin-of-text token."""
+    ids, first = tokenizer.encode(text).ids, tokenizer.encode("").ids[:1]
+    return ids[1:] if first and ids[:2] == first * 2 else ids

@@ -1,0 +1,181 @@
+"""Ask questions about a text in one call: `answer` prefills the text once, and asks each question of a copy of the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload, runtime_checkable
+
+import jax
+import numpy as np
+from jax import Array
+
+from kvjax import models
+from kvjax.accounting.stats import Stats
+from kvjax.api.fork import fork
+from kvjax.api.generate import extend, generate
+from kvjax.api.prefill import prefill
+from kvjax.fields import positive_int, shown
+from kvjax.method import Method
+from kvjax.registry import find, make
+from kvjax.typing import Model
+
+_MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """A model that can be asked in text; ``kvjax.models.load`` returns one."""
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        ...
+
+    @property
+    def config(self) -> Model:
+        """The model's description."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Has ``decode(ids)``; a method with `Method.needs_tokenizer` also takes its vocabulary."""
+        ...
+
+    def encode(
+        self,
+        context: str,
+        question: str = "",
+        *,
+        template: bool = True,
+        system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Encode a context, and the question with all that follows it, to token ids."""
+        ...
+
+
+class Answers(Sequence[str]):
+    """The answers of `answer`, in the order of the questions: a sequence of texts.
+
+    Attributes:
+        texts: the answers.
+        tokens: the generated token ids of each answer, a closing EOS included.
+        stats: the cost of the method at the last step of each answer, with B = 1.
+    """
+
+    def __init__(self, texts: Sequence[str], tokens: Sequence[list[int]], stats: Sequence[Stats]) -> None:
+        self.texts, self.tokens, self.stats = list(texts), list(tokens), list(stats)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.texts[index]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def __eq__(self, other: object) -> bool:
+        return self.texts == (other.texts if type(other) is Answers else other)
+
+    __hash__ = None  # type: ignore[assignment]  # lists can be changed
+
+    def __repr__(self) -> str:
+        return f"Answers({self.texts!r})"
+
+
+def answer(
+    model: Speaker | str | os.PathLike,
+    context: str,
+    questions: str | Sequence[str],
+    *,
+    method: Method | str = "full",
+    max_new_tokens: int = 64,
+    template: bool = True,
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    chunk_size: int = 8192,
+    kv_dtype: str | None = None,
+) -> Answers:
+    """Answer questions about a text: the method compresses or indexes the text once, without any question.
+
+    The chat template goes around context and question, if the model has one. The context is prefilled; each question is
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`).
+
+    Args:
+        model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
+        context: the text that the questions are about.
+        questions: a question, or several.
+        method: a method or its name; a budget may be a `kvjax.share` of the context.
+        max_new_tokens: the most tokens of an answer.
+        template: False asks without the chat template: the model continues context and question.
+        system: the system message; None means the template's own.
+        variables: other variables of the template, such as {"enable_thinking": False}.
+        temperature, top_k, top_p, key: as in `kvjax.generate`; the key is split among the questions.
+        chunk_size, kv_dtype: as in `kvjax.prefill`.
+
+    Returns:
+        One text per question, without tokens that end an answer.
+
+    Raises:
+        ValueError: no question, an empty text, or what `kvjax.prefill` refuses, such as more tokens than the model takes.
+        FileNotFoundError: the model does not exist.
+
+    Example: ``kvjax.answer("builtin", text, ["Who?", "When?"], method=SnapKV(budget=kvjax.share(1/8)))``
+    """
+    asked = [questions] if isinstance(questions, str) else list(questions)
+    for name, texts in (("context", [context]), ("questions", asked)):
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            expected = "a text" if name == "context" else "a text, or a list of at least one text"
+            raise ValueError(f"{name} must be {expected}, got {shown(context if name == 'context' else questions)}")
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
+    speaker: Speaker = models.load(model) if isinstance(model, (str, os.PathLike)) else model
+    if not isinstance(speaker, Speaker):
+        raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")
+    config, tokenizer = speaker.config, speaker.tokenizer
+    if isinstance(method, str) and find(method).needs_tokenizer:
+        method = make(method, tokenizer, config.vocab_size)
+    about = {"template": template, "system": system, "variables": variables}
+    pairs = [speaker.encode(context, question, **about) for question in asked]
+    sizes = [len(tail) for _, tail in pairs]
+    head = pairs[0][0]
+    room = config.max_position_embeddings - len(head) - max_new_tokens  # padding must not be what does not fit
+    tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
+    for row, (_, tail) in zip(tails, pairs, strict=True):
+        row[: len(tail)] = tail
+    whole = prefill(
+        speaker.params,
+        [head],
+        config=config,
+        method=method,
+        max_new_tokens=tails.shape[1] + max_new_tokens,
+        chunk_size=chunk_size,
+        kv_dtype=kv_dtype,
+    )
+    keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
+    texts, tokens, stats = [], [], []
+    for tail, size, drawn in zip(tails, sizes, keys, strict=True):
+        cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
+        out = generate(
+            speaker.params,
+            cache,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            key=drawn,
+        )
+        made = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
+        tokens.append(made)
+        texts.append(tokenizer.decode([token for token in made if token not in config.eos_token_ids]))
+        stats.append(out.stats)
+    return Answers(texts, tokens, stats)

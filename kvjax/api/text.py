@@ -1,0 +1,62 @@
+"""Generated tokens as rows of ids and as text, at the end or while they are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+_REPLACED = "\ufffd"  # what bytes that are no character decode to
+_LEFT = 3  # the most tokens that a character can still need: a character has at most 4 bytes, a token at least 1
+
+
+def rows_of(tokens: Array, num_tokens: Array) -> list[list[int]]:
+    """List the token ids of each row of ``tokens`` int32 [B, N] without padding; ``num_tokens`` is int32 [B]."""
+    counts = np.asarray(num_tokens).tolist()
+    return [row[:count].tolist() for row, count in zip(np.asarray(tokens), counts, strict=True)]
+
+
+def texts_of(tokenizer: Any, rows: Sequence[Sequence[int]], ends: Array) -> list[str]:
+    """Decode rows of token ids, without the ids in ``ends`` int32 [E]."""
+    left_out = set(np.asarray(ends).reshape(-1).tolist())
+    return [tokenizer.decode([token for token in row if token not in left_out]) for row in rows]
+
+
+class GrowingText:
+    """The text of one row while it is generated, in pieces that are final.
+
+    The last tokens of a row may be the first bytes of a character. Byte-level tokenizers decode them to U+FFFD. Byte-fallback
+    tokenizers (Llama 2, Mistral, Yi) then decode whole characters before them to U+FFFD too. So a piece ends where all
+    tokens up to there decode without such a character at the end.
+
+    Args:
+        tokenizer: has ``decode(ids)``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown, self._whole = "", 0  # the text so far, and the number of ids that it consists of
+
+    def add(self, ids: Sequence[int], last: bool = False) -> str:
+        """Add token ids; return the new piece of text, which may be empty.
+
+        Args:
+            ids: the next tokens of the row.
+            last: whether the row ends with them, so that an incomplete character is not waited for.
+        """
+        self._ids += ids
+        end, text = len(self._ids), self._tokenizer.decode(self._ids)
+        while not last and text.endswith(_REPLACED):
+            end -= 1
+            if end <= self._whole or end < len(self._ids) - _LEFT:
+                return ""
+            text = self._tokenizer.decode(self._ids[:end])
+        if not text.startswith(self._shown):  # bytes of no character follow characters that were shown: go on behind them
+            self._ids, end = self._ids[self._whole :], end - self._whole
+            self._shown, text = "", self._tokenizer.decode(self._ids[:end])
+        piece = text[len(self._shown) :]
+        self._shown, self._whole = text, end
+        return piece
