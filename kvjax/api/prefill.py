@@ -186,7 +186,10 @@ def prefill_each(
 
 def longest(length: Array, padded: Array) -> int:
     """Return the tokens of the longest of some prompts [B, T]; T where the lengths are traced."""
-    return int(length.max()) if is_known(length) else padded.shape[1]
+    if not is_known(length):
+        return padded.shape[1]
+    with jax.ensure_compile_time_eval():  # a jitted function may close over the prompts
+        return int(length.max())
 
 
 def _read_together(methods: Sequence[Method | str], length: int, room: int) -> list[Method]:
