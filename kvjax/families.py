@@ -22,7 +22,7 @@ from kvjax.cache.divided import best_slots, total, whole
 from kvjax.cache.offload import Near
 from kvjax.method import Prompt, Step
 from kvjax.observation import prefix_votes
-from kvjax.selection import page_slots, top_slots
+from kvjax.selection import check_score, page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
@@ -70,7 +70,9 @@ class Eviction(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         capacity, budget = not_none("capacity", self.capacity), of_own_heads(self.budget, cache.key.shape[1])
-        slots, keep = top_slots(self.score(cache, prompt), whole(cache.valid, cache), budget, capacity)
+        valid = whole(cache.valid, cache)
+        score = check_score(self, self.score(cache, prompt), valid.shape, "[B, H, S]")
+        slots, keep = top_slots(score, valid, budget, capacity)
         return cache.compact(slots, keep, room), None
 
     def slots_again(self) -> int | None:
@@ -211,7 +213,8 @@ class Retrieval(SlotMethod):
         # No more entries than the row has pages. The budget may still be below a capacity that holds all pages.
         most = min(not_none("capacity", self.capacity) // self.page_size, -(-cache.row_slots // self.page_size))
         used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
-        score = self.score(aux, step.query[..., 0, :], used)
+        shape = *cache.key.shape[:2], -(-cache.num_slots // self.page_size)
+        score = check_score(self, self.score(aux, step.query[..., 0, :], used), shape, "[B, H, P]")
         pages, listed = best_slots(score, self.budget // self.page_size, most, cache)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 

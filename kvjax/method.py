@@ -60,6 +60,7 @@ class Prompt:
     tokens: Array  # int32 [B, S], token id of each slot
     moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
     kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
+    length: Array | None = None  # int32 [B], tokens of each row; known in `compress`, and None before the prompt's end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Method(abc.ABC):
     def __new__(cls, *unnamed: Any, **knobs: Any) -> Self:
         if unnamed:
             raise TypeError(f"{cls.__name__} takes its knobs by name, got {unnamed[0]!r:.60} without a name")
+        if "__dataclass_fields__" not in vars(cls):
+            raise TypeError(f"{cls.__name__} must be decorated with kvjax.typing.pytree, got a class without it")
         check_names(cls, knobs)
         return super().__new__(cls)
 

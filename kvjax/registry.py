@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
-from kvjax.describe import describe
+from kvjax.describe import describe, field_comments
 from kvjax.fields import at_length, check_names, has_shares, nearest, share, shown
 from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
@@ -311,11 +310,7 @@ def resolve_each(
 
 def knobs(cls: type[Method]) -> list[Knob]:
     """List the knobs of a method class. The comment behind a field is the meaning of the knob."""
-    comments: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
-            found = re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", _source(owner), re.MULTILINE)
-            comments.update(found)
+    comments = field_comments(cls)
     return [
         Knob(
             name=field.name,
@@ -337,15 +332,6 @@ def summary(cls: type[Method]) -> str:
     if text.startswith(f"{cls.__name__}("):  # a dataclass without a docstring
         return "no docstring"
     return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"
-
-
-@functools.cache  # Python parses the whole file for each class
-def _source(cls: type) -> str:
-    """Return the source text of a class; empty if the class was not read from a file."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
 
 
 def markdown(names: Collection[str] | None = None) -> str:

@@ -25,7 +25,7 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
 from kvjax.method import Prompt, Step
-from kvjax.selection import compact, mask_of, pick, pick_each
+from kvjax.selection import check_score, compact, mask_of, pick, pick_each
 from kvjax.slots import SlotMethod, count_all
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.choose.kth_select import kth_select_mask
@@ -155,6 +155,9 @@ class ScoredScan(ScanRetrieval):
     def find(self, cache: LayerStorage, aux: Any, step: Step, regions: Regions) -> Selection:
         searched = self._searched(cache, regions)
         score = self.score(cache, aux, step.query[..., 0, :], searched)
+        each = jnp.ndim(score) == 4
+        shape = *searched.shape[:2], *([step.query.shape[2]] if each else []), searched.shape[2]
+        score = check_score(self, score, shape, "[B, H, G, S]" if each else "[B, H, S]")
         most = max(min(regions.most_wanted, cache.num_slots), 1)
         if score.ndim == 3:
             if not self.score_is_masked:  # a searched slot must beat all other slots even when its score is -inf

@@ -36,6 +36,18 @@ def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) ->
     return kth_select.kth_select_mask(order, budget, min(capacity, score.shape[-1]))
 
 
+def check_score(method: Any, score: Array, shape: tuple[int, ...], letters: str) -> Array:
+    """Return what a method's ``score`` returned, which must have this shape; ``letters`` are its axes.
+
+    Raises:
+        ValueError: it is no array of this shape, or holds no floating-point numbers.
+    """
+    if not isinstance(score, Array) or score.shape != shape or not jnp.issubdtype(score.dtype, jnp.floating):
+        got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Array) else type(score).__name__
+        raise ValueError(f"{type(method).__name__}.score must return float32 {letters}, here {list(shape)}, got {got}")
+    return score
+
+
 def among_best(score: Array, count: Array | int, capacity: int) -> Array:
     """Mask the ``count`` best entries of each row, at most ``capacity``: float32 [B, R, N] to bool [B, R, N].
 

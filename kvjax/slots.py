@@ -25,7 +25,7 @@ from kvjax.cache.quantised import empty_resident
 from kvjax.fields import clamped, is_traced, known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
-from kvjax.selection import top_slots
+from kvjax.selection import check_score, top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -245,7 +245,8 @@ class SlotMethod(SlotAttention):
         if state.prompt is None:
             return state
         whole, rows = state.cache.resident(), state.cache.rows
-        cache, aux = self.compress(whole, state.prompt, spec.max_new_tokens)
+        prompt = dataclasses.replace(state.prompt, length=whole.cursor)
+        cache, aux = self.compress(whole, prompt, spec.max_new_tokens)
         if rows is not None:
             near = self.near(cache.num_slots, spec.max_new_tokens)
             host = rows.host if cache is whole else None  # if the whole prompt is kept, its rows are in host memory already
@@ -285,7 +286,7 @@ class BoundedSlots(SlotAttention):
         return None
 
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
-        score = self.score(cache)
+        score = check_score(self, self.score(cache), cache.valid.shape, "[B, H, S]")
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
         slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))

@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast, dataclass_transform, runtime_checkable
 import jax
 from jax.tree_util import GetAttrKey
 
+from kvjax.describe import with_fields
 from kvjax.fields import Limits
 
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
@@ -47,10 +48,13 @@ def traced(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
 def pytree[T](cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure.
 
+    The docstring gets a line for each field that has a comment behind it.
+
     A class with ``__post_init__`` checks its fields when it is made. When JAX rebuilds it, its leaves may be anything, so
     nothing is checked, and JAX waits for no value.
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made.__doc__ = with_fields(made)
     if "__post_init__" not in dir(made):
         return jax.tree_util.register_dataclass(made)
     fields = dataclasses.fields(cast("Any", made))

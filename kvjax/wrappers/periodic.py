@@ -181,6 +181,7 @@ class Periodic(SlotMethod):
             mass=jnp.zeros((*cache.position.shape[:2], 0), jnp.float32),
             tokens=jnp.zeros((len(due), 0), jnp.int32),
             moments=recent.moments,
+            length=newest + 1,
         )
         kept = min(_slots(self._later), cache.num_slots)
         compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)

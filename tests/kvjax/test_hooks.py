@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pydoc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
-from kvjax.method import LayerSpec, settle_due
-from kvjax.methods import InfLLM
+from kvjax.families import Eviction
+from kvjax.method import LayerSpec, Prompt, Step, settle_due
+from kvjax.methods import InfLLM, SnapKV
 from kvjax.testing.model import TinyModel
+from kvjax.typing import pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -80,3 +84,49 @@ def test_every_layer_is_settled_as_alone():
         jax.tree.map(np.testing.assert_array_equal, new, alone)
         changed = (np.asarray(new.representative) != np.asarray(old.representative)).any(axis=(1, 2, 3, 4))
         assert changed.tolist() == rows and not new.due.any()
+
+
+def test_a_wrong_score_and_a_forgotten_decorator_are_named():
+    """`score` returns one number too many, or whole numbers, or nothing; a class is not decorated with `pytree`."""
+    tiny = TinyModel(num_layers=1)
+    params = jax.eval_shape(tiny.random_params)
+
+    def run(returned):
+        @pytree
+        class Odd(Eviction):
+            def score(self, cache, prompt):
+                assert prompt.length.shape == (2,) and prompt.length.dtype == jnp.int32
+                return returned(cache)
+
+        where = {"config": tiny, "method": Odd(budget=4), "max_new_tokens": 4, "pad_multiple": 1}
+        return jax.eval_shape(lambda params: kvjax.prefill(params, [[1] * 9, [2] * 7], **where), params)
+
+    assert run(lambda cache: cache.key[..., 0]).length.shape == (2,)
+    for returned, got in (
+        (lambda cache: cache.key[..., :1], r"float32 \[2, 2, 9, 1\]"),
+        (lambda cache: cache.position, r"int32 \[2, 2, 9\]"),
+        (lambda cache: None, "NoneType"),
+    ):
+        with pytest.raises(ValueError, match=rf"Odd.score must return float32 \[B, H, S\], here \[2, 2, 9\], got {got}"):
+            run(returned)
+
+    class Bare(SnapKV):
+        pass
+
+    with pytest.raises(TypeError, match="Bare must be decorated with kvjax.typing.pytree"):
+        Bare(budget=64)
+
+
+@pytest.mark.parametrize(
+    "cls, told",
+    [
+        (SnapKV, "``obs_window`` (static, default 32): last prompt tokens, which vote and are always kept"),
+        (SnapKV, "``budget`` (traced, default 1024): prompt slots kept per KV head"),
+        (Prompt, "``length`` (default None): int32 [B], tokens of each row"),
+        (Step, "``position``: int32 [B, T], EMPTY for padding"),
+        (kvjax.Generation, "``num_tokens``: int32 [B], generated tokens per row"),
+        (kvjax.Stats, "``host_bytes`` (static, default 0): the part of"),
+    ],
+)
+def test_help_lists_the_fields(cls, told):
+    assert told in pydoc.plain(pydoc.render_doc(cls))

@@ -24,7 +24,7 @@ from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
-from kvjax.typing import EMPTY
+from kvjax.typing import EMPTY, pytree
 from tests import goldens
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
 from tests.models.test_parity import write_checkpoint
@@ -225,6 +225,7 @@ def test_stages_with_every_page_is_the_eviction_alone(evict):
 
 
 def test_stages_collect_moments_from_one_position_on():
+    @pytree
     class Other(Quest):
         moments_from = 3
 

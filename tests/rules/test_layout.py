@@ -7,7 +7,9 @@ import collections
 import functools
 import graphlib
 import importlib
+import inspect
 import pathlib
+import pkgutil
 import subprocess
 import sys
 
@@ -89,6 +91,13 @@ def test_little_lies_flat():
     assert len(list((ROOT / "kvjax").glob("*.py"))) <= 16
     flat = {path.name for path in (ROOT / "pallas_kernels").iterdir()} - {*pallas_kernels.ROOMS, "__pycache__"}
     assert len(flat) <= 12, sorted(flat)
+
+
+def test_every_public_name_is_in_all_and_is_no_module_too():
+    public = {name for name, value in vars(kvjax).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert public | {"methods", "models", "__version__"} == {*kvjax.__all__}
+    modules = {found.name for found in pkgutil.iter_modules(kvjax.__path__)}
+    assert public & modules == set()
 
 
 def test_architecture_is_two_pages_and_names_every_room():
