@@ -1,8 +1,8 @@
 """Checks of fields: a field of a method declares which values it may hold, and `check_fields` checks them.
 
 The annotation of a field gives its kind: ``int`` is a whole number of int32, ``float`` a finite number of float32. `Limits`
-give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: traced
-values, shapes without values, arrays that were consumed.
+give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: shapes without values, and
+arrays that were consumed. A traced value outside of its range becomes the nearest value in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.core import Tracer
 
 _INT32 = np.iinfo(np.int32)
 _FLOAT32 = float(np.finfo(np.float32).max)
+_ABOVE = 1e-6  # how far a traced value is moved above a bound that it must not have
 _PLAIN = (int, float, bool)  # need no conversion
 
 
@@ -205,6 +206,8 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
 def check_within(owner: Any, name: str, bound: str) -> None:
     """Refuse values of field ``name`` above the static field ``bound``, which is set to these values if it is None.
 
+    A traced value above ``bound`` becomes ``bound``.
+
     Raises:
         ValueError: a value is too large; or ``bound`` is None and the values are not known.
     """
@@ -218,7 +221,10 @@ def check_within(owner: Any, name: str, bound: str) -> None:
             raise ValueError(f"{who}{bound} (static) must be given when {name} is an array or traced")
         object.__setattr__(owner, bound, plain if isinstance(value, tuple) else plain[0])
     most = vars(owner)[bound]
-    for one, limit in zip(values, most if isinstance(most, tuple) else (most,), strict=True):
+    limits = most if isinstance(most, tuple) else (most,)
+    moved = tuple(clamped(one, None, limit) for one, limit in zip(values, limits, strict=True))
+    object.__setattr__(owner, name, moved if isinstance(value, tuple) else moved[0])
+    for one, limit in zip(values, limits, strict=True):
         # On the device a share is float32, which can be a little above the same share in Python.
         if (read := known(one)) is not None and (read.astype(np.float32) > np.float32(limit)).any():
             raise ValueError(f"{who}{name} must be at most {bound}={most}, got {shown(value)}")
@@ -239,7 +245,26 @@ def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, s
     """
     if not _fits(value, kinds, limits, static):
         raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}")
+    if is_traced(value):
+        least = limits.above + _ABOVE if limits.least is None and limits.above is not None else limits.least
+        return clamped(value, least, limits.most)
     return _kept(value, kinds, static)
+
+
+def is_traced(value: Any) -> bool:
+    """Tell whether ``value`` is a traced array."""
+    return isinstance(value, Tracer)
+
+
+def clamped(value: Any, least: Any, most: Any) -> Any:
+    """Move a traced value, which cannot be refused, to the nearest value from ``least`` to ``most``; None is no bound.
+
+    All other values are returned unchanged.
+    """
+    if not is_traced(value) or not jnp.issubdtype(value.dtype, jnp.number):
+        return value
+    value = value if least is None else jnp.maximum(value, jnp.asarray(least, value.dtype))
+    return value if most is None else jnp.minimum(value, jnp.asarray(most, value.dtype))
 
 
 def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> bool:

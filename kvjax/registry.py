@@ -24,6 +24,7 @@ from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
 _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
+_MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 
@@ -320,7 +321,7 @@ def knobs(cls: type[Method]) -> list[Knob]:
             name=field.name,
             default=field.default,
             traced=not field.metadata.get("static", False),
-            doc=comments.get(field.name, ""),
+            doc=comments.get(field.name, "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
         )
         for field in dataclasses.fields(cls)
     ]

@@ -22,7 +22,7 @@ from kvjax.cache.divided import attend_past, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.cache.quantised import empty_resident
-from kvjax.fields import known
+from kvjax.fields import clamped, is_traced, known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
@@ -333,7 +333,7 @@ def cost_of_all(cache: LayerStorage) -> Cost:
 
 
 def check_budget(method: Any, least: int, needs: str) -> None:
-    """Refuse a ``budget`` of fewer than ``least`` tokens, where it is known; for `kvjax.method.Method.check`.
+    """Refuse a ``budget`` of fewer than ``least`` tokens; a traced budget becomes ``least``. For `kvjax.method.Method.check`.
 
     Args:
         method: has a field ``budget``.
@@ -341,13 +341,14 @@ def check_budget(method: Any, least: int, needs: str) -> None:
         needs: the reason for ``least``, for the message.
 
     Raises:
-        ValueError: the budget is too small.
+        ValueError: the budget is too small, or the ``capacity`` of a traced budget is.
     """
-    budget = known(method.budget)
-    if budget is not None and budget.min() < least:
-        raise ValueError(
-            f"{type(method).__name__}: budget must be a whole number of at least {least} tokens ({needs}), got {budget}"
-        )
+    name = "capacity" if is_traced(method.budget) else "budget"
+    given = known(vars(method)[name])
+    if given is not None and given.min() < least:
+        who = type(method).__name__
+        raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {given}")
+    object.__setattr__(method, "budget", clamped(method.budget, least, None))
 
 
 def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:

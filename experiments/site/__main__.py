@@ -23,14 +23,14 @@ class SiteCommand:
 
     Attributes:
         out: folder of the pages
-        docs: folder of the documentation, with the folder records in it
+        docs: folder of the documentation, with the folder records in it (default: this checkout's)
         tables: also write the tables of the records again
         figures: also draw the figures of the pages again (needs matplotlib)
         operations: also trace again which methods call which operations (two minutes)
     """
 
     out: pathlib.Path = option(positional=True)
-    docs: pathlib.Path = DOCS
+    docs: pathlib.Path | None = None
     tables: bool = False
     figures: bool = False
     operations: bool = False
@@ -43,14 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(command: SiteCommand) -> None:
+    docs = command.docs or DOCS
     if command.figures:
         check_installed()
-    traced = [operations.record(command.docs)] if command.operations else []
-    written = traced + write_pages(command.out, command.docs)
+    traced = [operations.record(docs)] if command.operations else []
+    written = traced + write_pages(command.out, docs)
     if command.tables:
-        written += write_tables(command.docs)
+        written += write_tables(docs)
     if command.figures:
-        written += draw_figures(command.docs)
+        written += draw_figures(docs)
     print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
 
 

@@ -28,7 +28,7 @@ from jax import Array
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
 from kvjax.families import StepEviction
-from kvjax.fields import number
+from kvjax.fields import clamped, is_traced, number
 from kvjax.method import Prompt, Step
 from kvjax.slots import check_budget
 from kvjax.typing import not_none, pytree, traced
@@ -50,8 +50,11 @@ class H2O(StepEviction):
         if self.num_recent is None and budget is not None:
             recent = max(1, budget // 2)
             object.__setattr__(self, "num_recent", recent)
-        recent = 1 if recent is None else recent
-        check_budget(self, recent + 1, f"num_recent={recent} and one heavy hitter")
+        least = 2 if recent is None else recent + 1
+        check_budget(self, least, f"num_recent={least - 1} and one heavy hitter")
+        if budget is None and self.num_recent is None and is_traced(self.budget):
+            object.__setattr__(self, "num_recent", self.budget // 2)
+        object.__setattr__(self, "num_recent", clamped(self.num_recent, 1, self.budget - 1))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
         position, mass = whole(cache.position, cache), whole(prompt.mass, cache)

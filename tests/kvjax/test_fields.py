@@ -16,9 +16,9 @@ import kvjax
 from kvjax import registry
 from kvjax.fields import Limits, check_within, known, number
 from kvjax.method import Method
-from kvjax.methods import Quest, SnapKV
+from kvjax.methods import H2O, AdaKV, PQCache, Quest, SnapKV
 from kvjax.typing import pytree, static, traced
-from tests.harness import NAMES
+from tests.harness import NAMES, example, oracle
 
 CLASSES = {
     **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
@@ -180,3 +180,29 @@ def test_only_numbers_that_can_be_read_are_known():
     assert known(consumed) is None
     assert Mine(share=consumed, largest=1.0).share is consumed, "a consumed number cannot be read"
     assert jax.eval_shape(lambda x: jnp.int32(known(x) is None), 3).shape == ()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "budget" in oracle(name).KNOBS])
+def test_a_traced_value_is_moved_into_its_range(name):
+    """Both ends are what Python numbers may be; the knob's text says so."""
+    most = oracle(name).KNOBS["budget"]
+    made = jax.vmap(lambda budget: example(name, budget=budget, capacity=most).budget)(jnp.array([-3, most, 10 * most]))
+    least = int(made[0])
+    assert made.tolist() == [least, most, most] and example(name, budget=least, capacity=most)
+    with pytest.raises(ValueError, match="budget"):
+        example(name, budget=least - 1, capacity=most)
+    (knob,) = [knob for knob in registry.knobs(registry.classes()[name]) if knob.name == "budget"]
+    assert "nearest allowed" in knob.doc
+
+
+def test_traced_numbers_of_other_kinds_are_moved_too():
+    def made(share):
+        return AdaKV(safeguard=share).safeguard, PQCache(fraction=share, capacity=0.5).fraction
+
+    safeguard, fraction = jax.vmap(made)(jnp.array([-1.0, 0.25, 2.0]))
+    np.testing.assert_allclose(safeguard, [0, 0.25, 1])
+    np.testing.assert_allclose(fraction, [1e-6, 0.25, 0.5])
+    recent = jax.vmap(lambda few: H2O(budget=8, num_recent=few).num_recent)(jnp.array([0, 3, 8]))
+    assert recent.tolist() == [1, 3, 7]
+    with pytest.raises(ValueError, match="capacity must be a whole number of at least 32 tokens"):
+        jax.vmap(lambda budget: SnapKV(budget=budget, capacity=8).budget)(jnp.array([8]))
