@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: `python -m experiments.site OUT`.
 
 OUT gets a page for each method and the list of records. The build of the site writes the same pages. ``--tables`` and
-``--figures`` also make the tables and figures of docs again, from their records.
+``--figures`` also make the tables and figures of docs again, from their records, and ``--notebooks`` runs the notebooks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from experiments.cli import option, run
 from experiments.records import check_installed
+from experiments.site.notebooks import run_notebooks
 from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
 
 
@@ -25,12 +26,14 @@ class SiteCommand:
         docs: folder of the documentation, with the folder records in it
         tables: also write the tables of the records again
         figures: also draw the figures of the pages again (needs matplotlib)
+        notebooks: also run the notebooks and keep their outputs (a few minutes; needs the extra 'test')
     """
 
     out: pathlib.Path = option(positional=True)
     docs: pathlib.Path = DOCS
     tables: bool = False
     figures: bool = False
+    notebooks: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +50,8 @@ def _write(command: SiteCommand) -> None:
         written += write_tables(command.docs)
     if command.figures:
         written += draw_figures(command.docs)
+    if command.notebooks:
+        written += run_notebooks()
     print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
 
 
