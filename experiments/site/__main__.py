@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: `python -m experiments.site OUT`.
 
 OUT gets a page for each method and the list of records. The build of the site writes the same pages. ``--tables`` and
-``--figures`` also make the tables and figures of docs again, from their records.
+``--figures`` also make the tables and figures of docs again, from their records, and ``--notebooks`` runs the notebooks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from experiments.cli import option, run
 from experiments.records import check_installed
 from experiments.site import operations
+from experiments.site.notebooks import run_notebooks
 from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
 
 
@@ -27,6 +28,7 @@ class SiteCommand:
         tables: also write the tables of the records again
         figures: also draw the figures of the pages again (needs matplotlib)
         operations: also trace again which methods call which operations (two minutes)
+        notebooks: also run the notebooks and keep their outputs (a few minutes; needs the extra 'test')
     """
 
     out: pathlib.Path = option(positional=True)
@@ -34,6 +36,7 @@ class SiteCommand:
     tables: bool = False
     figures: bool = False
     operations: bool = False
+    notebooks: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +55,8 @@ def _write(command: SiteCommand) -> None:
         written += write_tables(docs)
     if command.figures:
         written += draw_figures(docs)
+    if command.notebooks:
+        written += run_notebooks()
     print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
 
 

@@ -98,7 +98,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     given = [job.setting.method for job in jobs]
     limit = run._bytes(jobs[:2])
     assert len(jobs) == 3 and run._bytes(jobs) > limit
-    groups = together.join(jobs, 8, limit, run._bytes, run._evicts)
+    groups = together.join(jobs, 8, limit, run._bytes, lambda job: False)
     assert [len(group) for group in groups] == [2, 1]
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: limit)
     (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}
