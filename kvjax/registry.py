@@ -22,8 +22,8 @@ from kvjax.wrappers.named import PATTERNS as PATTERNS
 from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
-_MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
+_MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
 

@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: `python -m experiments.site OUT`.
 
 OUT gets a page for each method and the list of records. The build of the site writes the same pages. ``--tables`` and
-``--figures`` also make the tables and figures of docs again, from their records.
+``--figures`` also make the tables and figures of docs again, from their records, and ``--notebooks`` runs the notebooks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from experiments.cli import option, run
 from experiments.records import check_installed
 from experiments.site import operations
+from experiments.site.notebooks import run_notebooks
 from experiments.site.pages import DOCS, draw_figures, write_pages, write_tables
 
 
@@ -23,17 +24,19 @@ class SiteCommand:
 
     Attributes:
         out: folder of the pages
-        docs: folder of the documentation, with the folder records in it
+        docs: folder of the documentation, with the folder records in it (default: this checkout's)
         tables: also write the tables of the records again
         figures: also draw the figures of the pages again (needs matplotlib)
         operations: also trace again which methods call which operations (two minutes)
+        notebooks: also run the notebooks and keep their outputs (a few minutes; needs the extra 'test')
     """
 
     out: pathlib.Path = option(positional=True)
-    docs: pathlib.Path = DOCS
+    docs: pathlib.Path | None = None
     tables: bool = False
     figures: bool = False
     operations: bool = False
+    notebooks: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,14 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(command: SiteCommand) -> None:
+    docs = command.docs or DOCS
     if command.figures:
         check_installed()
-    traced = [operations.record(command.docs)] if command.operations else []
-    written = traced + write_pages(command.out, command.docs)
+    traced = [operations.record(docs)] if command.operations else []
+    written = traced + write_pages(command.out, docs)
     if command.tables:
-        written += write_tables(command.docs)
+        written += write_tables(docs)
     if command.figures:
-        written += draw_figures(command.docs)
+        written += draw_figures(docs)
+    if command.notebooks:
+        written += run_notebooks()
     print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
 
 

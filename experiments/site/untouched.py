@@ -100,7 +100,9 @@ def means(runs: Runs) -> str:
     for method in runs.ranked("prefill", lengths[0]):
         for length in lengths:
             if (mean := runs.mean(method, "prefill", length)) is not None:
-                shown = (column.get(method, "") for column in code[length].values())
+                heads = (head.partition(" at ")[0] for head in code[lengths[0]])  # a longer length may lack tasks of code
+                columns = (code[length].get(f"{head} at {token_label(length)}", {}) for head in heads)
+                shown = (column.get(method, "") for column in columns)
                 body.append((method_title(method), f"{length:,}", *_line(mean, shown)))
     head = ("method", "length", *_head(code[lengths[0]]))
     links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
@@ -200,7 +202,7 @@ def _two(rows: Sequence[Compared], names: tuple[str, str]) -> dict[str, str]:
     """Format the scores of two tasks as one cell, by method."""
     at = {(x.row["method"], x.row["name"]): x.row["value"] for x in rows}
     methods = dict.fromkeys(method for method, name in at if name in names)
-    return {x: " / ".join(f"{at[x, name]:.0f}" for name in names if (x, name) in at) for x in methods}
+    return {x: " / ".join(f"{at[x, name]:.0f}" if (x, name) in at else "-" for name in names) for x in methods}
 
 
 def _over(runs: Runs, lengths: Sequence[int]) -> str:

@@ -186,10 +186,7 @@ def prefill_each(
 
 def longest(length: Array, padded: Array) -> int:
     """Return the tokens of the longest of some prompts [B, T]; T where the lengths are traced."""
-    if not is_known(length):
-        return padded.shape[1]
-    with jax.ensure_compile_time_eval():  # a jitted function may close over the prompts
-        return int(length.max())
+    return int(np.asarray(length).max()) if is_known(length) else padded.shape[1]  # NumPy: JAX would trace it inside jit
 
 
 def _read_together(methods: Sequence[Method | str], length: int, room: int) -> list[Method]:

@@ -286,9 +286,9 @@ def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
 def asks(tiny, out, file, monkeypatch, says=" sky", **given):
     """An evaluation of a user's file under Full, whose model says the same to everything; the runner."""
 
-    def said(model, encoded, methods, question, batches, clock, new_tokens=None):
+    def said(model, encoded, methods, question, batches, clock, new_tokens=None, *_):
         lines = answers.predict(model, encoded, [model.tokenizer.encode(says).ids] * len(encoded.examples), new_tokens)
-        counted = dict.fromkeys(("seconds", "compile_seconds", *stored._SHOWN_OF_ROW), 1.0) | {"no_effect": False}
+        counted = dict.fromkeys((*answers.SECONDS, *stored._SHOWN_OF_ROW), 1.0) | {"no_effect": False}
         return [({**counted, **answers.summary(encoded, lines)}, lines) for _ in methods]
 
     monkeypatch.setattr(runner, "answer_cell", said)

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 GIVEN = {"methods": ["snapkv", "h2o", "streamingllm"], "max_new_tokens": 4, "tasks": ("passkey", "vt"), "samples": 4}
 LACKS = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34.13GiB")
-DONE = {"seconds": 0.0, "compile_seconds": 0.0, "no_effect": False, "value": 0.0, "unit": "percent"}
+DONE = {
+    "seconds": 0.0, "answer_seconds": 0.0, "compile_seconds": 0.0, "no_effect": False, "value": 0.0, "unit": "percent",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     given = [job.setting.method for job in jobs]
     limit = run._bytes(jobs[:2])
     assert len(jobs) == 3 and run._bytes(jobs) > limit
-    groups = together.join(jobs, 8, limit, run._bytes)
+    groups = together.join(jobs, 8, limit, run._bytes, lambda job: False)
     assert [len(group) for group in groups] == [2, 1]
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: limit)
     (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}

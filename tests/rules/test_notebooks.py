@@ -1,7 +1,8 @@
-"""The notebooks install what they need, run from top to bottom, and are kept without outputs."""
+"""The notebooks install what they need, run from top to bottom, and are kept with the outputs of their code."""
 
 from __future__ import annotations
 
+import ast
 import json
 import pathlib
 import re
@@ -9,6 +10,8 @@ import sys
 import tomllib
 
 import pytest
+
+from experiments.site.notebooks import digest, kept
 
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -68,19 +71,28 @@ def test_every_notebook_is_run():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path):
+def test_notebook_is_kept_with_the_outputs_of_its_code(path):
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
-    assert text == json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n", "indent 1, sorted keys"
-    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None
+    again = "run python -m experiments.site docs --notebooks"
+    assert text == kept(json.loads(text)) and notebook["metadata"]["kernelspec"]["name"] == "python3", again
+    assert notebook["metadata"]["kvjax"]["outputs_of"] == digest(notebook), again
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), again
+    check_outputs(path.stem, "".join("".join(out.get("text", "")) for cell in cells for out in cell["outputs"]))
+    assert len(text) < 150_000 and str(pathlib.Path.home()) not in text and str(FOLDER.parent) not in text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_first_cell_installs_from_a_clone_or_from_github(path, gpu, tmp_path, monkeypatch):
+def test_a_cell_names_the_model_that_is_loaded_with_its_template(path):
+    code = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    (first,) = [cell for cell in code if re.search('^MODEL = "builtin"', cell, re.MULTILINE)]
+    assert "model = models.load(MODEL)" in first and "model.encode(" in "".join(code)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("device", "extra"), [("", ""), ("gpu", ",cuda12"), ("tpu", ",tpu")])
+def test_first_cell_installs_from_a_clone_or_from_github(path, device, extra, tmp_path, monkeypatch):
     """What is missing, and nothing where the package is there; the badge opens the same repository in Colab."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     with (FOLDER.parent / "pyproject.toml").open("rb") as file:
@@ -90,7 +102,8 @@ def test_first_cell_installs_from_a_clone_or_from_github(path, gpu, tmp_path, mo
     first = next("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
     source = re.sub(r'%pip install -q (".*")', r"installed.append(f\1)", first)
     installed: list[str] = []
-    monkeypatch.setattr("shutil.which", lambda name: name if gpu else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if device == "gpu" else None)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] if device == "tpu" and "accel" in pattern else [])
     monkeypatch.chdir(FOLDER)
     exec(source, {"installed": installed})  # noqa: S102
     assert not installed
@@ -98,5 +111,19 @@ def test_first_cell_installs_from_a_clone_or_from_github(path, gpu, tmp_path, mo
     exec(source, {"installed": installed})  # noqa: S102
     monkeypatch.chdir(tmp_path)
     exec(source, {"installed": installed})  # noqa: S102
-    extras = "plot,cuda12" if gpu else "plot"
+    extras = f"plot,hf{extra}"
     assert installed == [f"{FOLDER.parent}[{extras}]", f"kvjax[{extras}] @ git+{repository}"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_first_cell_stops_in_one_sentence_on_an_older_python(path, monkeypatch):
+    """As Colab's runtimes of earlier years; nothing is installed."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    source = re.sub(r'%pip install -q (".*")', r"installed.append(f\1)", first)
+    ast.parse(source, feature_version=(3, 8))  # an older Python reads the whole cell before it runs the check
+    monkeypatch.setattr("sys.version_info", (3, 11, 13))
+    monkeypatch.setattr("sys.version", "3.11.13 (main)")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="^kvjax needs Python 3.12 or later; this runtime has 3.11.13, "):
+        exec(source, {"installed": None})  # noqa: S102
