@@ -83,7 +83,7 @@ def title(label: str) -> str:
     Args:
         label: a method as `parse_method` takes it. Knobs and unknown names stay.
     """
-    titles = {name: cls.TITLE or cls.__name__ for name, cls in {**WRAPPERS, **classes()}.items()} | named.TITLES
+    titles = {**{name: cls.TITLE or cls.__name__ for name, cls in {**WRAPPERS, **classes()}.items()}, **named.TITLES}
     return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda found: titles.get(found[0], found[0]), label)
 
 
