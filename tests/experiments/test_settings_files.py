@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 import models
+from experiments.answering import PAPERS
 from experiments.cli import names, read_yaml
 from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
@@ -68,9 +69,10 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
     assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
     assert [(x.lengths, x.samples, x.question) for x in qwen] == [
-        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
+        ((16384,), 40, "prefill"), ((32768,), 24, "prefill"), ((16384,), 40, "extend")
     ]  # fmt: skip
-    assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in qwen)
+    assert all({*PAPERS, "full", "snapkv", "quest"} <= {choice.label for choice in x.choices} for x in qwen)
+    assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in (qwen[0], qwen[2]))
 
 
 def test_reversed_drops_what_snapkv_keeps():
