@@ -80,6 +80,7 @@ def join(
     """
     groups: list[list[Job]] = []
     filling: dict[Hashable, list[Job]] = {}
+    place = {id(job): number for number, job in enumerate(jobs)}
 
     def fits(together: Sequence[Job]) -> bool:
         return len(together) <= most and not_none("needed", needed(together)) <= limit
@@ -98,6 +99,7 @@ def join(
         kept = filling.get((False, at), [])
         if evicting and kept and fits([*kept, *group]):  # few methods: they can all be prefilled together
             kept += group
+            kept.sort(key=lambda job: place[id(job)])
             groups = [other for other in groups if other is not group]  # jobs do not compare
     return groups
 

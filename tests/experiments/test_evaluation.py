@@ -371,7 +371,7 @@ def test_jobs_are_prefilled_together_as_far_as_they_fit():
     assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1, lambda job: False)] == [1] * 10
     assert [len(group) for group in together.join(jobs[:4], 9, 6, needed, lambda job: False)] == [1] * 4
     few = [job("t", name, 2) for name in "AbCd"]
-    for most, made in ((3, ["AC", "bd"]), (4, ["bdAC"])):  # methods that evict, in capitals, apart unless all fit
+    for most, made in ((3, ["AC", "bd"]), (4, ["AbCd"])):  # methods that evict, in capitals, apart unless all fit
         found = together.join(few, most, 9, needed, lambda job: job.label.isupper())
         assert ["".join(job.label for job in group) for group in found] == made
 
