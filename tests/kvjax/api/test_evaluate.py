@@ -39,7 +39,7 @@ def test_an_evaluation_is_a_table(model, tmp_path):
     assert made[0]["against_full"] is None and isinstance(made[1]["against_full"], float)
     assert made[2]["bytes_read"] < made[0]["bytes_read"] == made[2]["bytes_read_full"]
     lines = str(made).splitlines()
-    assert lines[0].startswith("| task | length | method | score |") and len(lines) == 5 and " MB |" in lines[2]
+    assert lines[0].startswith("| task | length | method | budget | score |") and len(lines) == 5 and " MB |" in lines[2]
     again = kvjax.evaluate(model, SPARSE, out=tmp_path / "out", **asked)  # nothing runs
     assert again == [made[0], made[2]]
 
