@@ -40,7 +40,8 @@ def render(
         if not isinstance(last, str):
             raise ValueError(f"the last message must have a text to continue, got {last!r:.60}")
         chat[-1] = {**chat[-1], "content": last + _OPEN}
-    text = _compiled(template).render(messages=chat, tools=None, documents=None, **_plain(variables))
+    known = {"tools": None, "documents": None, **_plain(variables)}  # templates ask whether they are given
+    text = _compiled(template).render(messages=chat, **known)
     if not continue_final_message:
         return text
     if last.strip() not in text or _OPEN.strip() not in text:

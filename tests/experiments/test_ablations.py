@@ -148,7 +148,7 @@ def test_tasks_that_full_does_not_solve_are_left_out(model, tmp_path, monkeypatc
     settings = AblationSettings(names=("chunk",), tasks=("passkey", "vt"), length=512, texts=1, text_tokens=8, workers=0)
     run_ablation(settings, "chunk", model, model, tmp_path)
     assert asked[:2] == [("full", "passkey"), ("full", "vt")]
-    assert {task for arm, task in asked[2:]} == {"passkey", "prose"} and len(asked) == 2 + 2 * 3
+    assert {task for arm, task in asked[2:]} == {"passkey", "prose"} and len(asked) == 2 + 2 * 4
     from experiments.ablations.report import ablation_tables
 
     page = ablation_tables([tmp_path / "chunk.json"], tmp_path)

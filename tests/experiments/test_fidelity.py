@@ -295,7 +295,7 @@ def test_differences_pair_the_same_texts():
     mean, (low, high) = difference(far, near)
     assert mean == low == high == 0.5, "texts differ, the difference does not"
     said = table([near, far])
-    assert "| near |  | 5 [" in said and "frontier" in said and "**+0.5 [+0.5, +0.5]**" in said
+    assert "| near | 3 | 5 [" in said and "frontier" in said and "**+0.5 [+0.5, +0.5]**" in said
     assert "frontier" in table([row("near", [2.0, 5.0, 9.0], 30.0), far]).splitlines()[2]
     with pytest.raises(ValueError, match="rows of the same texts"):
         difference(near, {**far, "length": 128})

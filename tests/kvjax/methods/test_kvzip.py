@@ -17,6 +17,7 @@ from kvjax.methods import H2O, KVzip, Quest, SnapKV
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
+from kvjax.typing import pytree
 from models import ModelConfig
 from tests import tape
 from tests.harness import example, repeated
@@ -200,6 +201,7 @@ def test_a_tokenizer_gives_what_asks_the_model():
     assert KVzip().ask == ()
 
 
+@pytree
 class Across(Quest):
     """A method that would read a prompt again under a wrapper that does not."""
 
