@@ -1001,7 +1001,7 @@ def test_records_of_speed_and_insight_are_drawn():
     assert known["demo-16k"]("png").startswith(b"\x89PNG")
 
     def split(parts):
-        row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "error": None}
+        row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "value": 6.0, "error": None}
         known, _ = speed_figures({"experiment": "speed", "metrics": [row | parts]})
         return known["split"]()
 

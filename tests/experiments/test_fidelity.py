@@ -243,7 +243,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     joined = json.loads((out / "metrics.json").read_text())
     assert "7 rows to measure, 3 in" in said.err and joined["metrics"][:3] == record["metrics"]
     assert len(joined["notes"]["runs"]) == 2 and {row["stream"] for row in joined["metrics"]} == {"prose", "answers"}
-    assert said.out.count("| streamingllm(budget=1/8) | 48 |") == 2 and "frontier" in said.out
+    assert said.out.count("| StreamingLLM(budget=1/8) | 48 |") == 2 and "frontier" in said.out
     assert (out / "table.md").read_text() == fidelity_tables(joined)
     assert [name for name, _ in figures(out, [])] == ["fidelity", "along"]
     for name in ("fidelity", "along"):
