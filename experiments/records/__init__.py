@@ -47,3 +47,6 @@ from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
 from experiments.records.titles import method_title as method_title
+from experiments.records.torch_device import check_torch as check_torch
+from experiments.records.torch_device import describe_device as describe_device
+from experiments.records.torch_device import the_device as the_device

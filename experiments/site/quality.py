@@ -68,7 +68,7 @@ def front(runs: Runs) -> str:
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
         mean = runs.mean(method, "prefill", first)
         cost = () if mean is None else (read(mean), megabytes(mean["resident_bytes_per_row"]))
-        body.append((method_title(method), *(_score(runs.mean(method, *at)) for at in asked), *cost))
+        body.append((method_title(method), *(mean_score(runs.mean(method, *at)) for at in asked), *cost))
     full = runs.means[0]
     told = (
         f"{runs.subject}: scores from 0 to 100, means of {full['tasks']} tasks with {full['samples']} samples of each, the "
@@ -78,7 +78,7 @@ def front(runs: Runs) -> str:
     if len(best) < len(ranked):
         told += f" Of {len(ranked) - len(own)} baselines the best {BEST}; [all](docs/quality-twin.md)."
     about = f"\n\n{_ABOUT}" if runs.folders[0].name == MAIN[0] else ""
-    return f"{wrapped(told)}\n\n{_table(head, body)}{about}"
+    return f"{wrapped(told)}\n\n{table(head, body)}{about}"
 
 
 def means(runs: Runs) -> str:
@@ -92,7 +92,7 @@ def means(runs: Runs) -> str:
                     (
                         method_title(method) + (" (no effect)" if without_effect(mean) else ""),
                         f"{at[1]:,}",
-                        _score(mean),
+                        mean_score(mean),
                         against(mean),
                         f"{mean['same']:.0f} %",
                         f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
@@ -104,7 +104,7 @@ def means(runs: Runs) -> str:
     full = runs.means[0]
     told = f"{runs.about}. Means of {full['tasks']} tasks with {full['samples']} samples of each."
     links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
-    return f"{wrapped(told)}\n\n{_table(head, body)}\n\nEvery cell: {links}."
+    return f"{wrapped(told)}\n\n{table(head, body)}\n\nEvery cell: {links}."
 
 
 def tasks(runs: Runs) -> str:
@@ -116,7 +116,7 @@ def tasks(runs: Runs) -> str:
     body = []
     for method in runs.ranked("prefill", length):
         body.append((method_title(method), *(f"{at[method, name]:.0f}" if (method, name) in at else "" for name in names)))
-    return _table(("method", *(short(name) for name in names)), body)
+    return table(("method", *(short(name) for name in names)), body)
 
 
 def questions(runs: Runs) -> str:
@@ -125,8 +125,8 @@ def questions(runs: Runs) -> str:
     body = []
     for method in runs.ranked("prefill", length):
         before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
-        body.append((method_title(method), _score(before), against(before), _score(after), against(after)))
-    return _table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
+        body.append((method_title(method), mean_score(before), against(before), mean_score(after), against(after)))
+    return table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
 
 
 def budgets(runs: Runs) -> str:
@@ -147,7 +147,7 @@ def budgets(runs: Runs) -> str:
         body.append((method_title(name), *(_scored(line.get(column)) for column in ("own", *map(str, SHARES)))))
     head = ("method", "own budget", *(f"1/{round(1 / s)}" for s in SHARES))
     picture = f"![score against bytes read per step](records/results/{runs.folders[0].name}/pareto.png)"
-    return f"{_table(head, body)}\n\n{picture}"
+    return f"{table(head, body)}\n\n{picture}"
 
 
 def _column(row: Row) -> str:
@@ -184,9 +184,11 @@ def _scored(rows: list[Row] | None) -> str:
     return f"{np.mean([row['value'] for row in rows]):.1f} ({share(total)})"
 
 
-def _score(mean: Row | None) -> str:
+def mean_score(mean: Row | None) -> str:
+    """Format the score of a mean; nothing if there is none."""
     return "" if mean is None else f"{mean['score']:.1f}"
 
 
-def _table(head: Any, body: Any) -> str:
+def table(head: Any, body: Any) -> str:
+    """Format a Markdown table."""
     return "\n".join(markdown_rows([head, *body]))

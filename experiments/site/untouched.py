@@ -12,9 +12,9 @@ from typing import Any
 
 from experiments.answering import PAPERS, without_effect
 from experiments.evaluation import COUNTED, Compared, averages, beside_full
-from experiments.records import markdown_rows, method_title, token_label
+from experiments.records import method_title, token_label
 from experiments.site.marks import command_of, missing
-from experiments.site.quality import short
+from experiments.site.quality import mean_score, questions, short, table
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, wrapped
 from experiments.tasks import GROUPS, TASKS
 
@@ -27,7 +27,10 @@ _CODE = {
     "code line": ("code_completion", "code_completion_renamed"),
 }  # heads of columns, and the two tasks of each
 _REVERSED = "reversed"
-_READINGS = {"sentencekv": ("prefilter=", "kernel="), "tokenselect": ("chunk=",)}  # knobs that are no budgets, by method
+# Knobs that are no budgets, by method: rows of other readings of a paper.
+_READINGS = {
+    "chess": ("centred=", "hierarchy="), "sentencekv": ("prefilter=", "kernel="), "tokenselect": ("chunk=",)
+}  # fmt: skip
 
 
 def runs_of(docs: pathlib.Path) -> Runs:
@@ -75,7 +78,7 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
         mean = runs.mean(method, "prefill", first)
         assert mean is not None  # it has a rank
         asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
-        scores = (_score(runs.mean(method, *at)) for at in asked)
+        scores = (mean_score(runs.mean(method, *at)) for at in asked)
         shown = (column.get(method, "") for column in code.values())
         body.append((method_title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
     told = (
@@ -89,7 +92,7 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
     more = " and ".join(f"`{x.name}.yaml`" for x in runs.folders[1:])
     command = f"`{command_of(docs / 'settings' / f'{runs.folders[0].name}.yaml')}`"
     command += f" makes the columns of {token_label(first)}" + (f",\n{more} the other columns." if more else ".")
-    return f"{wrapped(told)}\n\n{_table(head, body)}\n\n{command}"
+    return f"{wrapped(told)}\n\n{table(head, body)}\n\n{command}"
 
 
 def means(runs: Runs) -> str:
@@ -107,7 +110,7 @@ def means(runs: Runs) -> str:
     head = ("method", "length", *_head(code[lengths[0]]))
     links = ", ".join(f"[{x.name}](records/results/{x.name}/table.md)" for x in runs.folders)
     told = f"{runs.about}. Scores are {_over(runs, lengths)}."
-    return f"{wrapped(told)}\n\n{_table(head, body)}\n\nEvery cell: {links}."
+    return f"{wrapped(told)}\n\n{table(head, body)}\n\nEvery cell: {links}."
 
 
 def settings(runs: Runs) -> str:
@@ -121,7 +124,7 @@ def settings(runs: Runs) -> str:
         body.append((_told(mean["method"]), *_line(mean, shown)))
     picture = f"![score against bytes read per step](records/results/{runs.folders[0].name}/solved.png)"
     told = f"At {token_label(length)} tokens, the question in the prompt."
-    return f"{told}\n\n{_table(('method', *_head(code)), body)}\n\n{picture}"
+    return f"{told}\n\n{table(('method', *_head(code)), body)}\n\n{picture}"
 
 
 def bytes_read(runs: Runs) -> str:
@@ -138,7 +141,7 @@ def bytes_read(runs: Runs) -> str:
     body = [
         (method_title(name), *("" if x is None else f"{x['score']:.1f} ({share(x)})" for x in lines[name])) for name in shown
     ]
-    return _table(("method", *(f"within 1/{round(1 / x)} of the bytes" for x in SHARES)), body)
+    return table(("method", *(f"within 1/{round(1 / x)} of the bytes" for x in SHARES)), body)
 
 
 def tasks(runs: Runs) -> str:
@@ -153,18 +156,8 @@ def tasks(runs: Runs) -> str:
             body.append((method_title(method), *(f"{at[method, x]:.0f}" if (method, x) in at else "" for x in names)))
         counted = runs.counted[length]
         head = ("method", *(f"**{short(name)}**" if name in counted else short(name) for name in names))
-        made.append(f"{length:,} tokens; tasks in bold count in the means:\n\n{_table(head, body)}")
+        made.append(f"{length:,} tokens; tasks in bold count in the means:\n\n{table(head, body)}")
     return "\n\n".join(made)
-
-
-def questions(runs: Runs) -> str:
-    """Show means with the question in the prompt that is compressed, and with the question after it."""
-    (length,) = runs.lengths("extend")
-    body = []
-    for method in runs.ranked("prefill", length):
-        before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
-        body.append((method_title(method), _score(before), against(before), _score(after), against(after)))
-    return _table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
 
 
 def checks(runs: Runs) -> str:
@@ -174,7 +167,7 @@ def checks(runs: Runs) -> str:
     names = sorted({name for _, name in at}, key=_place)
     labels = ["full", "snapkv", *dict.fromkeys(x for x, _ in at if x.partition("(")[0] == _REVERSED)]
     body = [(f"`{name}`", *(f"{at[x, name]:.1f}" if (x, name) in at else "" for x in labels)) for name in names]
-    return _table((f"task at {token_label(length)}", *map(_told, labels)), body)
+    return table((f"task at {token_label(length)}", *map(_told, labels)), body)
 
 
 def _at_first(runs: Runs) -> tuple[int, list[Compared]]:
@@ -224,7 +217,7 @@ def _head(code: Any) -> tuple[str, ...]:
 
 def _line(mean: Row, code: Any) -> tuple[str, ...]:
     return (
-        _score(mean) + (" (no effect)" if without_effect(mean) else ""),
+        mean_score(mean) + (" (no effect)" if without_effect(mean) else ""),
         against(mean),
         *code,
         f"{mean['same']:.0f} %",
@@ -240,11 +233,3 @@ def _told(label: str) -> str:
 
 def _place(name: str) -> int:
     return list(TASKS).index(name)
-
-
-def _score(mean: Row | None) -> str:
-    return "" if mean is None else f"{mean['score']:.1f}"
-
-
-def _table(head: Any, body: Any) -> str:
-    return "\n".join(markdown_rows([head, *body]))

@@ -11,7 +11,6 @@ memory.
 from __future__ import annotations
 
 import datetime
-import importlib
 from collections.abc import Sequence
 
 from experiments.cli import read_record, run
@@ -19,7 +18,7 @@ from experiments.evaluation.folder import read_runs
 from experiments.evaluation.peers import report
 from experiments.evaluation.peers.prompts import find_weights, read_model, read_prompts
 from experiments.evaluation.peers.settings import PeersCommand, PeersSettings
-from experiments.records import Results, table_file, write_bytes
+from experiments.records import Results, check_torch, describe_device, table_file, the_device, write_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _peers(settings: PeersSettings, command: PeersCommand) -> None:
-    check_torch()
-    from experiments.evaluation.peers.bench import PACKAGES, Bench, describe_device, the_device
+    check_torch("experiments.evaluation.peers", "torch transformers kvpress")
+    from experiments.evaluation.peers.bench import PACKAGES, Bench
 
     device = the_device()
     told = read_record(command.folder)
@@ -55,22 +54,6 @@ def _peers(settings: PeersSettings, command: PeersCommand) -> None:
     print(f"{tables}\nrecord: {results.path}")
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
-
-
-def check_torch() -> None:
-    """Refuse to go on without torch and transformers.
-
-    Raises:
-        ModuleNotFoundError: torch or transformers is not installed.
-    """
-    for name in ("torch", "transformers"):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"experiments.evaluation.peers needs {name}, which is not installed here: "
-                "pip install torch transformers kvpress"
-            ) from error
 
 
 if __name__ == "__main__":

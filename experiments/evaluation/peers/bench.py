@@ -19,22 +19,10 @@ from experiments.evaluation.answers import answer_text
 from experiments.evaluation.peers import pressed, report
 from experiments.evaluation.peers.prompts import Asked, scored
 from experiments.evaluation.peers.settings import PeersSettings
-from experiments.records import Results, commit, versions
+from experiments.records import Results, commit, describe_device, versions
 
 PACKAGES = ("torch", "transformers", "kvpress", "flash-attn")
 _TRIED = 512  # tokens of the prompt on which every method is tried first
-
-
-def the_device() -> torch.device:
-    """Return the GPU of torch, or the CPU if torch has no GPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Describe a device as records do."""
-    if device.type == "cpu":
-        return {"platform": "cpu", "kind": "cpu", "count": 1}
-    return {"platform": "gpu", "kind": torch.cuda.get_device_name(device), "count": 1}
 
 
 class Bench:

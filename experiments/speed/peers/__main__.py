@@ -11,11 +11,10 @@ This job needs torch and transformers, which kvjax does not need. JAX starts no 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from experiments.cli import Against, run
-from experiments.records import Results
+from experiments.records import Results, check_torch, describe_device, the_device
 from experiments.speed.peers import report
 from experiments.speed.peers.settings import METHODS, PeersCommand, PeersSettings
 from experiments.speed.rows import finish
@@ -29,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
-    check_torch()
-    from experiments.speed.peers.bench import PACKAGES, Bench, describe_device, the_device
+    check_torch("experiments.speed.peers", "torch transformers")
+    from experiments.speed.peers.bench import PACKAGES, Bench
 
     device = the_device()
     described = describe_device(device)
@@ -43,21 +42,6 @@ def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> 
                 for cache in settings.caches:
                     bench.row(method, length, batch, cache)
     finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
-
-
-def check_torch() -> None:
-    """Refuse to go on without torch and transformers.
-
-    Raises:
-        ModuleNotFoundError: torch or transformers is not installed.
-    """
-    for name in ("torch", "transformers"):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"experiments.speed.peers needs {name}, which is not installed here: pip install torch transformers"
-            ) from error
 
 
 if __name__ == "__main__":

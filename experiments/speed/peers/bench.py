@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from experiments.records import Results, commit, versions
+from experiments.records import Results, commit, describe_device, versions
 from experiments.speed.peers import filled_cache, random_model, report
 from experiments.speed.peers.decoding import decode_times
 from experiments.speed.peers.presses import MissingPeerError, pressed_layers
@@ -22,18 +22,6 @@ from experiments.speed.settings import MODELS
 from experiments.speed.variants import budget_at
 
 PACKAGES = ("torch", "triton", "transformers", "kvpress", "flash-attn")
-
-
-def the_device() -> torch.device:
-    """Return the GPU of torch, or the CPU if torch has no GPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Describe a device as records do."""
-    if device.type == "cpu":
-        return {"platform": "cpu", "kind": "cpu", "count": 1}
-    return {"platform": "gpu", "kind": torch.cuda.get_device_name(device), "count": 1}
 
 
 class Bench:
