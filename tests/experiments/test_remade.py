@@ -122,7 +122,7 @@ def settings_of(name):
     [
         ("main", ("main",), paper_tables.SETTINGS, ("smollm2-retrieval", 200)),
         ("main-32k", (), ("main-32k",), ("smollm2-retrieval", 200)),
-        ("qwen-16k", ("qwen-16k",), ("qwen-papers", "qwen-papers-niah"), ("qwen2.5-coder-1.5b", 40)),
+        ("qwen-16k", ("qwen-16k",), ("qwen-papers", "qwen-papers-niah"), ("qwen2.5-coder-1.5b", 100)),
     ],
 )
 def test_the_settings_make_every_row(record, own, others, drawn):

@@ -69,7 +69,7 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
     assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
     assert [(x.lengths, x.samples, x.question) for x in qwen] == [
-        ((16384,), 40, "prefill"), ((32768,), 24, "prefill"), ((16384,), 40, "extend")
+        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
     ]  # fmt: skip
     assert all({*PAPERS, "full", "snapkv", "quest"} <= {choice.label for choice in x.choices} for x in qwen)
     assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in (qwen[0], qwen[2]))
