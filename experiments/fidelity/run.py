@@ -33,7 +33,7 @@ from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import summary
 from experiments.fidelity.texts import Texts
 from experiments.records import LIBRARY_FIELD, Results, check_library, commit, knobs_of, operations, versions
-from experiments.tasks import get_task, library_origin, reads_library
+from experiments.tasks import library_origin, reads_library
 from kvjax.accounting.stats import Stats
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
@@ -227,8 +227,7 @@ class Runner:
         """Tell whether the texts of a stream are made from Python's standard library."""
         if stream in _RUNNING:
             return stream == "code"
-        task = self.settings.task
-        return reads_library(task, self.settings.haystack if get_task(task).haystack == "prose" else None)
+        return reads_library(self.settings.task, self.settings.task_haystack)
 
     def _rows(self, length: int) -> int:
         return batch_rows(length, self.settings.batch_tokens, self.settings.samples)

@@ -13,6 +13,7 @@ from pallas_kernels.formats.quantised import MOST
 
 # prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question.
 STREAMS = ("prose", "code", "answers", "greedy")
+WHOLE_PROSE = "prose:whole"  # a haystack: prose without a part that is held out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class FidelitySettings(ModelSettings):
             answers, the right answer of a long task; greedy, Full's own answer of the task
         samples: texts of a stream
         tokens: decode steps along each text
-        haystack: prose or file:PATH, the text of prose and the haystack of the task; code, the haystack of the task
+        haystack: prose or file:PATH, the text of prose and the haystack of the task; prose:whole, the same with the part that
+            the shipped models were trained on, for other models beyond 16K; code, the haystack of the task
         task: the task of answers and greedy
         template: auto uses the checkpoint's chat template for questions, if it has one; none does not
         system: text of the template's system turn (default: the template's own)
@@ -70,13 +72,20 @@ class FidelitySettings(ModelSettings):
             raise ValueError(
                 f"lengths count context and text: they must be above tokens={self.tokens}, got {min(self.lengths)}"
             )
-        if self.haystack not in ("prose", "code") and not self.haystack.startswith("file:"):
-            raise ValueError(f"haystack must be 'prose', 'code' or file:PATH, got {self.haystack!r}")
+        if self.haystack not in ("prose", WHOLE_PROSE, "code") and not self.haystack.startswith("file:"):
+            raise ValueError(f"haystack must be 'prose', {WHOLE_PROSE!r}, 'code' or file:PATH, got {self.haystack!r}")
         if self.haystack == "code" and "prose" in self.streams:
             raise ValueError("haystack 'code' is no text for the stream prose: name the stream code instead of it")
         if get_task(self.task).needs_file:
             raise ValueError(f"task must be a generated task without a file of questions, got {self.task!r}")
         check_choices(self.methods, self.budgets, min(self.lengths))
+
+    @property
+    def task_haystack(self) -> str | None:
+        """The haystack of the task; None where the task has its own."""
+        if get_task(self.task).haystack != "prose":
+            return None
+        return "prose" if self.haystack == WHOLE_PROSE else self.haystack
 
     @property
     def choices(self) -> list[Choice]:

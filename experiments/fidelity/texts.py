@@ -10,8 +10,8 @@ import numpy as np
 
 import kvjax
 from experiments.answering import LoadedModel, pad
-from experiments.fidelity.settings import FidelitySettings
-from experiments.tasks import get_task, held_out_text, length_within, make_samples
+from experiments.fidelity.settings import WHOLE_PROSE, FidelitySettings
+from experiments.tasks import held_out_text, length_within, make_samples, prose_text
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 
@@ -81,7 +81,7 @@ def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
 
 
 def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
-    """Cut passages from the text that `experiments.tasks` holds out for evaluation, without a template.
+    """Cut passages from the text that `experiments.tasks` holds out for evaluation, or from all prose, without a template.
 
     One passage begins in each of `samples` equal parts of the text, at a random token. So contexts may overlap, but the
     tokens that follow them overlap only if a part is shorter than `tokens`.
@@ -90,19 +90,21 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
         model: the model.
         settings: how many passages, and how many tokens are fed.
         length: tokens of context and text together.
-        kind: "prose", "code" or "file:PATH".
+        kind: "prose", "prose:whole", "code" or "file:PATH".
 
     Raises:
         ValueError: the text is too short.
         FileNotFoundError: there is no such text.
     """
     first = model.tokenizer.encode("").ids  # the begin-of-text token of models that expect one
-    ids = model.tokenizer.encode(held_out_text(kind), add_special_tokens=False).ids
+    whole = kind == WHOLE_PROSE
+    text = " ".join(prose_text().split()) if whole else held_out_text(kind)
+    ids = model.tokenizer.encode(text, add_special_tokens=False).ids
     wanted = length + 1 - len(first)  # the token after the last step is predicted, too
     if len(ids) < wanted:
         raise ValueError(
-            f"the held-out part of {kind} has {len(ids)} tokens, expected {wanted}: use shorter lengths or a "
-            "longer text (--haystack file:PATH)"
+            f"the {'text' if whole else 'held-out part'} of {kind} has {len(ids)} tokens, expected {wanted}: use shorter "
+            "lengths or a longer text (--haystack file:PATH)"
         )
     rng = random.Random(f"fidelity/{length}/{settings.seed}")
     part = (len(ids) - wanted) / settings.samples
@@ -136,7 +138,7 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
             count=settings.samples,
             seed=settings.seed,
             count_tokens=lambda text: len(ids(text)),
-            haystack=settings.haystack if get_task(settings.task).haystack == "prose" else None,
+            haystack=settings.task_haystack,
         )
     following = [ids(sample.target) for sample in samples]
     prompts = [

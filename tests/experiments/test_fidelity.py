@@ -171,6 +171,8 @@ def test_prose_goes_on_where_its_context_ends(model):
     said = words(model, [*made.prompts[2, 200:260], *made.forced[2], made.targets[2, -1]])
     assert " ".join(said.split()) in whole, "a passage of the held-out text, without a gap"
     assert len({tuple(row) for row in made.forced.tolist()}) == 5
+    everywhere = texts.prose(model, dataclasses.replace(settings, haystack="prose:whole"), 300)
+    assert words(model, everywhere.prompts[0, :200]).strip() not in whole, "a passage of all prose"
     again = texts.prose(model, dataclasses.replace(settings, seed=1), 300)
     assert (again.prompts != made.prompts).any()
 
@@ -257,7 +259,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     [
         (["--lengths", "512,2048"], "lengths must be at most 1024 tokens"),
         (["--lengths", "16"], "they must be above tokens=16, got 16"),
-        (["--haystack", "noise"], "haystack must be 'prose', 'code' or file:PATH, got 'noise'"),
+        (["--haystack", "noise"], "haystack must be 'prose', 'prose:whole', 'code' or file:PATH, got 'noise'"),
         (["--haystack", "file:nowhere.txt"], "haystack file not found"),
         (["--streams", "poems"], "streams must be one of prose, code, answers, greedy"),
         (["--task", "qa_1"], "task must be a generated task without a file"),
