@@ -17,16 +17,17 @@ from pallas_kernels._triton import code_products as codes
 from pallas_kernels._triton.online_softmax import store_logits
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.split import blocks_to_read
+from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 STAGES = 4  # of the pipeline: a block has half the bytes, and as many bytes must be on their way
-MOST_HEADS = 16  # query heads of a KV head; sums for more fill the registers
+MOST_HEADS = 16  # query heads of a KV head, times queries; sums for more fill the registers
 
 
 def takes(query: jax.Array, key: Any, value: Any) -> bool:
     """Tell whether this kernel runs for a query, keys and values that the check of "pallas_triton" accepts."""
-    group, width = query.shape[2], key.shape[3]
+    group, width = math.prod(query.shape[2:-1]), key.shape[3]
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
@@ -52,7 +53,7 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have the dtypes ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, stored, position_ref, limit_ref, partials, gap_ref = jax.tree.unflatten(structure, refs)
+    query_ref, stored, position_ref, limit_ref, partials, gap_ref, asked_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group = query_ref.shape[1:3]
@@ -63,6 +64,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
     head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
     query, factor = codes.query_operand(query_ref, (b, h), head, key_kind)
     factor = factor * (scale * LOG2_E)
+    asked = asked_positions(asked_ref, b, head)
     limit, blocks, block_number = blocks_to_read(limit_ref, gap_ref, (b, h), slots, block)
 
     def add(step, sums):
@@ -72,12 +74,13 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         start = jnp.minimum(step * block, slots - block)
         at = b, h, pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
-        held = (position_ref[at] >= 0) & (slot >= step * block) & (slot < limit)
+        position = position_ref[at]
+        held = (position >= 0) & (slot >= step * block) & (slot < limit)
         logits = codes.logits(query, key_ref[*at, :], rows, key_kind, interpret)
         logits = logits * factor[:, None] * key_scale_ref[at].astype(jnp.float32)[None, :]
         store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
         # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
-        logits = jnp.where(held[None, :], logits, -jnp.inf)
+        logits = jnp.where(visible(held, position, asked), logits, -jnp.inf)
         value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
         risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
         shift = finite_or_zero(risen)
