@@ -21,6 +21,7 @@ from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
 
+FEW = 8  # tokens that a decode kernel takes at once: it reads the cache once, and codes as they are
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
 
@@ -207,6 +208,16 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     """
     cache = cache.resident()
     tokens = query.shape[3]
+    if tokens <= FEW:
+        out, lse = dense_decode(
+            query,
+            *cache.stored,
+            position=cache.position,
+            limit=cache.here,
+            scale=1 / math.sqrt(query.shape[-1]),
+            query_position=position,
+        )
+        return merged(out, lse, cache)
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     out, lse = dense_attention(
         query,

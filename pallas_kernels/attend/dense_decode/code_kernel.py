@@ -17,21 +17,23 @@ from pallas_kernels._triton import code_products as codes
 from pallas_kernels._triton.online_softmax import store_logits
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.split import blocks_to_read
+from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 STAGES = 4  # of the pipeline: a block has half the bytes, and as many bytes must be on their way
-MOST_HEADS = 16  # query heads of a KV head; sums for more fill the registers
+TILE = 16  # query rows of a product, at most; codes are read and values converted once for all products of a block
+MOST_ROWS = 64  # query heads of a KV head, times queries; sums for more fill the registers
 
 
 def takes(query: jax.Array, key: Any, value: Any) -> bool:
     """Tell whether this kernel runs for a query, keys and values that the check of "pallas_triton" accepts."""
-    group, width = query.shape[2], key.shape[3]
+    group, width = math.prod(query.shape[2:-1]), key.shape[3]
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
         and query.dtype == jnp.bfloat16
-        and group <= MOST_HEADS
+        and group <= MOST_ROWS
         and not width & (width - 1)
         and min(width, value.shape[3]) >= codes.LEAST_WIDTH
     )
@@ -39,9 +41,14 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
 
 def needed(group: int, width: int, dim: int, stages: int, block: int) -> int:
     """Estimate the bytes of shared memory that the kernel needs."""
-    rows = max(codes.ROWS, pl.next_power_of_2(group))
+    rows = pl.cdiv(group, TILE) * _tile_rows(group)
     # The pipeline's blocks, with two scales and a position for each slot; the queries; the weights of a block.
     return block * (stages - 1) * (width + dim + 8) + 2 * rows * 2 * (width + block)
+
+
+def _tile_rows(group: int) -> int:
+    """Count the rows of each product for ``group`` query rows: a power of two."""
+    return max(codes.ROWS, pl.next_power_of_2(min(group, TILE)))
 
 
 def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
@@ -52,62 +59,88 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have the dtypes ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, stored, position_ref, limit_ref, partials, gap_ref = jax.tree.unflatten(structure, refs)
+    query_ref, stored, position_ref, limit_ref, partials, gap_ref, asked_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group = query_ref.shape[1:3]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
     key_kind, value_kind = kinds
-    rows = max(codes.ROWS, pl.next_power_of_2(group))
+    rows = _tile_rows(group)
     fold = 2 if rows == codes.ROWS else 1  # the output has 16 rows at least, too
-    head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
-    query, factor = codes.query_operand(query_ref, (b, h), head, key_kind)
-    factor = factor * (scale * LOG2_E)
+
+    def tile(first):
+        head = jnp.minimum(jnp.arange(first, first + rows, dtype=jnp.int32), group - 1)  # the last head is repeated
+        query, factor = codes.query_operand(query_ref, (b, h), head, key_kind)
+        return head, query, factor * (scale * LOG2_E), asked_positions(asked_ref, b, head)
+
+    tiles = [tile(first) for first in range(0, group, rows)]
     limit, blocks, block_number = blocks_to_read(limit_ref, gap_ref, (b, h), slots, block)
 
     def add(step, sums):
         step = block_number(step)
-        total, maximum, outs = sums
         # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = jnp.minimum(step * block, slots - block)
         at = b, h, pl.ds(start, block)
         slot = start + jnp.arange(block, dtype=jnp.int32)
-        held = (position_ref[at] >= 0) & (slot >= step * block) & (slot < limit)
-        logits = codes.logits(query, key_ref[*at, :], rows, key_kind, interpret)
-        logits = logits * factor[:, None] * key_scale_ref[at].astype(jnp.float32)[None, :]
-        store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
-        # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
-        logits = jnp.where(held[None, :], logits, -jnp.inf)
-        value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
-        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
-        shift = finite_or_zero(risen)
-        decay = codes.exp2(maximum - shift, interpret)
-        weight = codes.exp2(logits - shift[:, None], interpret)
-        share = codes.folded((weight * value_scale[None, :]).astype(jnp.bfloat16), fold)
-        channels = codes.values(value_ref[*at, :], value_kind, interpret)
-        kept = codes.folded(decay, fold)[:, None]
-        outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, channels, strict=True))
-        return total * decay[:, None] + weight, risen, outs
+        position = position_ref[at]
+        held = (position >= 0) & (slot >= step * block) & (slot < limit)
+        keys = key_ref[*at, :]
+        products = [codes.logits(query, keys, rows, key_kind, interpret) for _, query, _, _ in tiles]
+        products = [x * factor[:, None] for x, (_, _, factor, _) in zip(products, tiles, strict=True)]
+        key_scale = key_scale_ref[at].astype(jnp.float32)[None, :]
 
-    row = codes.folded(head, fold)[:, None]
-    halves = [2 * jnp.arange(dim // 2, dtype=jnp.int32)[None, :] + odd for odd in (0, 1)]
-    total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
-    maximum = jnp.full((rows,), -jnp.inf, jnp.float32)  # of logits to base 2
-    outs = tuple(jnp.zeros((fold * rows, dim // 2), jnp.float32) for _ in halves)  # even and odd channels
+        def hidden(product, head, asked):
+            logits = product * key_scale
+            store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
+            # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
+            return jnp.where(visible(held, position, asked), logits, -jnp.inf)
+
+        every = [hidden(x, head, asked) for x, (head, _, _, asked) in zip(products, tiles, strict=True)]
+        value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
+
+        def weighted(logits, maximum):
+            risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+            shift = finite_or_zero(risen)
+            decay = codes.exp2(maximum - shift, interpret)
+            weight = codes.exp2(logits - shift[:, None], interpret)
+            share = codes.folded((weight * value_scale[None, :]).astype(jnp.bfloat16), fold)
+            return risen, decay, weight, share
+
+        found = [weighted(logits, maximum) for logits, (_, maximum, _) in zip(every, sums, strict=True)]
+        channels = codes.values(value_ref[*at, :], value_kind, interpret)
+
+        def added(total, outs, risen, decay, weight, share):
+            kept = codes.folded(decay, fold)[:, None]
+            outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, channels, strict=True))
+            return total * decay[:, None] + weight, risen, outs
+
+        return [added(total, outs, *more) for (total, _, outs), more in zip(sums, found, strict=True)]
+
+    places = [codes.folded(head, fold)[:, None] for head, *_ in tiles]
+    halves = [2 * jnp.arange(dim // 2, dtype=jnp.int32)[None, :] + odd for odd in (0, 1)]  # even and odd channels
     unit = codes.UNIT[value_kind]
-    if partials is not None:
-        out_partial, lse_partial = partials
-        maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
-        place = jnp.arange(block, dtype=jnp.int32)[None, :]
-        total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
-        some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere the partial may hold anything
-        outs = tuple(jnp.where(some, out_partial[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
+
+    def begun(head, row):
+        total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
+        maximum = jnp.full((rows,), -jnp.inf, jnp.float32)  # of logits to base 2
+        outs = tuple(jnp.zeros((fold * rows, dim // 2), jnp.float32) for _ in halves)
+        if partials is not None:
+            out_partial, lse_partial = partials
+            maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
+            place = jnp.arange(block, dtype=jnp.int32)[None, :]
+            total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
+            some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere the partial may hold anything
+            outs = tuple(jnp.where(some, out_partial[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
+        return total, maximum, outs
+
     # Program `split` takes blocks first..last - 1 of the row.
+    sums = [begun(head, row) for (head, *_), row in zip(tiles, places, strict=True)]
     first, last = (lax.div((split + i) * blocks, splits) for i in (0, 1))
-    total, maximum, outs = lax.fori_loop(first, last, add, (total, maximum, outs))
-    total = jnp.sum(total, axis=1)
-    divisor = codes.folded(jnp.where(total > 0, total, 1) * unit, fold)[:, None]
-    # Repeated query heads write equal values to the same address.
-    for out, half in zip(outs, halves, strict=True):
-        out_ref[b * heads + h, split, row, half] = (out / divisor).astype(out_ref.dtype)
-    lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) * math.log(2) + jnp.log(total)
+    sums = lax.fori_loop(first, last, add, sums)
+    for (head, *_), row, (total, maximum, outs) in zip(tiles, places, sums, strict=True):
+        total = jnp.sum(total, axis=1)
+        divisor = codes.folded(jnp.where(total > 0, total, 1) * unit, fold)[:, None]
+        # Repeated query heads write equal values to the same address.
+        for out, half in zip(outs, halves, strict=True):
+            out_ref[b * heads + h, split, row, half] = (out / divisor).astype(out_ref.dtype)
+        lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) * math.log(2) + jnp.log(total)

@@ -6,12 +6,16 @@ split-K), and `merge_splits` joins them. The sums of a head's first program begi
 
 Keys may have another width than values. A width that is no power of two is read and multiplied in parts whose sizes are
 powers of two: 80 channels as 64 and 16. Keys that are rotated are read as two halves.
+
+Several queries of a row are rows of the same products, as if the group had so many more heads: a tensor core multiplies 16
+rows, and one token's query heads are a few. So the cache is read once, and each query masks the tokens behind its position.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +29,12 @@ from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config, blocks_to_read, partial_shapes, powers
 from pallas_kernels.attend.dense_decode import code_kernel
+from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
+MOST_ROWS = 64  # query heads times queries, where there are several queries: sums for more fill the registers
 SHORT = 4096  # slots of a short list; at 1,160 the merge costs more than a second program per multiprocessor saves
 
 
@@ -50,7 +56,7 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
     With ``codes`` the kernel of `code_kernel` runs: its blocks have fewer bytes, and it loads more of them ahead. Raise
     ``NotImplementedError`` if no block fits.
     """
-    group, width = query.shape[-2:]
+    group, width = math.prod(query.shape[2:-1]), query.shape[-1]
     filled, size = pl.next_power_of_2(group), query.dtype.itemsize
     if codes:
         config = dataclasses.replace(config, num_stages=code_kernel.STAGES)
@@ -67,17 +73,20 @@ def fitted(config: Config, query: jax.Array, dim: int, codes: bool = False) -> C
 
 def _kernel(*refs, structure, scale, block, interpret, early=None):
     # Operands, a tree of `structure`, since keys and values may be codes with scales:
-    #   query [B, H, G, E]
+    #   query [B, H, G, E], with several queries [B, H, G*T, E]
     #   key [B, H, S, E]
     #   value [B, H, S, D]
     #   position [B, H, S]
     #   limit [B]
-    #   partials, out [B, H, G, D] and lse [B, H, G], or None
+    #   partials, out [B, H, G, D] and lse [B, H, G], or None; with several queries G*T, as the results
     #   gap [B, H, 2] or None
+    #   query_position [B, T] or None
     #   inv_freq [E/2] and origin [B, 2], if keys are rotated
     # Results: out [B*H, N, G, D]; lse [B*H, N, G]; logits [B, H, G, S], if they are wanted.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    query_ref, key_ref, value_ref, position_ref, limit_ref, partials, gap_ref, *turned = jax.tree.unflatten(structure, refs)
+    query_ref, key_ref, value_ref, position_ref, limit_ref, partials, gap_ref, asked_ref, *turned = jax.tree.unflatten(
+        structure, refs
+    )
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, group, width = query_ref.shape[1:]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
@@ -87,6 +96,7 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
     queries = [query_ref[b, h, repeated, part] for part in parts]
     dtype = queries[0].dtype
     precision = product_precision(dtype)
+    asked = asked_positions(asked_ref, b, repeated)
     limit, blocks, block_number = blocks_to_read(limit_ref, gap_ref, (b, h), slots, block)
 
     def add(step, sums):
@@ -108,7 +118,7 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
             logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
         online_softmax.store_logits(logits_ref, (b, h), repeated, slot, logits, held)
-        logits = jnp.where(held[None, :], logits, -jnp.inf)
+        logits = jnp.where(visible(held, position, asked), logits, -jnp.inf)
         values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
         values = kept(values, held, interpret)
         if value_scale is not None:
@@ -138,17 +148,21 @@ def dense_decode(
     partials=None,
     gap=None,
     rotation=None,
+    query_position=None,
     parts=False,
     mass=False,
     config: Config | None = None,
     interpret=False,
 ):
-    """Attend with one query per head to all tokens below a limit; ``interpret=True`` runs anywhere, slowly."""
-    (rows, heads, group, _), dim = query.shape, value.shape[3]
-    lists, slots = rows * heads, key.shape[2]
+    """Attend with one or a few queries per head to all tokens below a limit; ``interpret=True`` runs anywhere, slowly."""
+    (rows, heads, *members, width), dim = query.shape, value.shape[3]
+    group, lists, slots = math.prod(members), rows * heads, key.shape[2]
     codes = rotation is None and code_kernel.takes(query, key, value)
     if config is None:
         config = fitted(default_config(lists, slots, gap is not None, codes), query, dim, codes)
+    if query_position is not None:
+        query = query.reshape(rows, heads, group, width)
+        partials = partials and (partials[0].reshape(rows, heads, group, dim), partials[1].reshape(rows, heads, group))
     if codes:
         body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
         stored = (code_kernel.operands(key, value),)
@@ -157,7 +171,7 @@ def dense_decode(
     if rotation is not None:
         body = functools.partial(body, early=rotation.first)
     turned = () if rotation is None else (rotation.inv_freq, rotation.origin)
-    operands, structure = jax.tree.flatten((query, *stored, position, limit, partials, gap, *turned))
+    operands, structure = jax.tree.flatten((query, *stored, position, limit, partials, gap, query_position, *turned))
     whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
     out, lse, *logits = triton_call(
         functools.partial(
@@ -178,16 +192,33 @@ def dense_decode(
         interpret=interpret,
     )(*operands)
     if parts:
-        return out.reshape(rows, heads, *out.shape[1:]), lse.reshape(rows, heads, *lse.shape[1:])
+        return out.reshape(rows, heads, -1, *members, dim), lse.reshape(rows, heads, -1, *members)
     more = []
     if not whole:
         received = (*logits, position, limit) if mass else None
         out, lse, *more = merge_kernel.merge_splits(out, lse, dtype=query.dtype, received=received, interpret=interpret)
-    return out.reshape(rows, heads, group, dim), lse.reshape(rows, heads, group), *more
+    return out.reshape(rows, heads, *members, dim), lse.reshape(rows, heads, *members), *more
 
 
-def check(query, key, value, *, position, limit, scale, partials=None, gap=None, rotation=None, parts=False, mass=False):
+def check(
+    query,
+    key,
+    value,
+    *,
+    position,
+    limit,
+    scale,
+    partials=None,
+    gap=None,
+    rotation=None,
+    query_position=None,
+    parts=False,
+    mass=False,
+):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches that the kernel does not take."""
+    if query_position is not None and math.prod(query.shape[2:4]) > MOST_ROWS:
+        heads, queries = query.shape[2:4]
+        raise NotImplementedError(f"got {queries} queries of {heads} query heads, expected at most {MOST_ROWS} in all")
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")

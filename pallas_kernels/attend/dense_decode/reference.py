@@ -1,4 +1,4 @@
-"""Decode attention over a cache in plain JAX: dense attention of one query, at a position behind all tokens."""
+"""Decode attention over a cache in plain JAX: dense attention, of one query at a position behind all tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.formats.quantised import whole
 from pallas_kernels.numerics import finite_or_zero, product_precision
 
-BLOCK = 1 << 20  # slots whose logits are in memory at once
+BLOCK = 1 << 20  # logits, slots x queries, that are in memory at once per query head
+LEAST_BLOCK = 1024  # slots
 
 
 def slot_mass(query, key, lse, *, position, limit, scale, **_):
@@ -20,17 +21,20 @@ def slot_mass(query, key, lse, *, position, limit, scale, **_):
     return jnp.where(held[:, :, None], weight, 0).sum(axis=2)
 
 
-def dense_decode(query, key, value, *, position, limit, scale):
-    """Attend with one query per head to all tokens below a limit, in plain JAX."""
+def dense_decode(query, key, value, *, position, limit, scale, query_position=None):
+    """Attend with one query per head, or with queries at positions, to all tokens below a limit, in plain JAX."""
+    several = query_position is not None
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)
     out, lse = dense_attention(
-        query[..., None, :],
+        query if several else query[..., None, :],
         whole(key),
         whole(value),
-        query_position=jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32),
+        query_position=(
+            query_position if several else jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32)
+        ),
         key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
         scale=scale,
-        block=BLOCK,
+        block=max(LEAST_BLOCK, BLOCK // query.shape[3]) if several else BLOCK,
         implementation="xla",
     )
-    return out[..., 0, :], lse[..., 0]
+    return (out, lse) if several else (out[..., 0, :], lse[..., 0])

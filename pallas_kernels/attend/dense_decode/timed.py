@@ -1,15 +1,16 @@
-"""The shapes at which `dense_decode` is timed: full attention at up to 512K tokens."""
+"""The shapes at which `dense_decode` is timed: full attention at up to 512K tokens, with one query per head or a few."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.formats.quantised import quantise
-from pallas_kernels.formats.shapes import BYTES, CONTEXT, Shape, few, positions, query_key_value, small
+from pallas_kernels.formats.shapes import BYTES, CONTEXT, GROUP, Shape, few, normal, positions, query_key_value, small
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,15 +21,18 @@ class Sizes(Shape):
         batch: rows B.
         slots: tokens of a row.
         kind: format of the codes of 8 bits of keys and values; None for bfloat16.
+        queries: the newest tokens of a row, which attend at once; None for a decode step's one.
     """
 
     batch: int = 1
     slots: int = CONTEXT
     kind: str | None = None
+    queries: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.slots} tokens{'' if self.kind is None else f' in {self.kind}'}, {self.batch} rows"
+        asked = "" if self.queries is None else f", {self.queries} queries"
+        return f"{self.slots} tokens{'' if self.kind is None else f' in {self.kind}'}, {self.batch} rows{asked}"
 
     @property
     def bytes_read(self) -> int:
@@ -45,7 +49,12 @@ class Sizes(Shape):
             keys, values = quantise(keys, self.kind), quantise(values, self.kind)
         position = positions((self.batch, self.heads), self.slots)
         limit = jnp.full((self.batch,), self.slots, jnp.int32)
-        return {"query": query, "key": keys, "value": values, "position": position, "limit": limit}
+        cache = {"key": keys, "value": values, "position": position, "limit": limit}
+        if self.queries is None:
+            return {"query": query, **cache}
+        query = normal(jax.random.fold_in(key, 0), self.batch, self.heads, GROUP, self.queries, self.dim)
+        newest = jnp.arange(self.slots - self.queries, self.slots, dtype=jnp.int32)
+        return {"query": query, **cache, "query_position": jnp.broadcast_to(newest, (self.batch, self.queries))}
 
     def tiny(self) -> Self:
         return small(self, slots=few(self.slots))
@@ -59,4 +68,8 @@ SHAPES = (
     Sizes(kind="int8"),
     Sizes(batch=8, kind="int8"),
     Sizes(kind="float8_e4m3fn"),
+    Sizes(batch=8, slots=CONTEXT // 4),
+    Sizes(queries=6),
+    Sizes(batch=8, slots=CONTEXT // 4, queries=6),
+    Sizes(kind="int8", queries=6),
 )

@@ -1,0 +1,155 @@
+"""`dense_decode` with several queries of a row at positions, against float64 NumPy and against one query at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode, pallas_triton
+from pallas_kernels.formats.quantised import quantise, whole
+from pallas_kernels.numerics import merge_partials
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_body,
+    implementations,
+    joined,
+    one_shape,
+    positioned_cache,
+    softmax_attention,
+)
+
+CONFIG = pallas_triton.Config(block=16, splits=3)
+RUN = implementations(dense_decode, functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True))
+
+
+def cache(seed, group, length, dim=32, slots=75, dtype="float32"):
+    """Ragged rows with holes, positions in no order, a padding query; a slot without a token or behind the limit is NaN.
+
+    Returns query, key and value, the positions and limits by their names, and what each query sees, bool [B, H, G, T, S].
+    """
+    (query, key, value), where = positioned_cache(seed, group, dim, length, slots)
+    limit, slot = jnp.asarray([slots, slots // 2 + 1], jnp.int32), np.arange(slots)
+    at, asked = np.asarray(where["key_position"]), np.asarray(where["query_position"])
+    held = (at >= 0) & (slot < np.asarray(limit)[:, None, None])
+    seen = held[:, :, None, None] & (at[:, :, None, None] <= asked[:, None, None, :, None])
+    seen = np.broadcast_to(seen, (*query.shape[:4], slots))
+    key, value = (np.where(held[..., None], x, np.nan) for x in (key, value))
+    arrays = [jnp.asarray(x, dtype) for x in (query, key, value)]
+    return arrays, {"position": where["key_position"], "limit": limit, "query_position": where["query_position"]}, seen
+
+
+def oracle(query, key, value, seen):
+    query, key, value = (np.asarray(x, np.float32) for x in (query, key[:, :, None], value[:, :, None]))
+    return softmax_attention(query, key, value, seen)[:2]
+
+
+@every_body
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("group", "length", "dim", "slots"),
+    one_shape(
+        (3, 5, 32, 75),
+        (1, 1, 32, 75),
+        (4, 2, 128, 64),
+        (6, 8, 32, 130),
+        (4, 6, 128, 300),
+        (8, 8, 64, 33),
+        (4, 7, 16, 17),
+    ),
+)
+def test_several_queries_equal_float64(name, dtype, group, length, dim, slots):
+    arrays, rest, seen = cache(slots, group, length, dim, slots, dtype)
+    out, lse = compiled(RUN[name], scale=SCALE)(*arrays, **rest)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    for got, want in zip((out, lse), oracle(*arrays, seen), strict=True):
+        close(got, want, dtype)
+    assert not np.any(out[1, :, :, 0]) and np.all(lse[1, :, :, 0] == -np.inf)  # the padding query
+
+
+@every_body
+def test_parts_partials_and_a_gap_with_several_queries(name):
+    """Where nothing is beside, its output is NaN; slots of the gap hold no token."""
+    (query, key, value), rest, seen = cache(4, 3, 5)
+    gap, slot = np.asarray([[[16, 64], [5, 75]], [[0, 0], [20, 50]]], np.int32), np.arange(75)
+    empty = (slot >= gap[..., :1]) & (slot < gap[..., 1:])
+    rest["position"], seen = jnp.where(empty, -1, rest["position"]), seen & ~empty[:, :, None, None]
+    rng = np.random.default_rng(1)
+    beside, lse = rng.normal(size=query.shape).astype(np.float32), rng.normal(size=query.shape[:4]) * 3
+    lse[0, 0, 1:], lse[1, :, :, :2] = -np.inf, -np.inf
+    beside[lse == -np.inf] = np.nan
+    partials = jnp.asarray(beside), jnp.asarray(lse, jnp.float32)
+    want = joined(partials, *oracle(query, key, value, seen))
+    got = compiled(RUN[name], scale=SCALE)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
+    parts = compiled(RUN[name], scale=SCALE, parts=True)(
+        query, key, value, **rest, gap=jnp.asarray(gap), partials=partials
+    )
+    assert parts[0].shape == (2, 2, parts[1].shape[2], 3, 5, 32) and parts[0].dtype == jnp.float32
+    for found in (got, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in parts))):
+        for a, b in zip(found, want, strict=True):
+            close(a, b, "float32")
+
+
+@every_body
+@pytest.mark.parametrize(("dtype", "length"), [("bfloat16", 5), *(pytest.param(*x, marks=pytest.mark.thorough) for x in (
+    ("float32", 5), ("bfloat16", 2), ("bfloat16", 8),
+))])  # fmt: skip
+def test_several_queries_on_codes_equal_dequantised_rows(name, dtype, length):
+    (query, key, value), rest, seen = cache(5, 4, length, dtype=dtype)
+    key, value = (quantise(jnp.where(jnp.isnan(x), 0, x), "int8") for x in (key, value))
+    held = (rest["position"] >= 0) & (jnp.arange(75)[None, None] < rest["limit"][:, None, None])
+    hidden = [x.__class__(codes=x.codes, scale=jnp.where(held, x.scale, jnp.nan), of=x.of) for x in (key, value)]
+    got = compiled(RUN[name], scale=SCALE)(query, *hidden, **rest)
+    for a, b in zip(got, oracle(query, whole(key), whole(value), seen), strict=True):
+        close(a, b, dtype)
+
+
+@pytest.mark.parametrize("length", one_shape(8, *range(1, 8)))
+def test_queries_together_equal_queries_one_by_one(length):
+    """Each query sees what a decode step at its position would find in the cache."""
+    (query, key, value), rest, _ = cache(length, 2, length, dim=16, slots=40)
+    asked = rest.pop("query_position")
+    together = compiled(RUN["xla"], scale=SCALE)(query, key, value, **rest, query_position=asked)
+    for t in range(length):
+        position = jnp.where(rest["position"] <= asked[:, None, t, None], rest["position"], -1)
+        one = compiled(RUN["xla"], scale=SCALE)(query[..., t, :], key, value, position=position, limit=rest["limit"])
+        for a, b in zip(together, one, strict=True):
+            np.testing.assert_allclose(a[:, :, :, t], b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "group", "length", "expected"),
+    [("gpu", 4, 8, "pallas_triton"), ("gpu", 8, 8, "pallas_triton"), ("gpu", 8, 9, "xla"), ("tpu", 4, 2, "xla")],
+)
+def test_the_rows_of_a_product_choose_the_implementation(platform, group, length, expected):
+    shape = jax.ShapeDtypeStruct
+    rows, position = shape((1, 2, 64, 128), "bfloat16"), shape((1, 2, 64), "int32")
+    rest = {"position": position, "limit": shape((1,), "int32"), "query_position": shape((1, length), "int32")}
+    query = shape((1, 2, group, length, 128), "bfloat16")
+    assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
+
+
+def test_several_queries_that_cannot_run_are_refused():
+    arrays, rest, _ = cache(1, 3, 5)
+    run = functools.partial(dense_decode, scale=SCALE)
+    with pytest.raises(ValueError, match=r"got query_position int32 \(2, 4\), expected int32 .B, T., \(2, 5\)"):
+        run(*arrays, **rest | {"query_position": rest["query_position"][:, :4]})
+    with pytest.raises(ValueError, match=r"got query .2, 2, 3, 32.*expected .B, H, G, T, E., .B, H, S, E."):
+        run(arrays[0][..., 0, :], *arrays[1:], **rest)
+    with pytest.raises(
+        ValueError, match=r"got partials .*, expected .B, H, G, T, D. and .B, H, G, T., \(2, 2, 3, 5, 32\)"
+    ):
+        run(*arrays, **rest, partials=(arrays[0][..., 0, :], arrays[0][..., 0, 0]))
+    with pytest.raises(ValueError, match="got query_position and mass, expected one of them"):
+        run(*arrays, **rest, mass=True)
+    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
+        with pytest.raises(NotImplementedError, match="got 5 queries per head with positions, expected one without"):
+            run(*arrays, **rest, implementation=name, platform=platform)
+    many = jnp.tile(arrays[0], (1, 1, 5, 1, 1))
+    with pytest.raises(NotImplementedError, match="got 5 queries of 15 query heads, expected at most 64 in all"):
+        run(many, *arrays[1:], **rest, implementation="pallas_triton", platform="gpu")
