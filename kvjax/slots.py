@@ -210,6 +210,7 @@ class SlotMethod(SlotAttention):
     composable = True
     slotted = True
     dense_prompt = True
+    common_prompt = True
     keys_stay = False  # True: all keys of an offloaded cache are on the device, because `select` reads them
 
     @abc.abstractmethod

@@ -149,6 +149,7 @@ def ask_each(
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
+            sizes |= {"share_storage": True}
             caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
             if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
@@ -156,7 +157,7 @@ def ask_each(
             step("asking", 1 + number)
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
-                    params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock
+                    params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
                 )
             made[number] = Asked(
                 asked.ids + answers,
@@ -178,8 +179,11 @@ def _answer(
     limits: Sequence[Sequence[int]],
     eos_token_ids: tuple[int, ...] | None,
     clock: CompileClock,
+    shared: bool,
 ) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]], float]:
     """Generate the answers of a batch whose contexts ``at`` are in the cache; the first ``real`` rows are no copies.
+
+    A cache that is ``shared`` has arrays of later caches, so it is copied and not consumed.
 
     Returns:
         The answers, the accounting of each batch of answers, and the seconds of decoding.
@@ -191,12 +195,12 @@ def _answer(
         slots = [(row, turn) for row in range(shape.rows) for turn in together]  # the rows that are answered now
         if shape.questions:
             # A copy is asked, because `extend` consumes its cache.
-            last = shape.keep or together[-1] == turns - 1 and shape.copies == 1
+            last = not shared and (shape.keep or together[-1] == turns - 1 and shape.copies == 1)
             now = cache if last else kvjax.fork(cache, shape.copies)
             asked, asked_lengths = pad([_turn(questions[at[row]], turn) for row, turn in slots], shape.question_length)
             now = jax.block_until_ready(kvjax.extend(params, now, asked, lengths=asked_lengths))
         else:
-            now = jax.block_until_ready(cache)
+            now = jax.block_until_ready(kvjax.fork(cache) if shared else cache)
         count = sum(len(questions[i]) for i in at[:real]) if shape.together else real
         most = [_turn(limits[at[row]], turn) if limits else shape.new_tokens for row, turn in slots]
         most[count:] = [0] * (len(slots) - count)  # the answers of the copies are not used
@@ -207,7 +211,7 @@ def _answer(
             made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
         seconds += decoding.run
         if shape.keep:
-            cache = out.cache
+            cache, shared = out.cache, False
         del now, out  # before the next copy is made: memory need not hold both
         stats.append((count, measured))
         for at_row, (row, turn) in enumerate(slots):
@@ -247,6 +251,7 @@ def programs(
             with_limits=True,
             question_length=shape.question_length if shape.questions else 0,
             kv_dtype=kv_dtype,
+            share_storage=True,
         )
 
 

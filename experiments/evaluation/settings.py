@@ -308,7 +308,7 @@ class EvaluationSettings(CellSettings):
         tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
-    together: int = 8
+    together: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -111,6 +111,12 @@ def room_for_caches(model: LoadedModel) -> int:
 
 
 def cache_bytes(methods: Sequence[Method], config: Any, shape: Shape, model: LoadedModel) -> int:
-    """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together."""
-    sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
-    return kvjax.memory_needed(methods, config, mesh=model.mesh, kv_dtype=model.kv_dtype, **sizes).device
+    """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
+
+    Methods that keep every token share one storage. The method that answers has a copy of its own cache.
+    """
+    sizes: dict[str, Any] = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
+    sizes |= {"mesh": model.mesh, "kv_dtype": model.kv_dtype}
+    together = kvjax.memory_needed(methods, config, **sizes, share_storage=True).device
+    copy = max(kvjax.memory_needed(method, config, **sizes).device for method in methods) if len(methods) > 1 else 0
+    return together + copy

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,12 +18,13 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
+from kvjax.decoding.common import keeps_storage, storage_key
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
 from kvjax.fields import positive_int
 from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, check_axes, on_each
-from kvjax.method import LayerMethod, LayerSpec, Method
+from kvjax.method import LayerMethod, LayerSpec, Method, num_bytes
 from kvjax.registry import classes, resolve, resolve_each
 from kvjax.typing import Model, not_none
 from pallas_kernels.host import to_device, to_host
@@ -70,6 +71,7 @@ def memory_needed(
     chunk_size: int = 8192,
     mesh: Mesh | AbstractMesh | None = None,
     kv_dtype: str | None = None,
+    share_storage: bool = False,
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need.
 
@@ -84,6 +86,7 @@ def memory_needed(
         chunk_size: as in `kvjax.prefill`.
         mesh: the devices over which the parameters are spread; None means one device.
         kv_dtype: as in `kvjax.prefill`.
+        share_storage: as in `kvjax.prefill_each`; what several caches share counts once.
 
     Raises:
         TypeError: ``mesh`` is no mesh.
@@ -94,7 +97,7 @@ def memory_needed(
     methods = resolve_each(cast("Any", method if several else [method]), prompt_slots)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
-    return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes))
+    return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +116,17 @@ def _sum(each: Sequence[_Phases]) -> Needed:
 
 
 def _needed_each(
-    every: Sequence[Method], config: Model, mesh: Mesh | AbstractMesh | None, kv_dtype: str | None, sizes: dict[str, int]
+    every: Sequence[Method],
+    config: Model,
+    mesh: Mesh | AbstractMesh | None,
+    kv_dtype: str | None,
+    sizes: dict[str, int],
+    share: bool,
 ) -> list[_Phases]:
-    """Compute what each method needs when all methods share one prefill; arguments as in `memory_needed`."""
+    """Compute what each method needs when all methods share one prefill; arguments as in `memory_needed`.
+
+    If they ``share`` storage, the first method that has it counts its bytes.
+    """
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
     for method in every:
         check_sizes(method, config)
@@ -129,18 +140,29 @@ def _needed_each(
     each = [layer_methods(method, config) for method in every]
     order = reading_order(each, batch, prompt_slots, chunk_size)
 
-    def of_layers(methods: Sequence[LayerMethod], rows: int, finished: bool) -> list[tuple[int, int]]:
+    held: set[Hashable] = set()  # the storage that an earlier method has counted
+
+    def of_layers(
+        methods: Sequence[LayerMethod], rows: int, finished: bool, shares: bool
+    ) -> list[tuple[int, int]]:
         specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
         kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
         first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
         known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
-        return [known[kind] for kind in kinds]
+        made = []
+        for layer, ((device, host), key, common) in enumerate(known[kind] for kind in kinds):
+            if shares and key is not None:
+                device -= common if (layer, finished, key) in held else 0
+                held.add((layer, finished, key))
+            made.append((device, host))
+        return made
 
     def of_method(method: Method, methods: Sequence[LayerMethod]) -> _Phases:
         # During prefill of a group of rows with storage of its own, the finished states of all rows exist too.
         grouped = order.apart and order.groups > 1
-        before = of_layers(methods, order.rows if order.apart else batch, False)
-        after = of_layers(methods, batch, True)
+        shares = share and mesh is None and not method.reread_tokens(prompt_slots)
+        before = of_layers(methods, order.rows if order.apart else batch, False, shares)
+        after = of_layers(methods, batch, True, shares)
         # During prefill of one chunk only one layer exists at a time, unless the method rereads the prompt.
         together = order.chunks > 1 or method.reread_tokens(prompt_slots)
         reading = before if together else [(max(x[0] for x in before), max(x[1] for x in before))]
@@ -251,7 +273,12 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
 
 
 def check_memory(
-    methods: Sequence[Method], config: Model, mesh: Mesh | None, kv_dtype: str | None, sizes: dict[str, int]
+    methods: Sequence[Method],
+    config: Model,
+    mesh: Mesh | None,
+    kv_dtype: str | None,
+    sizes: dict[str, int],
+    share: bool = False,
 ) -> None:
     """Refuse caches that cannot fit together, and make pinned memory ready.
 
@@ -263,6 +290,7 @@ def check_memory(
         mesh: see `memory_needed`.
         kv_dtype: see `memory_needed`.
         sizes: the sizes that `memory_needed` takes, by their names.
+        share: ``share_storage`` of `memory_needed`.
 
     Raises:
         MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
@@ -270,8 +298,9 @@ def check_memory(
     free = free_bytes(mesh)
     if free is None:
         return
-    each = _needed_each(methods, config, mesh, kv_dtype, sizes)
-    needed, names = _sum(each), [type(method).__name__ for method in methods]
+    each = _needed_each(methods, config, mesh, kv_dtype, sizes, False)
+    needed = _sum(_needed_each(methods, config, mesh, kv_dtype, sizes, share)) if share else _sum(each)
+    names = [type(method).__name__ for method in methods]
     where = "" if mesh is None else f" on each of {mesh.size} devices"
     said, fewer = f"{names[0]}{where} needs {needed}", ""
     if len(methods) > 1:
@@ -337,17 +366,26 @@ def placed_bytes(tree: Any) -> tuple[int, int]:
 
 def _bytes(
     method: LayerMethod, spec: LayerSpec, finished: bool, mesh: Mesh | AbstractMesh | None
-) -> tuple[int, int]:
-    """Count the bytes of one layer's state on the device, and in host memory."""
+) -> tuple[tuple[int, int], Hashable, int]:
+    """Count the bytes of one layer's state on the device, and in host memory; and the bytes that other methods may share.
+
+    Returns:
+        The two numbers of bytes. Then `storage_key`, and the bytes on the device that methods of equal keys share.
+    """
+    shared: list[tuple[Hashable, int]] = []
 
     def make() -> list[jax.Array]:
         state = method.init(spec)
-        return jax.tree.leaves(method.finish(state, spec) if finished else state)
+        made, key = method.finish(state, spec) if finished else state, storage_key(method, spec, state)
+        kept = key is not None and (not finished or keeps_storage(state, made))
+        shared.append((key, num_bytes(made.cache)) if kept else (None, 0))
+        return jax.tree.leaves(made)
 
     program = make if spec.parts == 1 else on_each(not_none("mesh", mesh), make)
     kinds = cast("list[Any]", jax.make_jaxpr(program)().out_avals)  # JAX types them as abstract values without a shape
     sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
-    return sum(size for host, size in sizes if not host), sum(size for host, size in sizes if host)
+    device, host = (sum(size for there, size in sizes if there == at) for at in (False, True))
+    return (device, host), *shared[-1]
 
 
 def _gib(size: int) -> str:

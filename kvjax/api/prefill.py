@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.accounting.memory import check_memory
-from kvjax.api.programs import prefill_program
+from kvjax.api.programs import prefill_once_program, prefill_program
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
@@ -150,6 +150,7 @@ def prefill_each(
     chunk_size: int = 8192,
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
+    share_storage: bool = False,
 ) -> list[Cache]:
     """Prefill prompts once for several methods, and return the cache of each method.
 
@@ -161,6 +162,10 @@ def prefill_each(
     Args:
         methods: methods or their names. Several methods must each have a dense prompt (``method.dense_prompt``). Only methods
             that evict or select during prefill have none (KeyDiff, StreamingLLM, TokenSelect).
+        share_storage: whether caches share the arrays that are equal: methods that keep every token (Full, Quest, ParisKV)
+            hold the same keys and values, which then exist once. The first call that consumes a cache
+            (`generate`, `extend`) then consumes all caches that share its arrays: `kvjax.fork` each cache before, except
+            the last. On a mesh nothing is shared.
 
     See `prefill` for the other arguments and the errors.
     """
@@ -179,8 +184,11 @@ def prefill_each(
     large = len(chosen) > 1 or chosen[0].offload or plan is not None
     if large and is_known(padded, jnp.zeros(())):  # zeros are traced inside jit
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
-        check_memory(chosen, config, None if plan is None else plan.mesh, kv_dtype, sizes | {"chunk_size": chunk_size})
+        mesh = None if plan is None else plan.mesh
+        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
+    if share_storage and plan is None:
+        return prefill_once_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static).caches
     return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
 
 

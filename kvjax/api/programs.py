@@ -28,6 +28,7 @@ from kvjax.typing import Model
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
 _SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")
 prefill_program = jax.jit(shard_map.prefill_each, static_argnames=_SIZES)
+prefill_once_program = jax.jit(shard_map.prefill_once, static_argnames=_SIZES)
 step_program = jax.jit(shard_map.step, donate_argnames="cache")
 extend_program = jax.jit(shard_map.extend, donate_argnames="cache")
 decode_program = _loop(shard_map.decode)
@@ -65,6 +66,7 @@ def lower_programs(
     chunk_size: int = 8192,
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
+    share_storage: bool = False,
 ) -> Iterator[Lowered]:
     """Trace and lower, one by one, the programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`.
 
@@ -85,6 +87,7 @@ def lower_programs(
         chunk_size: as in `kvjax.prefill`.
         pad_multiple: as in `kvjax.prefill`.
         kv_dtype: as in `kvjax.prefill`.
+        share_storage: as in `kvjax.prefill_each`.
     """
     padded = -(-length // pad_multiple) * pad_multiple
     plan = plan_of(params)
@@ -94,8 +97,9 @@ def lower_programs(
 
     asked = rows * copies
     count = by_row(_integers(asked))
-    caches, lowered = _lower(
-        prefill_program,
+    once = share_storage and plan is None
+    made, lowered = _lower(
+        prefill_once_program if once else prefill_program,
         params,
         by_row(_integers(rows, padded)),
         by_row(_integers(rows)),
@@ -107,7 +111,7 @@ def lower_programs(
         kv_dtype=kv_dtype,
     )
     yield lowered
-    for cache in caches:
+    for cache in made.caches if once else made:
         cache = _placed(cache)
         if copies > 1:
             cache, lowered = _lower(repeat_program, cache, copies=copies)

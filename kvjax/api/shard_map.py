@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.storage import Cache, repeat_rows
+from kvjax.decoding.common import Once
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
@@ -106,6 +107,11 @@ def prefill_each(
         dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods
     )
     return spread(plan, one, params, (tokens, length, methods), (plan.row, plan.row, SAME), specs)
+
+
+def prefill_once(*args: Any, **sizes: Any) -> Once:
+    """Run `prefill_each`, and return what several caches have in common as one array."""
+    return Once.of(prefill_each(*args, **sizes))
 
 
 def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:

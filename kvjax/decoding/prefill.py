@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
+from kvjax.decoding.common import Common, barrier, common_storage, finish, stores_only
 from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import layer_inputs, reread
 from kvjax.method import LayerMethod, Method
@@ -141,6 +142,7 @@ class _Sized:
     rows: int
     specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer]
     shared: tuple  # the state that all layers share, of each method
+    common: Common  # the storage that methods have in common, until they are finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +168,17 @@ class _Run:
     def sized(self, rows: int) -> _Sized:
         specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
         shared = tuple(init_shared(method, self.model, own) for method, own in zip(self.methods, specs, strict=True))
-        return _Sized(rows=rows, specs=specs, shared=shared)
+        # What rereads a prompt may change what it has stored.
+        common = common_storage(self.each, specs, [method.reread_tokens(self.padded) > 0 for method in self.methods])
+        return _Sized(rows=rows, specs=specs, shared=shared, common=common)
 
     def begun(self, sized: _Sized) -> tuple:
-        """Make empty states."""
-        return tuple(
-            tuple(layers[at].init(own[at]) for layers, own in zip(self.each, sized.specs, strict=True))
-            for at in range(self.model.num_layers)
+        """Make empty states, stripped."""
+        return sized.common.strip(
+            tuple(
+                tuple(layers[at].init(own[at]) for layers, own in zip(self.each, sized.specs, strict=True))
+                for at in range(self.model.num_layers)
+            )
         )
 
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
@@ -187,8 +193,8 @@ class _Run:
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
         group = self.sized(order.rows)
         if order.apart:
-            blank = jax.eval_shape(lambda: self._compressed(self.begun(every), every, [False] * len(self.methods)))
-            states = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+            blank, kept = self._blank(every)
+            states = kept.strip(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank))
         else:
             states = self.begun(every)
 
@@ -198,19 +204,33 @@ class _Run:
             rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
             own = tokens[rows], length[rows]
             if order.apart:
-                return put_rows(carry, self.whole(*own, group), rows)
+                made, new = self.whole(*own, group)
+                return put_rows(carry, (kept.strip(made), new), rows)
             states, new = self.read(*own, states, dataclasses.replace(group, shared=row_of(every.shared, rows[0])), rows)
             return states, put_rows(logits, new, rows)
 
         states, logits = lax.fori_loop(0, order.groups, body, (states, logits))
-        return states if order.apart else self.finished(tokens, length, states, every), logits
+        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every), logits
+
+    def _blank(self, sized: _Sized) -> tuple[tuple, Common]:
+        """Return the shapes of finished states, and the storage that they have in common."""
+        found: list[Common] = []
+
+        def blank() -> tuple:
+            begun = sized.common.restore(self.begun(sized))
+            finished = self._compressed(begun, sized, [False] * len(self.methods), in_turn=False)
+            found.append(sized.common.after(begun, finished))
+            return finished
+
+        return jax.eval_shape(blank), found[0]
 
     def read(
         self, tokens: Array, length: Array, states: tuple, sized: _Sized, rows: Array | None = None
     ) -> tuple[tuple, Array]:
         """Run all passes over tokens int32 [R, T] of length int32 [R] of some rows; return their states and logits.
 
-        ``states`` has these rows alone; or it has all rows, and ``rows`` int32 [1] is the index of the one row.
+        ``states`` has these rows alone; or it has all rows, and ``rows`` int32 [1] is the index of the one row. States are
+        stripped, before and after; but after a prompt of one chunk they are whole.
         """
         chunk, within = self.order.chunk, self.within
 
@@ -221,21 +241,28 @@ class _Run:
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+                holders = sized.common.holders[layer]
+                mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
                 outs, made = [], []
-                for layers, state, own, spec, early in zip(
-                    each, states, all_shared, sized.specs, within, strict=True
-                ):
-                    inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
-                    mine = state if rows is None else row_of(state, rows[0])
-                    out, new = run_shared(type(layers[layer]).attend, layers[layer], mine, inputs)
-                    outs.append(out)
-                    new = run_shared(type(layers[layer]).finish, layers[layer], new, spec[layer]) if early else new
-                    made.append(new if rows is None else put_rows(state, new, rows))
-                if any(within):
-                    # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
-                    # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
-                    return lax.optimization_barrier((outs[0], tuple(made)))
-                return outs[0], tuple(made)
+                for at, (layers, state, own) in enumerate(zip(each, mine, all_shared, strict=True)):
+                    if holders[at] == at or not stores_only(state):
+                        inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
+                        out, state = run_shared(type(layers[layer]).attend, layers[layer], state, inputs)
+                        outs.append(out)
+                    made.append(state)
+                new = sized.common.restore_layer(layer, tuple(made))
+                if self.order.chunks > 1:
+                    new = sized.common.strip_layer(layer, new)
+                    return outs[0], new if rows is None else put_rows(states, new, rows)
+                if not any(within):
+                    return outs[0], new
+                finished = tuple(
+                    finish(layers[layer], state, spec[layer]) if early else state
+                    for layers, state, spec, early in zip(each, new, sized.specs, within, strict=True)
+                )
+                # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
+                # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
+                return barrier((outs[0], finished))
 
             new, states = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
@@ -257,6 +284,8 @@ class _Run:
 
     def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
+        if self.order.chunks > 1:
+            states = sized.common.restore(states)
         every = list(zip(*states, strict=True))  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
@@ -265,15 +294,15 @@ class _Run:
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)
 
-    def _compressed(self, states: tuple, sized: _Sized, done: list[bool]) -> tuple:
-        """Finish the states, except for the methods that are ``done``."""
+    def _compressed(self, states: tuple, sized: _Sized, done: list[bool], in_turn: bool = True) -> tuple:
+        """Finish the states, except for the methods that are ``done``; one layer after the other if ``in_turn``."""
         finished: list[tuple] = []
         for layer, state in enumerate(states):
-            if finished:  # one layer after the other: all offloaded layers together may not fit the device
-                state, finished[-1] = lax.optimization_barrier((state, finished[-1]))
+            if finished and in_turn:  # all offloaded layers together may not fit the device
+                state, finished[-1] = barrier((state, finished[-1]))
             finished.append(
                 tuple(
-                    one if early else run_shared(type(layers[layer]).finish, layers[layer], one, own[layer])
+                    one if early else finish(layers[layer], one, own[layer])
                     for layers, one, own, early in zip(self.each, state, sized.specs, done, strict=True)
                 )
             )

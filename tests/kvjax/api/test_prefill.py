@@ -25,14 +25,15 @@ def read_each(methods, **options):
 @pytest.mark.parametrize(
     "names, options",
     [
-        (("quest", "snapkv", "tova"), {}),
+        (("quest", "snapkv", "full", "tova"), {}),
         pytest.param(DENSE, {}, marks=pytest.mark.thorough),
         pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
     ],
 )
 def test_each_cache_equals_its_method_alone(names, options):
     methods = [example(name) for name in names]
-    for method, together in zip(methods, read_each(methods, **options), strict=True):
+    caches = read_each(methods, share_storage=True, **options)
+    for method, together in zip(methods, caches, strict=True):
         alone = read(method, **options)
         assert jax.tree.structure(alone) == jax.tree.structure(together)
         for here, there in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
@@ -40,6 +41,30 @@ def test_each_cache_equals_its_method_alone(names, options):
                 np.testing.assert_array_equal(here, there)
             else:
                 np.testing.assert_allclose(here, there, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])  # pieces of prompts in the storage of all rows; whole prompts, row by row
+def test_shared_storage_exists_once_and_a_fork_protects_it(chunk_size):
+    """Methods that keep every token have one storage; a method that packs keys has its own."""
+    methods = [example("think"), example("quest"), kvjax.methods.Full()]
+    think, quest, full = read_each(methods, share_storage=True, chunk_size=chunk_size)
+    sizes = {"batch": len(prompts()), "prompt_slots": len(padded(prompts())[0][0]), "max_new_tokens": 24}
+    needed = [
+        kvjax.memory_needed(methods[1:], TINY, **sizes, chunk_size=chunk_size, share_storage=share).device
+        for share in (True, False)
+    ]
+    storage = sum(x.nbytes for x in jax.tree.leaves(full.layers))
+    assert storage <= needed[1] - needed[0] < 2 * storage
+    for at in range(TINY.num_layers):
+        assert quest.layers[at].cache.key is full.layers[at].cache.key is not think.layers[at].cache.key
+        assert quest.layers[at].cache.position is full.layers[at].cache.position
+    before = np.asarray(full.layers[0].cache.key)
+    first = kvjax.decode_step(tiny_params(), kvjax.fork(full), [1, 2, 3])
+    np.testing.assert_array_equal(full.layers[0].cache.key, before)
+    second = kvjax.decode_step(tiny_params(), full, [1, 2, 3])  # the last call needs no fork
+    np.testing.assert_array_equal(first.logits, second.logits)
+    with pytest.raises(ValueError, match="consumed .* kvjax.fork the cache before the call"):
+        kvjax.decode_step(tiny_params(), quest, [1, 2, 3])
 
 
 def test_methods_that_do_not_read_densely_read_alone():
