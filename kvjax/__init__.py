@@ -4,73 +4,39 @@
 >>> out = kvjax.generate(params, cache, max_new_tokens=64)
 """
 
-from kvjax import methods, models
-from kvjax import moved as moved
-from kvjax.accounting.memory import memory_needed, offload_share
-from kvjax.accounting.stats import Stats
-from kvjax.api.answer import Answers, answer
-from kvjax.api.calibrate_chess import calibrate_chess
-from kvjax.api.checkpoint import load_cache, save_cache
-from kvjax.api.evaluate import Table, evaluate
-from kvjax.api.fork import fork
-from kvjax.api.generate import Generation, decode_step, extend, generate, stream
-from kvjax.api.prefill import pad_tokens, prefill, prefill_each
-from kvjax.api.sweep import SweepResult, sweep
-from kvjax.attention.patterns import Pattern, patterns
-from kvjax.cache import Cache, LayerCache
-from kvjax.fields import share
-from kvjax.methods.head_scores import head_scores
-from kvjax.plugins import register
-from kvjax.registry import make
-from kvjax.version import __version__
-from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
-from kvjax.wrappers.layer_budgets import LayerBudgets, layer_shares
-from kvjax.wrappers.periodic import Periodic
-from kvjax.wrappers.sparse_prefill import Prefill
-from kvjax.wrappers.twilight import Twilight
-from pallas_kernels.dispatch import default_implementation, set_default_implementation
+from __future__ import annotations
 
-__all__ = [
-    "Answers",
-    "Cache",
-    "DenseBelow",
-    "Generation",
-    "LayerBudgets",
-    "LayerCache",
-    "Pattern",
-    "PerLayer",
-    "Periodic",
-    "Prefill",
-    "Stages",
-    "Stats",
-    "SweepResult",
-    "Table",
-    "Twilight",
-    "answer",
-    "calibrate_chess",
-    "decode_step",
-    "default_implementation",
-    "evaluate",
-    "extend",
-    "fork",
-    "generate",
-    "head_scores",
-    "layer_shares",
-    "load_cache",
-    "make",
-    "memory_needed",
-    "methods",
-    "models",
-    "offload_share",
-    "pad_tokens",
-    "patterns",
-    "prefill",
-    "prefill_each",
-    "register",
-    "save_cache",
-    "set_default_implementation",
-    "share",
-    "stream",
-    "sweep",
-    "__version__",
-]
+import functools
+import importlib
+import os
+import pkgutil
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from kvjax import moved as moved
+
+if TYPE_CHECKING:
+    from kvjax.public import *  # noqa: F403  (its `__all__`)
+else:  # hidden from type checkers, to which a `__getattr__` would give every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a module of this package, or take a public name: `kvjax.public` and JAX are imported for the first one.
+
+        ``import kvjax`` alone is quick, and so are ``python -m kvjax ls`` and ``--help``.
+        """
+        if name in _modules():
+            return importlib.import_module(f"{__name__}.{name}")
+        if not name.startswith("__") or name in ("__all__", "__version__"):
+            public = importlib.import_module(f"{__name__}.public")
+            if name == "__all__" or name in public.__all__:
+                return vars(public)[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the public names, and the modules of this package."""
+        return sorted({*_modules(), *importlib.import_module(f"{__name__}.public").__all__})
+
+
+@functools.cache
+def _modules() -> Collection[str]:
+    return frozenset(found.name for found in pkgutil.iter_modules([os.path.dirname(__file__)]))

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .config import ModelConfig
+from .eight_bits import SCALE, numbers, problem
 from .hub import read_json
 from .replaced_files import replaced_files
 from .rope_scaling import RopeScaling
@@ -246,7 +247,7 @@ def apply_adapter(
 
 
 def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
-    """Load the factors (NumPy arrays in the file's dtype) and the description of an adapter.
+    """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter.
 
     Raises:
         FileNotFoundError: a file is absent.
@@ -263,7 +264,7 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
     try:
         with safe_open(directory / WEIGHTS, framework="numpy") as opened:
             stored = opened.keys()  # the opened file itself is not iterable
-            factors = {name: opened.get_tensor(name) for name in stored}
+            factors = {name: _factor(opened, name) for name in stored if not _scales(name, stored)}
     except SafetensorError as error:
         raise ValueError(f"{directory / WEIGHTS} is damaged: {error}") from error
     for name, leaf in factors.items():
@@ -276,6 +277,21 @@ def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterC
     except ValueError as error:
         raise ValueError(f"{directory / DESCRIPTION}: {error}") from error
     return unflatten_dict(factors, sep="/"), about
+
+
+def _scales(name: str, names: Collection[str]) -> bool:
+    return name.endswith(SCALE) and name.removesuffix(SCALE) in names
+
+
+def _factor(opened: Any, name: str) -> np.ndarray:
+    """Read a factor in the file's dtype; of a factor in 8 bits, its numbers in float32.
+
+    Raises:
+        ValueError: a factor in 8 bits lacks its scales.
+    """
+    if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
+        raise ValueError(f"{WEIGHTS} is damaged: {wrong}")
+    return numbers(opened, name, (slice(None),) * len(opened.get_slice(name).get_shape()))
 
 
 def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:

@@ -12,11 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from .checkpoint_table import EMBEDDING, LM_HEAD, Index, Leaf, Parts, tensor_problems
 from .config import ModelConfig
+from .eight_bits import SCALE, numbers, problem
 from .hub import leaves_folder, read_json
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FILE_DTYPES = ("F32", "F16", "BF16")
+_FILE_DTYPES = ("F32", "F16", "BF16", "I8")
 _BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
 
 
@@ -71,9 +72,9 @@ class SafeTensors:
         return read
 
     def _read(self, name: str, index: Index) -> np.ndarray:
-        """Read a part of a tensor in the file's dtype."""
+        """Read a part of a tensor in the file's dtype; of a tensor in 8 bits, its numbers in float32."""
         with safe_open(self.files[name], framework="numpy") as opened:
-            return opened.get_slice(name)[index]
+            return numbers(opened, name, index)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -127,17 +128,20 @@ def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dic
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
     if config.tie_word_embeddings and LM_HEAD in sources:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
-    found, dtypes = {}, {}
+    found, dtypes, problems = {}, {}, []
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable
             for name in names:
-                if name in expected or not name.endswith(_BUFFERS):
+                if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
+                    problems.append(wrong)
+                of_scales = name.endswith(SCALE) and name.removesuffix(SCALE) in names
+                if name in expected or not (name.endswith(_BUFFERS) or of_scales):
                     found[name], dtypes[name] = (
                         tuple(opened.get_slice(name).get_shape()),
                         opened.get_slice(name).get_dtype(),
                     )
-    problems = tensor_problems(expected, found)
+    problems = tensor_problems(expected, found) + problems
     for name in sorted(expected.keys() & found.keys()):
         if dtypes[name] not in _FILE_DTYPES:
             problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")

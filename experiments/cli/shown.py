@@ -38,7 +38,7 @@ def methods() -> list[dict[str, Any]] | None:
 
 def _is_fresh() -> bool:
     """Tell whether nothing was imported that could know more than the file."""
-    return "kvjax" not in sys.modules
+    return "kvjax.plugins" not in sys.modules
 
 
 @functools.cache

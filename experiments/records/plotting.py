@@ -78,7 +78,17 @@ def save(figure: Any, kind: str = "png") -> bytes:
     undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "kvjax"}):
         figure.savefig(buffer, format=kind, metadata=undated)
-    return buffer.getvalue()
+    return _in_palette(buffer) if kind == "png" else buffer.getvalue()
+
+
+def _in_palette(drawn: io.BytesIO) -> bytes:
+    """Reduce a PNG to its best 256 colours, which makes the file a third or a quarter as large."""
+    from PIL import Image  # matplotlib needs it, too
+
+    picture, smaller = Image.open(drawn).convert("RGB"), io.BytesIO()
+    few = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
+    few.save(smaller, "PNG", optimize=True)
+    return smaller.getvalue()
 
 
 def tidy(panel: Any, title: str = "", xlabel: str = "", ylabel: str = "", grid: str | None = "both") -> None:

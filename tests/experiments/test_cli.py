@@ -162,7 +162,7 @@ def test_what_is_kept_of_help_and_ls_is_what_they_say():
 
 FAST = """
 import contextlib, io, json, sys
-from experiments.cli.main import main
+from kvjax.__main__ import main
 
 def said(*argv):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -172,13 +172,13 @@ def said(*argv):
 assert said("eval", "--help").startswith("usage: kvjax eval ")
 assert "\\nsnapkv  [arXiv:" in said("ls") and "\\ntwilight  [" in said("ls")
 assert said("ls", "quest").startswith("Quest (--method quest)") and len(json.loads(said("ls", "--json"))) > 40
-assert "jax" not in sys.modules and "kvjax" not in sys.modules
+assert not {"jax", "kvjax.public", "kvjax.plugins"} & set(sys.modules)
 assert said("ls", "mine:Spread").startswith("Spread (--method mine:Spread)") and "spread  [no paper]" in said("ls")
 """
 
 
 def test_help_and_ls_import_no_jax_in_a_new_process(tmp_path):
-    """Except for a method from outside, which the kept text cannot have."""
+    """Also as ``python -m kvjax``; except for a method from outside, which the kept text cannot have."""
     (tmp_path / "mine.py").write_text(
         "from kvjax.families import Eviction\nfrom kvjax.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
         "    def score(self, cache, prompt):\n        return cache.position * 1.0\n"

@@ -158,7 +158,8 @@ def test_every_tensor_problem_is_in_one_error(saved):
         "missing model.norm.weight [32]",
         "unused model.layers.0.self_attn.q_proj.bias [64]",
         "unused model.layers.2.input_layernorm.weight [32]",
-        "wrong dtype model.layers.1.mlp.down_proj.weight: got I8, expected one of F32, F16, BF16",
+        "wrong dtype model.layers.1.mlp.down_proj.weight: got I8 without the scales "
+        "model.layers.1.mlp.down_proj.weight_scale, expected scales or one of F32, F16, BF16",
     ]
 
 

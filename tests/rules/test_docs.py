@@ -91,7 +91,7 @@ def check_links_of_the_readme(site):
 def check_public_names(site):
     """The API page has every public name."""
     html = (site / "api.html").read_text()
-    public = [f"kvjax.{name}" for name, value in vars(kvjax).items() if name[0] != "_" and callable(value)]
+    public = [f"kvjax.{name}" for name in kvjax.__all__ if callable(getattr(kvjax, name))]
     for name in [*public, *(f"models.{name}" for name in models.__all__)]:
         assert f'id="{name}"' in html, f"docs/api.md lacks {name}"
 

@@ -17,6 +17,7 @@ import pytest
 
 import experiments
 import kvjax
+import models
 import pallas_kernels
 from kvjax import moved
 from kvjax.slots import SlotAttention
@@ -29,7 +30,7 @@ FLAT = {
     "protocol": ("method", "slots", "families", "scan", "observation"),
     "registry": ("registry", "plugins"),
 }
-FACE = ("__init__", "__main__", "version", "moved")
+FACE = ("__init__", "__main__", "public", "version", "moved")
 GROUP = {file: group for group, files in FLAT.items() for file in files}
 
 
@@ -88,16 +89,27 @@ def test_rooms_of_kernels_have_no_cycle():
 
 
 def test_little_lies_flat():
-    assert len(list((ROOT / "kvjax").glob("*.py"))) <= 16
+    assert len(list((ROOT / "kvjax").glob("*.py"))) <= 17
     flat = {path.name for path in (ROOT / "pallas_kernels").iterdir()} - {*pallas_kernels.ROOMS, "__pycache__"}
     assert len(flat) <= 12, sorted(flat)
 
 
 def test_every_public_name_is_in_all_and_is_no_module_too():
-    public = {name for name, value in vars(kvjax).items() if name[0] != "_" and not inspect.ismodule(value)}
+    public = {name for name, value in vars(kvjax.public).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public | {"methods", "models", "__version__"} == {*kvjax.__all__}
     modules = {found.name for found in pkgutil.iter_modules(kvjax.__path__)}
-    assert public & modules == set()
+    assert public & modules == set() and {*dir(kvjax)} == {*kvjax.__all__} | modules
+    for name in kvjax.__all__:
+        assert getattr(kvjax, name) is vars(kvjax.public)[name]
+
+
+def test_no_name_is_both_a_module_and_something_else():
+    """A package's attribute that has the name of one of its modules is this module."""
+    for package in (kvjax, pallas_kernels, models):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            parent, _, name = found.name.rpartition(".")
+            module = importlib.import_module(found.name)
+            assert vars(sys.modules[parent])[name] is module, found.name
 
 
 def test_architecture_is_two_pages_and_names_every_room():
