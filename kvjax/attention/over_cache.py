@@ -208,7 +208,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     """
     cache = cache.resident()
     tokens = query.shape[3]
-    if tokens <= FEW:
+    if 0 < tokens <= FEW:
         out, lse = dense_decode(
             query,
             *cache.stored,
