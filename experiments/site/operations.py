@@ -40,7 +40,7 @@ def operations() -> dict[str, tuple[str, Operation, Callable[..., Any]]]:
 
 
 def uses(name: str) -> set[str]:
-    """Trace prefill, in one chunk and in two, a question and a decode step; return the operations that a method calls.
+    """Trace prefill, in one chunk and in two, two questions and a decode step; return the operations that a method calls.
 
     Nothing is computed: shapes alone are traced, as plain JAX on a machine without kernels calls the operations.
 
@@ -65,7 +65,8 @@ def uses(name: str) -> set[str]:
             kvjax.prefill(params, tokens, config=config, method=method, max_new_tokens=64, chunk_size=size)
             for size in (_LENGTH, _LENGTH // 2)
         ]
-        cache = kvjax.extend(params, caches[0], tokens[:, :8])
+        cache = kvjax.extend(params, caches[0], tokens[:, :8])  # as few tokens as a decode kernel takes at once
+        cache = kvjax.extend(params, cache, tokens[:, :32])
         return caches[1], kvjax.decode_step(params, cache, tokens[:, 0])
 
     method = _method(name, config)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerStorage
-from kvjax.cache.divided import merged
+from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree, static
@@ -21,7 +21,6 @@ from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
 
-FEW = 8  # tokens that a decode kernel takes at once: it reads the cache once, and codes as they are
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
 
@@ -208,7 +207,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     """
     cache = cache.resident()
     tokens = query.shape[3]
-    if tokens <= FEW:
+    if 0 < tokens <= FEW:  # a decode kernel reads the cache once for them, and codes as they are
         out, lse = dense_decode(
             query,
             *cache.stored,

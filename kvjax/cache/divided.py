@@ -30,6 +30,8 @@ from pallas_kernels.host import take_rows
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
 from pallas_kernels.store.store_token import store_token
 
+FEW = 8  # tokens whose attention costs about what one token's costs: it reads the cache once, and sends one message
+
 
 @pytree
 class PartCache(LayerStorage):
@@ -159,11 +161,11 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     if cache.parts == 1 or not axes.is_split(axes.SLOTS):
         return out, lse
     wide = out.astype(jnp.float32)
-    if out.ndim < 5:  # one token: one message, whose time is its latency
+    if out.ndim < 5 or out.shape[3] <= FEW:  # one message, whose time is its latency
         every = lax.all_gather(jnp.concatenate([wide, lse[..., None]], axis=-1), axes.SLOTS)
         wide, lse = merge_partials(every[..., :-1], every[..., -1])
         return wide.astype(out.dtype), lse
-    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # a chunk: send as few bytes as possible
+    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # many tokens: send as few bytes as possible
     weight = jnp.exp(lse - shift)
     added = axes.total(jnp.concatenate([wide * weight[..., None], weight[..., None]], axis=-1), axes.SLOTS)
     weight = added[..., -1]

@@ -84,6 +84,14 @@ def dense_of_codes(group, dim, dtype, kind):
     return DENSE_DECODE, (query, stored, stored), where, {"scale": 0.1}
 
 
+def dense_of_queries(group, dim, dtype, queries=8, kind=None):
+    """Several queries of a row at once."""
+    alone = dense(group, dim, dtype) if kind is None else dense_of_codes(group, dim, dtype, kind)
+    operation, (_, *stored), where, static = alone
+    query, asked = jax.ShapeDtypeStruct((1, 2, group, queries, dim), dtype), jax.ShapeDtypeStruct((1, queries), "int32")
+    return operation, (query, *stored), {**where, "query_position": asked}, static
+
+
 def gather(group, dim, dtype, page_size=1):
     rows = arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
     lists = (*arrays([(1, 2, 512 // page_size)], "int32"), *arrays([(1, 2, 512 // page_size)], bool))
@@ -211,6 +219,9 @@ KERNELS = {
     "dense_decode of 240": functools.partial(dense, width=240),
     "dense_decode of int8": functools.partial(dense_of_codes, kind="int8"),
     "dense_decode of float8": functools.partial(dense_of_codes, kind="float8_e4m3fn"),
+    "dense_decode of 8 queries": dense_of_queries,
+    "dense_decode of 4 queries": functools.partial(dense_of_queries, queries=4),
+    "dense_decode of 8 queries in int8": functools.partial(dense_of_queries, kind="int8"),
     "gather_attention": gather,
     "gather_attention pages": functools.partial(gather, page_size=32),
     "window_score": window,

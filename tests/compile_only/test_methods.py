@@ -18,7 +18,7 @@ import pytest
 from experiments.speed import uneven_scores
 from kvjax import Pattern, Prefill, registry
 from kvjax.attention.patterns import KINDS
-from kvjax.decoding.decode import run_decode, run_step
+from kvjax.decoding.decode import run_decode, run_extend, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
@@ -145,6 +145,18 @@ def test_decode_step_in_8_bits_for_an_h100_reads_the_codes(name, kv_dtype):
     """Keys that are read back as a whole would be arrays as large as a cache."""
     compiled = decode_step(needs("h100"), name, PROMPT, kv_dtype)
     assert "triton" in compiled.as_text(), "no kernel of ours"
+    assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.thorough)])
+def test_an_extend_of_few_tokens_for_an_h100_uses_the_decode_kernel_and_copies_no_cache(kv_dtype):
+    machine, tokens = needs("h100"), 6
+    with machine.assumed():
+        cache = jax.eval_shape(prefill("full", PROMPT, kv_dtype), *arguments(PROMPT))
+    given = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = machine.compile(run_extend, param_shapes(CONFIG), cache, *given, donate_argnums=1)
+    assert "dense_decode/pallas_call" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
 
 
