@@ -200,7 +200,7 @@ class LayerMethod(Method):
     slot_block: int | None = None
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
     # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
-    # but through its shapes. Several such methods then share one storage: `kvjax.decoding.common`.
+    # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
     common_prompt = False
 
     @abc.abstractmethod

@@ -61,6 +61,19 @@ def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
     return nn.initializers.normal(stddev=_INIT_STD * shrink)
 
 
+def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> jax.Array:
+    """Return the parameter of a module that the last part of ``path`` names, in the dtype in which it is stored.
+
+    ``nn.Module.param`` checks a parameter's shape by tracing its `initializer`, which takes half the time of tracing a model.
+    """
+    name = path.split("/")[-1]
+    if module.has_variable("params", name):
+        value = module.get_variable("params", name)
+        if jnp.shape(value) == shape:
+            return value
+    return module.param(name, initializer(path, config), shape, config.dtype)  # also raises the errors of wrong parameters
+
+
 class Scale(nn.Module):
     """The factors [N] of a norm."""
 
@@ -69,7 +82,7 @@ class Scale(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        return self.param("scale", initializer("norm/scale", self.config), (self.width,), self.config.dtype)
+        return stored(self, "norm/scale", self.config, (self.width,))
 
 
 class RMSNorm(nn.Module):
@@ -80,18 +93,29 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
         """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum."""
-        scale = self.param("scale", initializer("norm/scale", self.config), (x.shape[-1],), self.config.dtype)
+        scale = stored(self, "norm/scale", self.config, (x.shape[-1],))
         if update is not None:
             return add_norm(x, update, scale, self.config.rms_norm_eps)
         return rms_norm(x, scale, self.config.rms_norm_eps)
 
 
-def _dense(config: ModelConfig, name: str, features: int, use_bias: bool = False) -> nn.Dense:
-    """Create a projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
-    return nn.Dense(
-        features, use_bias=use_bias, dtype=config.dtype, param_dtype=config.dtype, name=name,
-        kernel_init=initializer(f"{name}/kernel", config), bias_init=initializer(f"{name}/bias", config),
-    )  # fmt: skip
+class Dense(nn.Module):
+    """A projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
+
+    config: ModelConfig
+    features: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Project ``x`` [..., K], in the dtype of computation, to [..., N]."""
+        config, wide = self.config, (self.features,)
+        kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide)).astype(config.dtype)
+        made = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+        if not self.use_bias:
+            return made
+        bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype)
+        return made + bias.reshape((1,) * (x.ndim - 1) + wide)
 
 
 class Attention(nn.Module):
@@ -113,7 +137,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
         wide = heads * (group + 2) * dim
-        qkv = multiplied(_dense(config, "qkv", wide, use_bias=config.qkv_bias), rows.astype(config.dtype), wide)
+        qkv = multiplied(Dense(config, wide, config.qkv_bias, name="qkv"), rows.astype(config.dtype), wide)
         qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
         if config.qk_norm:
             # All heads are normalised in one pass, because norms of slices would be five launches. The pass comes before the
@@ -134,7 +158,7 @@ class Attention(nn.Module):
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
         out = out.astype(config.dtype)
-        return axes.total(multiplied(_dense(config, "out", config.hidden_size), out, config.hidden_size)), state
+        return axes.total(multiplied(Dense(config, config.hidden_size, name="out"), out, config.hidden_size)), state
 
 
 class Kernel(nn.Module):
@@ -145,8 +169,7 @@ class Kernel(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        init = initializer(f"{self.name}/kernel", self.config)
-        return self.param("kernel", init, self.shape, self.config.dtype).astype(self.config.dtype)
+        return stored(self, f"{self.name}/kernel", self.config, self.shape).astype(self.config.dtype)
 
 
 class MLP(nn.Module):
@@ -163,7 +186,7 @@ class MLP(nn.Module):
             lambda x: jnp.einsum("btd,dgf->btgf", x, kernel), x.astype(config.dtype), 2 * config.intermediate_size
         )
         gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
-        return axes.total(multiplied(_dense(config, "down", config.hidden_size), gated, config.hidden_size))
+        return axes.total(multiplied(Dense(config, config.hidden_size, name="down"), gated, config.hidden_size))
 
 
 class MixtureMLP(nn.Module):
@@ -225,7 +248,7 @@ class Table(nn.Module):
     def setup(self):
         """Create the table."""
         shape = (self.config.vocab_size // axes.size(axes.MODEL), self.config.hidden_size)
-        self.embedding = self.param("embedding", initializer("embed/embedding", self.config), shape, self.config.dtype)
+        self.embedding = stored(self, "embed/embedding", self.config, shape)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Look up the vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN."""

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
-from kvjax.decoding.common import keeps_storage, storage_key
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
+from kvjax.decoding.shared_storage import keeps_storage, storage_key
 from kvjax.fields import positive_int
 from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, check_axes, on_each

@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.storage import Cache, repeat_rows
-from kvjax.decoding.common import Once
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
+from kvjax.decoding.shared_storage import Once
 from kvjax.describe import describe
 from kvjax.mesh.sharding import Plan, on_each
 from kvjax.method import Method, num_bytes

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.decoding.common import Common, barrier, common_storage, finish, stores_only
 from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import layer_inputs, reread
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.method import LayerMethod, Method
 from kvjax.typing import EMPTY, Model
 from pallas_kernels import axes

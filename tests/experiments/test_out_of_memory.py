@@ -100,12 +100,16 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     assert len(jobs) == 3 and run._bytes(jobs) > limit
     groups = together.join(jobs, 8, limit, run._bytes, lambda job: False)
     assert [len(group) for group in groups] == [2, 1]
-    monkeypatch.setattr(memory, "free_bytes", lambda mesh: limit)
     (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
-    memory.check_memory(given[:2], run.model.config, None, None, sizes)
+    two, three = (
+        kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).device for some in (given[:2], given)
+    )
+    assert two < three and two < limit  # the method that answers has a copy of its cache
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: two)
+    memory.check_memory(given[:2], run.model.config, None, None, sizes, share=True)
     with pytest.raises(MemoryError, match="3 methods that share one prefill need .*; prefill fewer methods"):
-        memory.check_memory(given, run.model.config, None, None, sizes)
+        memory.check_memory(given, run.model.config, None, None, sizes, share=True)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811
