@@ -1,4 +1,4 @@
-"""Matrices in 8 bits in a safetensors file, as the model that ships with the package is stored: half the size of bfloat16.
+"""Matrices in 8 bits in a safetensors file, as the model and the adapter that ship are stored: half the size of bfloat16.
 
 A matrix NAME [..., R, C] is int8. Beside it NAME_scale [..., R, N] has a float16 scale for each block of C / N numbers of a
 row; a number is its int8 times the scale of its block, as in Q8_0 of GGUF (blocks of 32). Vectors stay as they are.
@@ -7,11 +7,12 @@ row; a number is its int8 times the scale of its block, as in Q8_0 of GGUF (bloc
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 SCALE = "_scale"  # end of a scales' name
 BLOCK = 64  # numbers that share a scale
@@ -51,8 +52,7 @@ def pack_file(source: str | os.PathLike, target: str | os.PathLike, block: int =
         target: the new file, which may be the same.
         block: numbers that share a scale.
     """
-    packed = pack(load_file(source), block)
-    save_file(packed, target, metadata={"format": "pt"})
+    pathlib.Path(target).write_bytes(save(pack(load_file(source), block), metadata={"format": "pt"}))
 
 
 def numbers(opened: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:

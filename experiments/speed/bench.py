@@ -20,7 +20,7 @@ from experiments.speed.filled_cache import state_bytes
 from experiments.speed.one_layer import attend_seconds, layer_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.rows import note_run, now
-from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
+from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings, part_of
 from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.token_loop import TokenLoop, check_cache
 from experiments.speed.variants import Nothing, kv_dtype_of, setting
@@ -67,7 +67,7 @@ class Bench:
     ) -> None:
         self.settings, self.results = settings, results
         self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
-        self.config, self._parts = MODELS[settings.model]().local(parts), {"parts": parts} if parts > 1 else {}
+        self.config, self._parts = part_of(MODELS[settings.model](), parts), {"parts": parts} if parts > 1 else {}
         check_mesh(self.config, self.mesh)
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE

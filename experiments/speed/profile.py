@@ -23,7 +23,7 @@ from experiments.answering import make_mesh, mesh_axes, mesh_text
 from experiments.cli import Settings, names, option, positive, record_path, run
 from experiments.records import make_record, markdown_rows, table_file, write_bytes, write_record
 from experiments.speed.kernel_times import KernelTimes, read_trace
-from experiments.speed.settings import MODELS, Output, SpeedSettings
+from experiments.speed.settings import MODELS, Output, SpeedSettings, part_of
 from experiments.speed.token_loop import TokenLoop
 from experiments.speed.variants import kv_dtype_of, setting
 from models import random_params
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _profile(settings: ProfileSettings, command: ProfileCommand) -> None:
-    mesh, config = make_mesh(settings.mesh), MODELS[settings.model]().local(settings.parts)
+    mesh, config = make_mesh(settings.mesh), part_of(MODELS[settings.model](), settings.parts)
     check_mesh(config, mesh)
     params = random_params(config, jax.random.key(0), mesh=mesh)
     placed = mesh_text(mesh_axes(settings.mesh)) or (f"one of {settings.parts} parts" if settings.parts > 1 else "one device")

@@ -195,6 +195,22 @@ class OffloadSettings(Settings):
         return SpeedSettings(methods=_variants(self.methods), split=False, prefill=self.prompts, **shared)
 
 
+def part_of(config: ModelConfig, parts: int) -> ModelConfig:
+    """Describe one device's part of a model as a model of its own, with the parameters that the device has on a mesh.
+
+    Args:
+        config: the model.
+        parts: the devices over which it is divided; with 1 it is returned as it is.
+
+    Raises:
+        ValueError: the parts would not be equal.
+    """
+    if parts == 1:
+        return config
+    # `local` leaves the vocabulary whole, because a cache keeps the logits of all tokens. End tokens may be in another part.
+    return dataclasses.replace(config.local(parts), vocab_size=config.vocab_size // parts, eos_token_ids=())
+
+
 def _variants(methods: Sequence[str]) -> tuple[str, ...]:
     return tuple(VARIANTS) if tuple(methods) == ("all",) else tuple(methods)
 

@@ -22,6 +22,7 @@ from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
 from tests import harness
+from tests.kvjax.cases import ONE
 
 ROOT = pathlib.Path(models.__file__).parents[1]
 FILES = sorted((ROOT / "docs" / "settings").glob("*.yaml"))
@@ -75,7 +76,7 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in (qwen[0], qwen[2]))
 
 
-def test_reversed_drops_what_snapkv_keeps():
+def test_reversed_drops_what_snapkv_keeps(quick_compile):
     """Together the two methods keep every token of every head, and both keep the window alone."""
     window, budget, length = 4, 12, 40
     row = [np.arange(length, dtype=np.int32) % 50]
@@ -84,7 +85,7 @@ def test_reversed_drops_what_snapkv_keeps():
         kvjax.methods.SnapKV(budget=budget, obs_window=window),
         Reversed(budget=length - budget + window, obs_window=window),
     ):
-        cache = harness.read(method, rows=row)
+        cache = harness.read(method, rows=row, config=ONE)
         kept.append([[set(head[head >= 0].tolist()) for head in np.asarray(stored(x).position[0])] for x in cache.layers])
     for ours, theirs in zip(*(itertools.chain(*layers) for layers in kept), strict=True):
         assert ours | theirs == set(range(length)) and ours & theirs == set(range(length - window, length))

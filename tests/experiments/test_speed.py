@@ -18,7 +18,7 @@ from experiments.speed import device_time, token_loop
 from experiments.speed.filled_cache import filled_cache
 from experiments.speed.plots import overview
 from experiments.speed.roofline import Bandwidth, measure_bandwidth, roofline
-from experiments.speed.settings import SpeedSettings
+from experiments.speed.settings import SpeedSettings, part_of
 from experiments.speed.variants import VARIANTS, Nothing, setting, structure
 from kvjax import registry
 from kvjax.accounting import memory
@@ -28,6 +28,7 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from models import ModelConfig, param_shapes, random_params, shapes
+from models.sharding import param_spec
 from tests.harness import group, repeated
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -105,6 +106,16 @@ def check_filled(name, config):
     if name not in ("sentencekv", "mosaickv", "chess"):
         leaf = next(x for x in jax.tree.leaves(got.layers) if x.shape[:2] == (2, config.num_kv_heads))
         assert not np.array_equal(leaf[0], leaf[1])  # rows differ
+
+
+@pytest.mark.parametrize("config", [shapes.llama31_70b(), shapes.qwen3_0_6b()], ids=["70b", "tied"])
+def test_a_part_of_a_model_has_the_parameters_of_a_device_on_a_mesh(config):
+    mesh = jax.sharding.AbstractMesh((4,), ("model",))
+    whole, part = param_shapes(config), param_shapes(part_of(config, 4))
+    assert part_of(config, 1) == config
+    for (path, leaf), mine in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(part), strict=True):
+        split = jax.sharding.NamedSharding(mesh, param_spec("/".join(key.key for key in path), leaf.ndim))
+        assert split.shard_shape(leaf.shape) == mine.shape, path
 
 
 @pytest.mark.parametrize("name", repeated(FILLED, but=("quest",)))

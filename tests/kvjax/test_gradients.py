@@ -74,6 +74,7 @@ def test_gradients_are_finite(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(made)) and np.any(made["layers"][0]["qkv"])
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_chunks():
     """Loops over groups of rows and over chunks of a prompt and of a question are as long as they must be."""
     params = MODEL.random_params(3)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pathlib
 import re
 
+import pytest
+
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "jax_programs.md"
 
 
+@pytest.mark.slow
 def test_code_of_the_page_runs(quick_compile):
     text = PAGE.read_text()
     scope: dict = {}

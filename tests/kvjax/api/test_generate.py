@@ -304,26 +304,26 @@ def test_mapping_a_hyper_parameter_equals_calls_one_by_one():
 
 
 def test_calls_inside_transformations_equal_calls_outside():
-    """A cache, tokens and limits that a function closes over; `jit`, `vmap`, both, and `lax.map`."""
+    """A cache, tokens and limits that a function closes over; `vmap`, it under `jit`, `lax.map`, and `jit`."""
     cache = read(Quest(budget=8, capacity=12, page_size=4, num_dense_layers=0))
     asked, sizes, limits = jnp.array([[5, 9], [8, 1], [4, 0]]), jnp.array([2, 2, 1]), jnp.array([4, 5, 3])
     budgets, keys = jnp.array([4, 12]), jax.random.split(jax.random.key(5), 2)
 
     def draw(budget, key):
         method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
-        now = kvjax.extend(tiny_params(), kvjax.fork(cache), asked, lengths=sizes)
         options = {"temperature": 1.0, "key": key, "limits": limits, "eos_token_ids": limits, "method": method}
-        return kvjax.generate(tiny_params(), now, max_new_tokens=5, **options).tokens
+        return kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=5, **options).tokens
 
     want = [np.asarray(draw(*given)) for given in zip(budgets, keys, strict=True)]
-    np.testing.assert_array_equal(jax.jit(lambda: draw(budgets[0], keys[0]))(), want[0])
     np.testing.assert_array_equal(jax.vmap(draw)(budgets, keys), want)
     np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(budgets, keys), want)
     np.testing.assert_array_equal(jax.lax.map(lambda given: draw(*given), (budgets, keys)), want)
-    step = jax.jit(lambda: kvjax.decode_step(tiny_params(), cache, limits, active=limits > 3).logits)
-    np.testing.assert_allclose(
-        step(), kvjax.decode_step(tiny_params(), kvjax.fork(cache), limits, active=limits > 3).logits, atol=1e-5
-    )
+
+    def step(now):
+        now = kvjax.extend(tiny_params(), now, asked, lengths=sizes)
+        return kvjax.decode_step(tiny_params(), now, limits, active=limits > 3).logits
+
+    np.testing.assert_allclose(jax.jit(lambda: step(cache))(), step(kvjax.fork(cache)), atol=1e-5)
 
 
 def test_evicting_under_an_eager_vmap_equals_calls_one_by_one():
