@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from kvjax.accounting.phases import Part, Phases, add_parts
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
@@ -97,35 +98,33 @@ def memory_needed(
     methods = resolve_each(cast("Any", method if several else [method]), prompt_slots)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
-    return _sum(_needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
+    return _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Phases:
-    """Bytes (device, host) of a method's cache during prefill and after prefill; ``staged`` as in `Needed`."""
-
-    reading: tuple[int, int]
-    after: tuple[int, int]
-    staged: int
-
-
-def _sum(each: Sequence[_Phases]) -> Needed:
+def _sum(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
-    device, host = (max(sum(x.reading[at] for x in each), sum(x.after[at] for x in each)) for at in (0, 1))
+    reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
+    device, host = max(reading.alone, after.alone), max(reading.host, after.host)
     return Needed(device=device, host=host, staged=max(x.staged for x in each))
 
 
-def _needed_each(
+def needed_each(
     every: Sequence[Method],
     config: Model,
     mesh: Mesh | AbstractMesh | None,
     kv_dtype: str | None,
     sizes: dict[str, int],
     share: bool,
-) -> list[_Phases]:
+) -> list[Phases]:
     """Compute what each method needs when all methods share one prefill; arguments as in `memory_needed`.
 
-    If they ``share`` storage, the first method that has it counts its bytes.
+    Args:
+        every: the methods.
+        config: the model's description.
+        mesh: the devices; None means one device.
+        kv_dtype: dtype of the stored keys and values.
+        sizes: the sizes that `memory_needed` takes, by their names.
+        share: whether the methods may share storage.
     """
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
     for method in every:
@@ -140,24 +139,18 @@ def _needed_each(
     each = [layer_methods(method, config) for method in every]
     order = reading_order(each, batch, prompt_slots, chunk_size)
 
-    held: set[Hashable] = set()  # the storage that an earlier method has counted
-
-    def of_layers(
-        methods: Sequence[LayerMethod], rows: int, finished: bool, shares: bool
-    ) -> list[tuple[int, int]]:
+    def of_layers(methods: Sequence[LayerMethod], rows: int, finished: bool, shares: bool) -> list[Part]:
         specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
         kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
         first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
         known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
         made = []
         for layer, ((device, host), key, common) in enumerate(known[kind] for kind in kinds):
-            if shares and key is not None:
-                device -= common if (layer, finished, key) in held else 0
-                held.add((layer, finished, key))
-            made.append((device, host))
+            shared = {(layer, finished, key): common} if shares and key is not None else {}
+            made.append(Part(device - sum(shared.values()), host, shared))
         return made
 
-    def of_method(method: Method, methods: Sequence[LayerMethod]) -> _Phases:
+    def of_method(method: Method, methods: Sequence[LayerMethod]) -> Phases:
         # During prefill of a group of rows with storage of its own, the finished states of all rows exist too.
         grouped = order.apart and order.groups > 1
         shares = share and mesh is None and not method.reread_tokens(prompt_slots)
@@ -165,21 +158,24 @@ def _needed_each(
         after = of_layers(methods, batch, True, shares)
         # During prefill of one chunk only one layer exists at a time, unless the method rereads the prompt.
         together = order.chunks > 1 or method.reread_tokens(prompt_slots)
-        reading = before if together else [(max(x[0] for x in before), max(x[1] for x in before))]
+        reading = before if together else [_largest(before)]
         reading = reading + after if grouped else reading
-        staged = max(x[1] for x in before)
+        staged = max(x.host for x in before)
         if kv_dtype is not None and order.chunks > 1:  # a chunk attends to dequantised keys and values, from staged codes too
             slots = order.rows * config.num_kv_heads * order.slots
             staged += slots * row_bytes(config.head_dim, config.dtype, None)
         if not order.apart:  # a pass takes its row out of one layer, and puts it back
-            staged += max(x[0] for x in before) // batch
-        return _Phases(reading=_total(reading), after=_total(after), staged=staged)
+            staged += max(x.alone for x in before) // batch
+        return Phases(reading=add_parts(reading), after=add_parts(after), staged=staged)
 
     return [of_method(method, methods) for method, methods in zip(every, each, strict=True)]
 
 
-def _total(layers: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return sum(device for device, _ in layers), sum(host for _, host in layers)
+def _largest(layers: Sequence[Part]) -> Part:
+    """Return what the layers need of which only one exists at a time."""
+    most = max(layers, key=lambda x: x.alone)
+    shared = {("one layer", finished, key): size for (_, finished, key), size in cast("Any", most.shared.items())}
+    return Part(most.device, max(x.host for x in layers), shared)
 
 
 def offload_share(
@@ -298,8 +294,8 @@ def check_memory(
     free = free_bytes(mesh)
     if free is None:
         return
-    each = _needed_each(methods, config, mesh, kv_dtype, sizes, False)
-    needed = _sum(_needed_each(methods, config, mesh, kv_dtype, sizes, share)) if share else _sum(each)
+    each = needed_each(methods, config, mesh, kv_dtype, sizes, False)
+    needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share)) if share else _sum(each)
     names = [type(method).__name__ for method in methods]
     where = "" if mesh is None else f" on each of {mesh.size} devices"
     said, fewer = f"{names[0]}{where} needs {needed}", ""
