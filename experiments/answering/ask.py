@@ -108,6 +108,7 @@ def ask_each(
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
     tell: Callable[[str, float], None] | None = None,
+    ready: Callable[[int], None] | None = None,
 ) -> list[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
@@ -125,6 +126,8 @@ def ask_each(
         kv_dtype: as in `kvjax.prefill`.
         tell: is called with "reading" before contexts are prefilled, with "asking" before they are asked under a method, and
             with the part of the work that is done, 0 to 1.
+        ready: waits for the compiler. It is called before contexts are prefilled and before they are asked under a method,
+            with the number of `programs` that run until then. The seconds in it count as compilation.
 
     Returns:
         Answers and accounting of each method. Each method gets an equal share of the time to prefill the contexts.
@@ -147,6 +150,9 @@ def ask_each(
         real = min(shape.rows, len(contexts) - start)
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
+        with Timer(clock) as waiting:
+            if ready is not None:
+                ready(num_programs(shape, 0))
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
             sizes |= {"share_storage": True}
@@ -155,6 +161,9 @@ def ask_each(
                 jax.block_until_ready(caches)
         for number, asked in enumerate(made):
             step("asking", 1 + number)
+            with Timer(clock) as waited:
+                if ready is not None:
+                    ready(num_programs(shape, 1 + number))
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
                     params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
@@ -164,7 +173,11 @@ def ask_each(
                 asked.stats + stats,
                 asked.run_seconds + answering.run + reading.run / len(made),
                 asked.decode_seconds + decoding,
-                asked.compile_seconds + answering.compile + reading.compile / len(made),
+                asked.compile_seconds
+                + answering.compile
+                + waited.run
+                + waited.compile
+                + (reading.compile + waiting.run + waiting.compile) / len(made),
             )
     return made
 
@@ -253,6 +266,11 @@ def programs(
             kv_dtype=kv_dtype,
             share_storage=True,
         )
+
+
+def num_programs(shape: Shape, methods: int) -> int:
+    """Count the first `programs` that prefill contexts and ask them under the first ``methods``, without `Shape.together`."""
+    return 1 + methods * (2 if shape.questions else 1)
 
 
 def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: Shape) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 from jax.stages import Lowered
@@ -36,7 +36,8 @@ class CompileAhead:
         self.spare = jax.default_backend() != "cpu"
         self._threads = threads or min(_MOST, (os.cpu_count() or 1) // 2 + 1)
         self._traced: dict[Hashable, concurrent.futures.Future] = {}
-        self._changed = threading.Event()  # set whenever a program is traced or compiled
+        self._compiling: dict[Hashable, list[concurrent.futures.Future]] = {}  # the programs that are traced so far
+        self._changed = threading.Condition()  # is notified whenever a key is traced or a program is compiled
 
     def __enter__(self) -> CompileAhead:
         self._tracer = concurrent.futures.ThreadPoolExecutor(1, "trace")
@@ -50,40 +51,43 @@ class CompileAhead:
     def add(self, key: Hashable, programs: Callable[[], Iterable[Lowered]]) -> None:
         """Add the programs that ``programs`` traces and lowers to the queue, unless ``key`` is queued already."""
         if key not in self._traced:
-            self._traced[key] = self._tracer.submit(self._lower, programs)
+            self._compiling[key] = []
+            self._traced[key] = self._tracer.submit(self._lower, self._compiling[key], programs)
             self._traced[key].add_done_callback(self._note)
 
-    def wait(self, key: Hashable) -> None:
-        """Wait until each program of an added ``key`` has compiled or failed."""
-        traced = self._traced[key]
-        if traced.exception() is None:
-            concurrent.futures.wait(traced.result())
+    def wait(self, key: Hashable, programs: int | None = None) -> None:
+        """Wait until the first ``programs`` of an added ``key`` have compiled or failed; None means all programs."""
+        self.first([{key: programs}])
 
-    def first(self, wanted: Sequence[Collection[Hashable]]) -> int:
-        """Wait until, for one of several sets of added keys, each program has compiled or failed.
+    def first(self, wanted: Sequence[Mapping[Hashable, int | None]]) -> int:
+        """Wait until, for one of several sets of added keys, each key's first programs have compiled or failed.
+
+        Args:
+            wanted: for each set, the number of programs of each key; None means all programs.
 
         Returns:
             The index of the first such set. An empty set is ready at once.
         """
-        while True:
-            self._changed.clear()
-            for place, keys in enumerate(wanted):
-                if all(self._is_ready(key) for key in keys):
-                    return place
-            self._changed.wait()
+        with self._changed:
+            while True:
+                for place, keys in enumerate(wanted):
+                    if all(self._is_ready(key, programs) for key, programs in keys.items()):
+                        return place
+                self._changed.wait()
 
-    def _is_ready(self, key: Hashable) -> bool:
-        traced = self._traced[key]
-        return traced.done() and (traced.exception() is not None or all(one.done() for one in traced.result()))
+    def _is_ready(self, key: Hashable, programs: int | None) -> bool:
+        traced = self._traced[key].done()  # asked first: the list grows until then
+        compiling = self._compiling[key][:programs]
+        return (traced or len(compiling) == programs) and all(one.done() for one in compiling)
 
-    def _lower(self, programs: Callable[[], Iterable[Lowered]]) -> list[concurrent.futures.Future]:
-        compiling = [self._compilers.submit(lowered.compile) for lowered in programs()]
-        for one in compiling:
-            one.add_done_callback(self._note)
-        return compiling
+    def _lower(self, compiling: list[concurrent.futures.Future], programs: Callable[[], Iterable[Lowered]]) -> None:
+        for lowered in programs():
+            compiling.append(self._compilers.submit(lowered.compile))
+            compiling[-1].add_done_callback(self._note)
 
     def _note(self, _: concurrent.futures.Future) -> None:
-        self._changed.set()
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Waiting[T]:
@@ -91,11 +95,12 @@ class Waiting[T]:
 
     Args:
         items: the items to run.
-        keys: returns the keys of an item's programs that were added to ``ahead``.
+        keys: returns, for each of an item's keys that were added to ``ahead``, how many of its first programs must be
+            compiled before the item is taken; None means all programs.
         ahead: compiles the programs.
     """
 
-    def __init__(self, items: Iterable[T], keys: Callable[[T], Collection[Hashable]], ahead: CompileAhead) -> None:
+    def __init__(self, items: Iterable[T], keys: Callable[[T], Mapping[Hashable, int | None]], ahead: CompileAhead) -> None:
         self._items, self._keys, self._ahead = list(items), keys, ahead
 
     def __bool__(self) -> bool:

@@ -144,6 +144,7 @@ def answer_cell(
     clock: CompileClock,
     new_tokens: int | None = None,
     tell: Callable[[str, float], None] | None = None,
+    ready: Callable[[int, int], None] | None = None,
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -156,13 +157,15 @@ def answer_cell(
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
         tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
+        ready: is called with the index of a batch and a number of its programs, and waits until they are compiled; see
+            `experiments.answering.ask_each`.
 
     Returns:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example.
     """
     asked: list[list[Asked]] = []  # asked[batch][method]
     total, done = sum(len(batch.units) for batch in batches), 0
-    for batch in batches:
+    for index, batch in enumerate(batches):
         part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
         texts = encoded.wholes if question == "prefill" else encoded.heads
         asked.append(
@@ -177,6 +180,7 @@ def answer_cell(
                 clock=clock,
                 kv_dtype=model.kv_dtype,
                 tell=part,
+                ready=None if ready is None else functools.partial(ready, index),
             )
         )
         done += len(batch.units)

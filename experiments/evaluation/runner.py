@@ -22,11 +22,11 @@ from experiments.answering import (
     Calibration,
     LoadedModel,
     Setting,
-    Shape,
     chess_thresholds,
     mesh_axes,
     mesh_text,
     needs_thresholds,
+    num_programs,
     programs,
     resolve_question,
     without_effect,
@@ -35,24 +35,22 @@ from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.ahead import CompileAhead, Waiting
 from experiments.evaluation.answers import (
     SECONDS,
-    SHARED_TOKENS,
     Batch,
     answer_cell,
-    make_batches,
     reads_code,
     with_room,
 )
 from experiments.evaluation.cells import make_cells, make_reading, without_file
 from experiments.evaluation.folder import Folder
+from experiments.evaluation.planning import Plan
 from experiments.evaluation.progress import Progress
 from experiments.evaluation.same_examples import Answered, from_file
 from experiments.evaluation.settings import Choice, EvaluationSettings
-from experiments.evaluation.together import Job, Sizes, cache_bytes, join, room_for_caches
+from experiments.evaluation.together import Group, Job, Sizes
 from experiments.records import CompileClock, Timer, check_library, knobs_of
-from experiments.tasks import expand, get_task, library_origin
+from experiments.tasks import expand, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
-from kvjax.method import Method
 
 
 class Runner:
@@ -118,13 +116,13 @@ class Runner:
             "decoding": "greedy",
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
-        self._known_bytes: dict[Hashable, int] = {}
         self._checked: set[Cell] = set()
-        self._sizes = Sizes(settings.batch_tokens)
+        self._sizes = Sizes()
         self.cells = make_cells(settings)
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
         self.store = CellStore(self._reading, self.cells, settings.workers)
+        self._plan = Plan(settings, model, self.store, self.cells, self._limit)
 
     def run(self) -> None:
         """Run every cell that the folder does not have.
@@ -142,9 +140,9 @@ class Runner:
             # CHESS is calibrated while the programs of other methods are compiled.
             if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
                 alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
-                self._compile_ahead(ahead, [[job] for job in alone if not job.setting.method.dense_prompt])
+                self._compile_ahead(ahead, self._plan.groups([job for job in alone if not job.setting.method.dense_prompt]))
             jobs = self._jobs(choices)
-            groups = join(jobs, self.settings.together, room_for_caches(self.model), self._bytes, self._evicts)
+            groups = self._plan.groups(jobs)
             queued = self._compile_ahead(ahead, groups)
             if names := without_file(self.settings):
                 self._say(
@@ -153,20 +151,20 @@ class Runner:
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             spent = {name: 0.0 for name in SECONDS}
-            waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
+            waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
             with Progress(len(jobs), self.progress) as bar:
                 while waiting:
                     bar.waits()
                     with Timer(clock) as waited:
                         group = waiting.take()
                     self.folder.results.read()
-                    left = [job for job in group if self.folder.find(job.identity) is None]  # another process made others
-                    bar.end(len(group) - len(left))
-                    parts = self._sizes.alike(left)
+                    left = [job for job in group.jobs if self.folder.find(job.identity) is None]  # others have made the rest
+                    bar.end(len(group.jobs) - len(left))
+                    parts = self._sizes.alike(dataclasses.replace(group, jobs=left))
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.put_back(parts)
                         continue
-                    rows, again = self._attempt(left, waited, ahead, clock, bar)
+                    rows, again = self._attempt(parts[0], waited, ahead, clock, bar)
                     waiting.put_back(again)
                     for job, row in zip(left, rows, strict=not again):
                         spent = {name: spent[name] + row[name] for name in SECONDS}
@@ -184,8 +182,8 @@ class Runner:
         )
 
     def _attempt(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
-    ) -> tuple[list[dict[str, Any]], list[Sequence[Job]]]:
+        self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
+    ) -> tuple[list[dict[str, Any]], list[Group]]:
         """Run a group as `_run` does; if the device runs out of memory, return no rows, and the groups to run instead.
 
         `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
@@ -199,67 +197,83 @@ class Runner:
         gc.collect()  # the error's frames hold the caches that were too large, in cycles with the error
         return [], again
 
-    def _smaller(self, group: Sequence[Job]) -> list[Sequence[Job]]:
+    def _smaller(self, group: Group) -> list[Group]:
         """Split a group that did not fit, or halve the rows of a single method; return [] if it had the fewest already."""
-        did, job = f"out of memory: {group[0].cell.title}", group[0]
-        if len(group) > 1:
-            middle = len(group) // 2
-            self._say(f"{did}: {len(group)} methods no longer prefill together, but {len(group) - middle} and {middle}")
-            return [group[:-middle], group[-middle:]]
-        if (rows := self._rows(job)) <= self.model.groups:
+        jobs, job = group.jobs, group.jobs[0]
+        did = f"out of memory: {job.cell.title}"
+        if len(jobs) > 1:
+            middle = len(jobs) // 2
+            self._say(f"{did}: {len(jobs)} methods no longer prefill together, but {len(jobs) - middle} and {middle}")
+            return [Group(jobs[:-middle], group.tokens), Group(jobs[-middle:], group.tokens)]
+        if (rows := self._rows(group)) <= self.model.groups:
             return []
-        while self._rows(job) == rows:
-            self._sizes.halve(job.setting.method)
-        self._say(f"{did} under {job.label}: {rows} rows at a time become {self._rows(job)}")
-        return [group]
+        fewer = group
+        while self._rows(fewer) == rows:
+            fewer = Group(jobs, fewer.tokens // 2)
+        self._sizes.limit(job.setting.method, fewer.tokens)
+        self._say(f"{did} under {job.label}: {rows} rows at a time become {self._rows(fewer)}")
+        return [fewer]
 
-    def _rows(self, job: Job) -> int:
+    def _rows(self, group: Group) -> int:
         """Return the most rows that are prefilled at once."""
-        return max(batch.shape.rows for batch in self._batches(job.cell, job.setting.method, job.question))
+        return max(batch.shape.rows for batch in self._batches(group))
+
+    def _batches(self, group: Group) -> list[Batch]:
+        job = group.jobs[0]
+        return self._plan.batches(job.cell, job.setting.method, job.question, group.tokens)
 
     def _run(
-        self, group: Sequence[Job], waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
+        self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> list[dict[str, Any]]:
         """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
-        cell, question = group[0].cell, group[0].question
+        jobs, cell = group.jobs, group.jobs[0].cell
         self.check(cell)
-        name = group[0].label if len(group) == 1 else f"{len(group)} methods"
-        bar.begin(f"{name} {cell.title}", len(group))
+        name = jobs[0].label if len(jobs) == 1 else f"{len(jobs)} methods"
+        bar.begin(f"{name} {cell.title}", len(jobs))
+        keys = self._add(ahead, group)
         with Timer(clock) as waiting:
-            for key in self._add(ahead, group):
+            for key in () if ahead.spare else keys:
                 ahead.wait(key)
-        measured = self.measure(cell, [job.setting.method for job in group], question, clock, bar.tell)
-        rows = []
-        for job, (row, predictions) in zip(group, measured, strict=True):
+
+        def ready(batch: int, programs: int) -> None:
+            ahead.wait(keys[batch], programs)
+
+        rows, told = [], {"read_together": len(jobs)} if len(jobs) > 1 else {}
+        for job, (row, predictions) in zip(jobs, self._measure(group, clock, bar.tell, ready), strict=True):
             lost = waited.run + waited.compile + waiting.run + waiting.compile
-            row["compile_seconds"] = round(row["compile_seconds"] + lost / len(group), 2)
+            row["compile_seconds"] = round(row["compile_seconds"] + lost / len(jobs), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
-            row |= self.placed | ({"read_together": len(group)} if len(group) > 1 else {})
+            row |= self.placed | told
             self.folder.add(row, job.identity, predictions)
             rows.append(row)
         return rows
 
-    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Sequence[Job]]) -> dict[Hashable, list[Hashable]]:
-        """Add the programs of generated cells to the queue; return their keys by the kind of the group.
+    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Group]) -> dict[Hashable, dict[Hashable, int]]:
+        """Add the programs of generated cells to the queue.
 
         The programs of the first cell of a kind serve all cells of the kind.
+
+        Returns:
+            By the kind of a group, for each key the number of programs with which a group begins: it prefills, and asks
+            under its first method. While it does, the programs of its next methods are compiled.
         """
-        queued: dict[Hashable, list[Hashable]] = {}
+        queued: dict[Hashable, dict[Hashable, int]] = {}
         for group in groups if ahead.spare else ():
             kind = self._kind(group)
-            if group[0].cell.length is not None and kind not in queued:
-                queued[kind] = self._add(ahead, group)
+            if group.jobs[0].cell.length is not None and kind not in queued:
+                keys, batches = self._add(ahead, group), self._batches(group)
+                queued[kind] = {key: num_programs(one.shape, 1) for key, one in zip(keys, batches, strict=True)}
         return queued
 
-    def _kind(self, group: Sequence[Job]) -> Hashable:
+    def _kind(self, group: Group) -> Hashable:
         """Return a key that is equal for groups of generated cells that share their programs."""
-        cell = group[0].cell
-        return tuple(job.label for job in group), group[0].question, cell.length, cell.task in self._own_room
+        job, labels = group.jobs[0], tuple(job.label for job in group.jobs)
+        return labels, job.question, job.cell.length, job.cell.task in self._plan.own_room, group.tokens
 
-    def _add(self, ahead: CompileAhead, group: Sequence[Job]) -> list[Hashable]:
-        """Add the programs of a group to the queue; return their keys."""
-        cell, methods, keys = group[0].cell, tuple(job.setting.method for job in group), []
-        for batch in self._batches(cell, methods[0], group[0].question):
+    def _add(self, ahead: CompileAhead, group: Group) -> list[Hashable]:
+        """Add the programs of a group to the queue; return the key of each batch."""
+        methods, keys = group.methods, []
+        for batch in self._batches(group):
             shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
             keys.append(
@@ -268,25 +282,6 @@ class Runner:
             kind = {"kv_dtype": self.model.kv_dtype}
             ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
-
-    def _bytes(self, group: Sequence[Job]) -> int | None:
-        """Compute the bytes of the caches of jobs that prefill a cell together; return None if one of them must run alone."""
-        methods, cell = [job.setting.method for job in group], group[0].cell
-        if any(method.offload or not method.dense_prompt for method in methods):
-            return None
-        shapes = {batch.shape for batch in self._batches(cell, methods[0], group[0].question)}
-        return max(self._cache_bytes(methods, shape) for shape in shapes)
-
-    def _evicts(self, job: Job) -> bool:
-        """Tell whether the method of a job evicts in every layer."""
-        return all(layer.evicts for layer in layer_methods(job.setting.method, self.model.config))
-
-    def _cache_bytes(self, methods: Sequence[Method], shape: Shape) -> int:
-        """Compute `cache_bytes` once for each structure and shape."""
-        at = jax.tree.structure(methods), shape
-        if at not in self._known_bytes:
-            self._known_bytes[at] = cache_bytes(methods, with_room(self.model.config, shape, methods), shape, self.model)
-        return self._known_bytes[at]
 
     def check(self, cell: Cell) -> None:
         """Refuse a cell of which the folder holds answers to other examples, because they could not be compared."""
@@ -298,53 +293,18 @@ class Runner:
     def _answered(self) -> Answered:
         return Answered(self.folder)
 
-    def measure(
+    def _measure(
         self,
-        cell: Cell,
-        methods: Sequence[Method],
-        question: str,
+        group: Group,
         clock: CompileClock,
-        tell: Callable[[str, float], None] | None = None,
+        tell: Callable[[str, float], None],
+        ready: Callable[[int, int], None],
     ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Answer a cell under methods that prefill it together; return rows without the methods' names, and predictions."""
-        batches, limit = self._batches(cell, methods[0], question), self.settings.max_new_tokens
-        return answer_cell(self.model, self.store[cell], methods, question, batches, clock, limit, tell)
-
-    def _batches(self, cell: Cell, method: Method, question: str) -> list[Batch]:
-        return make_batches(
-            self.store[cell],
-            question,
-            self._sizes.of(method),
-            None if method.extrapolates else self._limit,
-            self.settings.max_new_tokens,
-            samples=self._most_contexts(question) if cell.length is not None else 0,
-            room=self._room,
-            groups=self.model.groups,
-        )
-
-    @functools.cached_property
-    def _generated(self) -> frozenset[str]:
-        """The tasks whose examples are generated."""
-        return frozenset(cell.task for cell in self.cells if cell.length is not None)
-
-    @functools.cached_property
-    def _own_room(self) -> frozenset[str]:
-        """The tasks whose answers are so long that they do not share a program with other tasks."""
-        return frozenset(task for task in self._generated if get_task(task).max_new_tokens > SHARED_TOKENS)
-
-    @functools.cached_property
-    def _room(self) -> int:
-        """The longest answer, in tokens, of the generated tasks that share a program."""
-        if self.settings.max_new_tokens is not None:
-            return self.settings.max_new_tokens
-        return max((get_task(task).max_new_tokens for task in self._generated - self._own_room), default=0)
-
-    def _most_contexts(self, question: str) -> int:
-        """Return the most contexts of a generated cell of this run; a question in the prompt makes a context of its own."""
-        return max(
-            cell.samples * (cell.questions if question == "prefill" else 1)
-            for cell in self.cells
-            if cell.length is not None
+        """Answer a cell under the methods of a group; return rows without the methods' names, and predictions."""
+        job, limit = group.jobs[0], self.settings.max_new_tokens
+        encoded, batches = self.store[job.cell], self._batches(group)
+        return answer_cell(
+            self.model, encoded, group.methods, job.question, batches, clock, limit, tell, ready
         )
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:

@@ -1,21 +1,24 @@
-"""Groups methods that prefill the contexts of a cell together, so that the model runs once (`kvjax.prefill_each`)."""
+"""What methods that prefill the contexts of a cell together (`kvjax.prefill_each`) need: the model runs once for all."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-import kvjax
 from experiments.answering import LoadedModel, Setting, Shape
 from experiments.benchmarks import Cell
-from kvjax.accounting.memory import free_bytes
+from experiments.evaluation.answers import with_room
+from kvjax.accounting.memory import free_bytes, needed_each
+from kvjax.accounting.phases import Phases, add_parts
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.prefill import reading_order
 from kvjax.method import Method
-from kvjax.typing import not_none
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
+CHUNK = 8192  # chunk_size of `kvjax.prefill_each`, where it is not given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,86 +40,85 @@ class Job:
     identity: Mapping[str, Any]
 
 
-class Sizes:
-    """The rows x length of a batch under each method; halved where the device's memory turns out too small."""
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Jobs of one cell and question that are prefilled together.
 
-    def __init__(self, batch_tokens: int) -> None:
-        self._most = batch_tokens
+    Attributes:
+        jobs: the jobs.
+        tokens: rows x length of a batch, at most.
+    """
+
+    jobs: Sequence[Job]
+    tokens: int
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods of the jobs."""
+        return tuple(job.setting.method for job in self.jobs)
+
+
+class Sizes:
+    """The rows x length of batches under methods for which the device's memory turned out too small."""
+
+    def __init__(self) -> None:
         self._tokens: dict[Hashable, int] = {}
 
-    def of(self, method: Method) -> int:
-        """Return the rows x length of a batch under a method."""
-        return self._tokens.get(jax.tree.structure(method), self._most)
+    def of(self, method: Method, tokens: int) -> int:
+        """Return the rows x length of a batch under a method, at most ``tokens``."""
+        return min(tokens, self._tokens.get(jax.tree.structure(method), tokens))
 
-    def halve(self, method: Method) -> None:
-        """Set half the rows x length for a method, whatever its traced knobs, from now on."""
-        self._tokens[jax.tree.structure(method)] = self.of(method) // 2
+    def limit(self, method: Method, tokens: int) -> None:
+        """Set the most rows x length for a method, whatever its traced knobs, from now on."""
+        self._tokens[jax.tree.structure(method)] = tokens
 
-    def alike(self, jobs: Sequence[Job]) -> list[Sequence[Job]]:
-        """Group the jobs by the rows x length of their batches."""
+    def alike(self, group: Group) -> list[Group]:
+        """Divide a group by the rows x length of its methods' batches."""
         made: dict[int, list[Job]] = {}
-        for job in jobs:
-            made.setdefault(self.of(job.setting.method), []).append(job)
-        return list(made.values())
+        for job in group.jobs:
+            made.setdefault(self.of(job.setting.method, group.tokens), []).append(job)
+        return [Group(jobs, tokens) for tokens, jobs in made.items()]
 
 
-def join(
-    jobs: Sequence[Job],
-    most: int,
-    limit: int,
-    needed: Callable[[Sequence[Job]], int | None],
-    evicts: Callable[[Job], bool],
-) -> list[list[Job]]:
-    """Group jobs of one cell and question; groups are in the order of their first jobs.
-
-    Methods that evict form groups of their own: where all methods evict, a prefill stores whole prompts of a few rows only.
+class Caches:
+    """The bytes of caches that exist together, computed once for each method and length, from the bytes of one row.
 
     Args:
-        jobs: the jobs.
-        most: the most jobs of a group.
-        limit: the most bytes that the caches of a group of several jobs may need.
-        needed: returns the bytes that the caches of some jobs need together; None for a job that prefills alone.
-        evicts: tells whether the method of a job evicts in every layer.
+        model: the model.
     """
-    groups: list[list[Job]] = []
-    filling: dict[Hashable, list[Job]] = {}
-    place = {id(job): number for number, job in enumerate(jobs)}
 
-    def fits(together: Sequence[Job]) -> bool:
-        return len(together) <= most and not_none("needed", needed(together)) <= limit
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._known: dict[Hashable, Phases] = {}
 
-    for job in jobs:
-        at = (*job.cell.identity.values(), job.question)
-        joins = most > 1 and needed([job]) is not None
-        group = filling.get((evicts(job), at)) if joins else None
-        if group and fits([*group, job]):
-            group.append(job)
-            continue
-        groups.append([job])
-        if joins:
-            filling[evicts(job), at] = groups[-1]
-    for (evicting, at), group in filling.items():
-        kept = filling.get((False, at), [])
-        if evicting and kept and fits([*kept, *group]):  # few methods: they can all be prefilled together
-            kept += group
-            kept.sort(key=lambda job: place[id(job)])
-            groups = [other for other in groups if other is not group]  # jobs do not compare
-    return groups
+    def needed(self, methods: Sequence[Method], shape: Shape, copy: bool = True) -> int:
+        """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
+
+        Methods that store equal keys and values share one storage. With ``copy`` and several methods, the method that
+        answers has a copy of its own cache besides.
+        """
+        rows = shape.rows // self._model.groups
+        each = [self._of_a_row(method, shape) for method in methods]
+        layers = [layer_methods(method, self._model.config) for method in methods]
+        order = reading_order(layers, rows, shape.length, CHUNK)
+        reading, after = (add_parts(parts).alone for parts in zip(*((one.reading, one.after) for one in each), strict=True))
+        copied = max(one.after.alone for one in each) if copy and len(each) > 1 else 0
+        apart = order.apart and order.groups > 1  # groups of rows: some rows' whole prompts, and the finished rows
+        during = order.rows * reading + rows * after if apart else rows * reading
+        return max(during, rows * (after + copied))
+
+    def _of_a_row(self, method: Method, shape: Shape) -> Phases:
+        """Compute what a row of a batch needs."""
+        model = self._model
+        at = jax.tree.structure(method), shape.length, shape.room, shape.keep
+        if at not in self._known:
+            config = with_room(model.config, shape, (method,))
+            sizes = {"batch": model.groups, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
+            (self._known[at],) = needed_each([method], config, model.mesh, model.kv_dtype, sizes, share=True)
+        return self._known[at]
 
 
 def room_for_caches(model: LoadedModel) -> int:
     """Return the bytes that the caches of a group may need on each device: half of the free memory."""
     free = free_bytes(model.mesh)
     return _UNKNOWN if free is None else free // 2
-
-
-def cache_bytes(methods: Sequence[Method], config: Any, shape: Shape, model: LoadedModel) -> int:
-    """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
-
-    Methods that keep every token share one storage. The method that answers has a copy of its own cache.
-    """
-    sizes: dict[str, Any] = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room}
-    sizes |= {"mesh": model.mesh, "kv_dtype": model.kv_dtype}
-    together = kvjax.memory_needed(methods, config, **sizes, share_storage=True).device
-    copy = max(kvjax.memory_needed(method, config, **sizes).device for method in methods) if len(methods) > 1 else 0
-    return together + copy
