@@ -15,7 +15,7 @@ from kvjax.accounting.memory import free_bytes, needed_each
 from kvjax.accounting.phases import Phases, add_parts
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import reading_order
-from kvjax.method import Method
+from kvjax.method import LayerMethod, Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
 CHUNK = 8192  # chunk_size of `kvjax.prefill_each`, where it is not given
@@ -89,32 +89,33 @@ class Caches:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._known: dict[Hashable, Phases] = {}
+        self._known: dict[Hashable, tuple[Phases, Sequence[LayerMethod]]] = {}
 
     def needed(self, methods: Sequence[Method], shape: Shape, copy: bool = True) -> int:
         """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
 
-        Methods that store equal keys and values share one storage. With ``copy`` and several methods, the method that
-        answers has a copy of its own cache besides.
+        Methods that store equal keys and values share one storage. With ``copy``, the method that answers has a copy of its
+        own cache besides, if there are several methods or several questions about a context.
         """
         rows = shape.rows // self._model.groups
-        each = [self._of_a_row(method, shape) for method in methods]
-        layers = [layer_methods(method, self._model.config) for method in methods]
+        each, layers = zip(*(self._of_a_row(method, shape) for method in methods), strict=True)
         order = reading_order(layers, rows, shape.length, CHUNK)
         reading, after = (add_parts(parts).alone for parts in zip(*((one.reading, one.after) for one in each), strict=True))
-        copied = max(one.after.alone for one in each) if copy and len(each) > 1 else 0
+        copies = copy and (len(each) > 1 or shape.questions > 1 and not shape.keep)
+        copied = max(one.after.alone for one in each) if copies else 0
         apart = order.apart and order.groups > 1  # groups of rows: some rows' whole prompts, and the finished rows
         during = order.rows * reading + rows * after if apart else rows * reading
         return max(during, rows * (after + copied))
 
-    def _of_a_row(self, method: Method, shape: Shape) -> Phases:
-        """Compute what a row of a batch needs."""
+    def _of_a_row(self, method: Method, shape: Shape) -> tuple[Phases, Sequence[LayerMethod]]:
+        """Compute what a row of a batch needs; return the methods of the layers, too."""
         model = self._model
         at = jax.tree.structure(method), shape.length, shape.room, shape.keep
         if at not in self._known:
             config = with_room(model.config, shape, (method,))
             sizes = {"batch": model.groups, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
-            (self._known[at],) = needed_each([method], config, model.mesh, model.kv_dtype, sizes, share=True)
+            (needed,) = needed_each([method], config, model.mesh, model.kv_dtype, sizes, share=True)
+            self._known[at] = needed, layer_methods(method, config)
         return self._known[at]
 
 

@@ -236,15 +236,20 @@ def test_what_is_compiled_first_runs_first():
     with Eager() as queue:
         queue.add("late", lambda: [Program(True)])
         queue.add("early", lambda: [Program(False), Program(False)])
-        keys = {"a": ["late"], "b": ["late", "early"], "c": ["early"], "e": ["late"]}
-        waiting = ahead.Waiting("abce", lambda item: keys.get(item, ()), queue)
+        queue.add("begins", lambda: [Program(False), Program(True)])
+        late, early = {"late": None}, {"early": 2}
+        keys = {"a": late, "b": late | early, "c": early, "e": late, "g": {"begins": None}, "h": {"begins": 1}}
+        waiting = ahead.Waiting("abceh", lambda item: keys.get(item, {}), queue)
         assert waiting.take() == "c"
+        waiting.put_back(["g"])
+        assert waiting.take() == "h", "its first program is enough"
         waiting.put_back(["d", "f"])  # nothing of them is compiled ahead
         assert [waiting.take(), waiting.take()] == ["d", "f"]
         queue.add("wrong", fails)
         waiting.put_back(["w"])
-        keys["w"] = ["wrong"]
+        keys["w"] = {"wrong": 2}
         assert waiting.take() == "w"
         taken.set()
-        queue.wait("late")
-        assert [waiting.take() for _ in "abe"] == ["a", "b", "e"] and not waiting
+        for key in ("late", "begins"):
+            queue.wait(key)
+        assert [waiting.take() for _ in "gabe"] == ["g", "a", "b", "e"] and not waiting

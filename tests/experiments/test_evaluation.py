@@ -22,7 +22,18 @@ from experiments.answering import METHODS, Shape, ask, budget_of, load_model, pa
 from experiments.benchmarks import Cell, Example, Reading, alike, encode_cell, is_whole
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, plots, progress, runner, stored, tables, together
+from experiments.evaluation import (
+    answers,
+    cells,
+    comparison,
+    packing,
+    plots,
+    progress,
+    runner,
+    stored,
+    tables,
+    together,
+)
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
@@ -355,25 +366,83 @@ def test_a_folder_of_an_earlier_version_is_compared_but_not_continued(tiny, tmp_
     assert {one.same for one in comparison.beside_full(generated)} == {100}, "the seed tells the references"
 
 
+class Costs:
+    """Costs of jobs by their labels: a capital evicts, "x" is prefilled alone; identity["needs"] bytes for 65,536 tokens."""
+
+    def kind(self, job):
+        return job.label, job.identity["needs"]
+
+    def alone(self, job):
+        return job.label == "x"
+
+    def evicts(self, job):
+        return job.label.isupper()
+
+    def needed(self, jobs, tokens):
+        return sum(job.identity["needs"] for job in jobs) * tokens / 65536
+
+    def grows(self, job, tokens):
+        return self.needed([job], tokens) <= 1
+
+    def work(self, job, tokens):
+        return packing.Work(passes=128.0, batches=max(1, 64 * 16384 // tokens))
+
+
+def jobs_of(labels, needs, tasks="tu"):
+    return [
+        together.Job(label, None, "prefill", Cell(task, 512, 2), {"needs": size})
+        for label, size in zip(labels, needs, strict=True)
+        for task in tasks
+    ]
+
+
+def packed(labels, needs, most=9, limit=9, tokens=65536):
+    """The groups of a cell as texts of labels, each with its tokens in units of 65,536."""
+    groups = packing.join(jobs_of(labels, needs), most, limit, tokens, Costs())
+    both = {task: [group for group in groups if group.jobs[0].cell.task == task] for task in "tu"}
+    told, same = ([("".join(job.label for job in g.jobs), g.tokens // 65536) for g in own] for own in both.values())
+    assert told == same, "cells of one kind are packed in the same way"
+    return told
+
+
 def test_jobs_are_prefilled_together_as_far_as_they_fit():
-    def needed(jobs):
-        sizes = [job.identity["needs"] for job in jobs]
-        return None if None in sizes else sum(sizes)
+    assert packed("abxde", (4, 3, 9, 2, 9), most=3) == [("abd", 1), ("x", 1), ("e", 1)]
+    assert packed("abc", (1, 1, 1), most=1) == [("a", 1), ("b", 1), ("c", 1)]
+    assert packed("abcd", (5, 4, 4, 5), limit=9) == [("ab", 1), ("cd", 1)], "two groups are open at once"
+    assert packed("abc", (0, 9, 1), limit=9) == [("ab", 1), ("c", 1)], "what needs nothing is never alone"
+    assert packed("AbCd", (2, 2, 2, 2)) == [("AbCd", 1)], "methods that evict join the groups of other methods"
+    assert packed("AbCd", (2, 2, 2, 2), most=3) == [("AC", 1), ("bd", 1)], "they are apart if there must be two"
 
-    def job(task, method, needs):
-        return together.Job(method, None, "prefill", Cell(task, 512, 2), {"needs": needs})
 
-    jobs = [job(task, method, needs) for method, needs in zip("abcde", (4, 3, None, 2, 9), strict=True) for task in "tu"]
-    found = together.join(jobs, 3, 9, needed, lambda job: False)
-    assert ["".join(job.label for job in group) + group[0].cell.task for group in found] == [
-        "abdt", "abdu", "ct", "cu", "et", "eu",
-    ]  # fmt: skip
-    assert [len(group) for group in together.join(jobs, 1, 9, lambda jobs: 1, lambda job: False)] == [1] * 10
-    assert [len(group) for group in together.join(jobs[:4], 9, 6, needed, lambda job: False)] == [1] * 4
-    few = [job("t", name, 2) for name in "AbCd"]
-    for most, made in ((3, ["AC", "bd"]), (4, ["AbCd"])):  # methods that evict, in capitals, apart unless all fit
-        found = together.join(few, most, 9, needed, lambda job: job.label.isupper())
-        assert ["".join(job.label for job in group) for group in found] == made
+def test_rows_follow_from_memory():
+    four = (2, 2, 2, 2)
+    assert packed("abcd", four, tokens=2 * 65536, limit=16) == [("abcd", 2)]
+    assert packed("abcd", four, tokens=2 * 65536, limit=8) == [("abcd", 1)], "fewer rows, and one prefill instead of two"
+    assert packed("abcd", four, limit=4) == [("ab", 1), ("cd", 1)], "no batch is too small for the device"
+    assert packed("x", (0.25,)) == [("x", 4)], "what holds little has more rows"
+    assert packed("AB", (0.25, 0.1)) == [("AB", 4)] and packed("AB", (0.25, 0.1), limit=1) == [("AB", 2)]
+    assert packed("xA", (0.001, 0.001), limit=1) == [("x", 16), ("A", 16)], "until there is one batch"
+
+
+def test_a_packing_has_every_job_once_in_a_group_that_fits():
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        labels = "".join(draw.choice(list("abcdeABCDx"), 12))
+        needs = [int(n) for n in draw.integers(0, 9, 12)]
+        most, limit, tokens = int(draw.integers(1, 6)), 12, 32768 << int(draw.integers(0, 4))
+        jobs, costs = jobs_of(labels, needs), Costs()
+        groups = packing.join(jobs, most, limit, tokens, costs)
+        assert sorted(id(job) for group in groups for job in group.jobs) == sorted(map(id, jobs))
+        place = {id(job): at for at, job in enumerate(jobs)}
+        assert [place[id(group.jobs[0])] for group in groups] == sorted(place[id(group.jobs[0])] for group in groups)
+        for group in groups:
+            places = [place[id(job)] for job in group.jobs]
+            assert places == sorted(places) and len({job.cell for job in group.jobs}) == 1
+            assert len(group.jobs) <= most and (len(group.jobs) == 1 or costs.needed(group.jobs, group.tokens) <= limit)
+            assert len(group.jobs) == 1 or not any(map(costs.alone, group.jobs))
+            assert group.tokens >= min(tokens, 65536) and (
+                group.tokens <= tokens or all(costs.grows(job, group.tokens) for job in group.jobs)
+            )
 
 
 def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):

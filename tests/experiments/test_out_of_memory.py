@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -11,9 +12,9 @@ import pytest
 import kvjax
 import models
 from experiments.answering import Shape, ask
-from experiments.evaluation import runner, together
+from experiments.evaluation import planning, runner, together
 from kvjax.accounting import memory
-from tests.experiments.test_evaluation import TINY, make, tiny  # noqa: F401  (a fixture)
+from tests.experiments.test_evaluation import TINY, loaded, make, tiny  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -32,10 +33,10 @@ def device(monkeypatch):
         tried = []
 
         def run(self, group, *given):
-            tried.append(("+".join(job.label for job in group), self._rows(group[0])))
+            tried.append(("+".join(job.label for job in group.jobs), self._rows(group)))
             if too_much(*tried[-1]):
                 raise error
-            return [DONE for _ in group]
+            return [DONE for _ in group.jobs]
 
         monkeypatch.setattr(runner.Runner, "_run", run)
         return tried
@@ -79,7 +80,7 @@ def test_what_did_not_fit_is_freed_before_less_is_read(tiny, tmp_path, monkeypat
 
     def run(self, group, *given):
         assert not any(caches() for caches in failed), "the caches of an earlier attempt are still there"
-        if len(group) > 1:
+        if len(group.jobs) > 1:
             caches = Caches()
             failed.append(weakref.ref(caches))
             caches.error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -95,12 +96,13 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     """On a device with room for two of three caches: `kvjax.prefill_each` takes the groups, and not all three."""
     run = make(tiny, tmp_path, **GIVEN, together=8)
     jobs = [job for job in run._jobs(run.settings.choices) if job.setting.method.dense_prompt and job.cell.task == "vt"]
-    given = [job.setting.method for job in jobs]
-    limit = run._bytes(jobs[:2])
-    assert len(jobs) == 3 and run._bytes(jobs) > limit
-    groups = together.join(jobs, 8, limit, run._bytes, lambda job: False)
-    assert [len(group) for group in groups] == [2, 1]
-    (shape,) = {batch.shape for batch in run._batches(jobs[0].cell, given[0], jobs[0].question)}
+    given, tokens = [job.setting.method for job in jobs], run.settings.batch_tokens
+    limit = run._plan.needed(jobs[:2], tokens)
+    assert len(jobs) == 3 and run._plan.needed(jobs, tokens) > limit
+    monkeypatch.setattr(planning, "room_for_caches", lambda model: limit)
+    groups = run._plan.groups(jobs)
+    assert sorted(len(group.jobs) for group in groups) == [1, 2]
+    (shape,) = {batch.shape for batch in run._batches(groups[0])}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
     two, three = (
         kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).device for some in (given[:2], given)
@@ -110,6 +112,20 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     memory.check_memory(given[:2], run.model.config, None, None, sizes, share=True)
     with pytest.raises(MemoryError, match="3 methods that share one prefill need .*; prefill fewer methods"):
         memory.check_memory(given, run.model.config, None, None, sizes, share=True)
+
+
+@pytest.mark.parametrize("length", [512, 16384])
+def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(tiny, length):  # noqa: F811
+    """For any rows, from one row of each method alone; a prompt has one chunk of tokens or two."""
+    model = dataclasses.replace(loaded(tiny), config=dataclasses.replace(TINY, max_position_embeddings=length, num_layers=3))
+    every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
+    caches = together.Caches(model)
+    for names in ("full", "full quest", "quest mosaickv snapkv", "snapkv", "h2o kvzip snapkv", " ".join(every)):
+        methods = [every[name] for name in names.split()]
+        for rows in (1, 3, 40):
+            sizes = {"batch": rows, "prompt_slots": length, "max_new_tokens": 128}
+            exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True).device
+            assert caches.needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811
