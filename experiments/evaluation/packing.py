@@ -99,7 +99,7 @@ class _Packer:
     def pack_cell(self, jobs: Sequence[Job]) -> list[Group]:
         """Group all jobs of a cell."""
         alone = [job for job in jobs if self.most == 1 or self.costs.alone(job)]
-        made = [self._widened([job], self.batch_tokens) for job in alone]
+        made = [self._sized([job], self.batch_tokens) for job in alone]
         plans = self._plans([job for job in jobs if not any(job is one for one in alone)])  # jobs do not compare
         return made + min(plans, key=self._cost)
 
@@ -115,7 +115,7 @@ class _Packer:
             made.append((tokens, [*kept, *self._packed(evict, tokens)]))
             mixed, left = self._filled(kept, evict, tokens)
             made.append((tokens, [*mixed, *self._packed(left, tokens)]))
-        return [[self._widened(group, tokens) for group in groups] for tokens, groups in made]
+        return [[self._sized(group, tokens) for group in groups] for tokens, groups in made]
 
     def _packed(self, jobs: Sequence[Job], tokens: int) -> list[list[Job]]:
         """Group jobs, the largest caches first; open another group for each job that fits no open group."""
@@ -142,8 +142,10 @@ class _Packer:
                 best[1].append(job)
         return filled, left
 
-    def _widened(self, jobs: list[Job], tokens: int) -> Group:
-        """Double the rows of a group's batches as often as memory allows it and batches become fewer."""
+    def _sized(self, jobs: list[Job], tokens: int) -> Group:
+        """Halve the rows of a group's batches until they fit; else double them while they fit and batches become fewer."""
+        while tokens // 2 >= _ENOUGH and self.costs.needed(jobs, tokens) > self.limit:  # a job that is prefilled alone
+            tokens //= 2
         while (
             self.costs.work(jobs[0], 2 * tokens).batches < self.costs.work(jobs[0], tokens).batches
             and self.costs.needed(jobs, 2 * tokens) <= self.limit

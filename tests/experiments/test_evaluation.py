@@ -420,6 +420,7 @@ def test_rows_follow_from_memory():
     assert packed("abcd", four, tokens=2 * 65536, limit=8) == [("abcd", 1)], "fewer rows, and one prefill instead of two"
     assert packed("abcd", four, limit=4) == [("ab", 1), ("cd", 1)], "no batch is too small for the device"
     assert packed("x", (0.25,)) == [("x", 4)], "what holds little has more rows"
+    assert packed("ax", (2, 3), tokens=8 * 65536, limit=7) == [("a", 2), ("x", 2)], "the settings' rows are the most"
     assert packed("AB", (0.25, 0.1)) == [("AB", 4)] and packed("AB", (0.25, 0.1), limit=1) == [("AB", 2)]
     assert packed("xA", (0.001, 0.001), limit=1) == [("x", 16), ("A", 16)], "until there is one batch"
 

@@ -120,9 +120,9 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(tiny, length):  # n
     model = dataclasses.replace(loaded(tiny), config=dataclasses.replace(TINY, max_position_embeddings=length, num_layers=3))
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
     caches = together.Caches(model)
-    for names in ("full", "full quest", "quest mosaickv snapkv", "snapkv", "h2o kvzip snapkv", " ".join(every)):
+    for names in ("full quest", "quest mosaickv snapkv", "h2o kvzip snapkv", " ".join(every)):
         methods = [every[name] for name in names.split()]
-        for rows in (1, 3, 40):
+        for rows in (3, 40):
             sizes = {"batch": rows, "prompt_slots": length, "max_new_tokens": 128}
             exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True).device
             assert caches.needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
