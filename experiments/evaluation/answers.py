@@ -67,7 +67,7 @@ def make_batches(
     Args:
         encoded: the cell.
         question: where the question stands: "prefill", "extend" or "turns".
-        batch_tokens: rows x length that are generated together.
+        batch_tokens: rows x length of a batch, at most.
         limit: the most tokens that the model can take; None if there is no limit.
         new_tokens: most tokens of an answer; None takes the examples' own.
         samples: the most contexts of any generated cell of the run; they decide the number of rows.

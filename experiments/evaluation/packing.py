@@ -143,7 +143,7 @@ class _Packer:
         return filled, left
 
     def _sized(self, jobs: list[Job], tokens: int) -> Group:
-        """Halve the rows of a group's batches until they fit; else double them while they fit and batches become fewer."""
+        """Choose the rows of a group's batches: half as often as they do not fit, or double while batches become fewer."""
         while tokens // 2 >= _ENOUGH and self.costs.needed(jobs, tokens) > self.limit:  # a job that is prefilled alone
             tokens //= 2
         while (
