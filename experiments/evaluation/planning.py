@@ -39,7 +39,12 @@ class Plan:
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
         """Group jobs; see `experiments.evaluation.packing.join`."""
-        return join(jobs, self._settings.together, room_for_caches(self._model), self._settings.batch_tokens, self)
+        return join(jobs, self._settings.together, self._bytes, self._settings.batch_tokens, self)
+
+    @functools.cached_property
+    def _bytes(self) -> int:
+        """The bytes that the caches of a group may need: found once, so that equal jobs always have equal groups."""
+        return room_for_caches(self._model)
 
     def batches(self, cell: Cell, method: Method, question: str, tokens: int) -> list[Batch]:
         """Sort a cell's examples into batches of at most ``tokens``, rows x length."""

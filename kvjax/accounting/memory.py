@@ -146,7 +146,7 @@ def needed_each(
         known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
         made = []
         for layer, ((device, host), key, common) in enumerate(known[kind] for kind in kinds):
-            shared = {(layer, finished, key): common} if shares and key is not None else {}
+            shared: dict[Hashable, int] = {(layer, finished, key): common} if shares and key is not None else {}
             made.append(Part(device - sum(shared.values()), host, shared))
         return made
 
@@ -174,7 +174,9 @@ def needed_each(
 def _largest(layers: Sequence[Part]) -> Part:
     """Return what the layers need of which only one exists at a time."""
     most = max(layers, key=lambda x: x.alone)
-    shared = {("one layer", finished, key): size for (_, finished, key), size in cast("Any", most.shared.items())}
+    shared: dict[Hashable, int] = {}
+    for (_, finished, key), size in cast("Any", most.shared.items()):
+        shared["one layer", finished, key] = size
     return Part(most.device, max(x.host for x in layers), shared)
 
 

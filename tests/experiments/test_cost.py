@@ -102,13 +102,16 @@ KNOBS = {
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
     params = models.random_params(TINY, jax.random.key(0))
-    shape = Shape(128, 2, 4, questions=1, question_length=32)
+    shape, waited = Shape(128, 2, 4, questions=1, question_length=32), []
     with compilations() as found:
-        for lowered in programs(params, TINY, [method], shape):
-            lowered.compile()
+        lowered = list(programs(params, TINY, [method], shape))
+        for one in lowered:
+            one.compile()
         before = sum(found.values())
-        ask(params, TINY, [list(range(1, 100))] * 2, method, shape, questions=[[[5, 6, 7]]] * 2, limits=[[3], [2]])
+        given = {"questions": [[[5, 6, 7]]] * 2, "limits": [[3], [2]], "ready": waited.append}
+        ask(params, TINY, [list(range(1, 100))] * 2, method, shape, **given)
     assert sum(found.values()) == before == len(LARGE)
+    assert waited == [1, len(lowered)], "it waits for the prefill's program, then for all programs"
 
 
 def test_limits_end_rows_and_nobody_else():
