@@ -62,6 +62,7 @@ class Runner:
         settings: what to run.
         model: the model.
         out: the result folder.
+        cells: the cells of the settings, if `make_cells` has made them before.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
@@ -81,6 +82,7 @@ class Runner:
         model: LoadedModel,
         out: pathlib.Path,
         *,
+        cells: list[Cell] | None = None,
         force: bool = False,
         progress: bool = True,
     ) -> None:
@@ -121,7 +123,7 @@ class Runner:
         self._known_bytes: dict[Hashable, int] = {}
         self._checked: set[Cell] = set()
         self._sizes = Sizes(settings.batch_tokens)
-        self.cells = make_cells(settings)
+        self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
         self.store = CellStore(self._reading, self.cells, settings.workers)
