@@ -33,7 +33,7 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import layer_inputs, reread
+from kvjax.decoding.passes import layer_inputs, reread, run_model
 from kvjax.method import LayerMethod, Method
 from kvjax.typing import EMPTY, Model
 from pallas_kernels import axes
@@ -237,7 +237,7 @@ class _Run:
                     return lax.optimization_barrier((outs[0], tuple(made)))
                 return outs[0], tuple(made)
 
-            new, states = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+            new, states = run_model(self.model, params, piece, attend, states, jnp.clip(last, 0, chunk - 1))
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
