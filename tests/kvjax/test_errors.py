@@ -13,8 +13,10 @@ import pytest
 
 import kvjax
 from kvjax import registry, rope
+from kvjax.families import Retrieval
 from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.testing.model import TinyModel
+from kvjax.typing import pytree
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, tiny_params
 from tests.kvjax.cases import ONE
@@ -130,6 +132,29 @@ def test_a_method_writes_check():
                 pass
 
     refuses("Mine: write `check`, not __post_init__", define, TypeError)
+
+
+def test_metadata_that_no_loop_could_carry_are_refused():
+    @pytree
+    class Mine(Retrieval):
+        def summarize(self, key, valid):
+            return key.mean(axis=3)
+
+        def join(self, summary, cache):
+            return summary[:, :, 0]
+
+        def score(self, summary, query, cursor):
+            return jnp.einsum("bhgd,bhpd->bhp", query, summary)
+
+    def step(params):
+        cache = kvjax.prefill(params, [[1]], config=ONE, method=Mine(budget=16), max_new_tokens=2)
+        return kvjax.decode_step(params, cache, jnp.array([1]))
+
+    refuses(
+        r"Mine.join must return the metadata .*, float32 \[1, 2, 9, 8\], got float32 \[1, 2, 8\]",
+        lambda: jax.eval_shape(step, tiny_params()),
+    )
+    refuses("unknown method 'my_file.Mine' .did you mean my_file:Mine", lambda: kvjax.make("my_file.Mine"))
 
 
 # ---- prompts ------------------------------------------------------------------------------------------------------
