@@ -49,7 +49,7 @@ def check_score(method: Any, score: Array, shape: tuple[int, ...], letters: str)
 
 
 def check_alike(method: Any, hook: str, before: Any, after: Any) -> Any:
-    """Return ``after``, the metadata that a method's ``hook`` returned in a step: arrays as in ``before``, the step's metadata.
+    """Return ``after``, the metadata that a method's ``hook`` returned in a step: arrays as in ``before``.
 
     Raises:
         ValueError: the arrays differ in their number, shapes or dtypes, so that no loop could carry them.
@@ -58,8 +58,8 @@ def check_alike(method: Any, hook: str, before: Any, after: Any) -> Any:
     if old != new or jax.tree.structure(before) != jax.tree.structure(after):
         told = [", ".join(texts) or "no array" for texts in (old, new)]
         raise ValueError(
-            f"{type(method).__name__}.{hook} must return the metadata with the shapes and dtypes that they had, {told[0]}, got "
-            f"{told[1]}"
+            f"{type(method).__name__}.{hook} must return the metadata with the shapes and dtypes that they had, {told[0]}, "
+            f"got {told[1]}"
         )
     return after
 
