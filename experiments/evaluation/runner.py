@@ -53,6 +53,7 @@ from experiments.tasks import expand, get_task, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
+from models.progress import is_drawn
 
 
 class Runner:
@@ -156,7 +157,7 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
-            with Progress(len(jobs), self.progress) as bar:
+            with Progress(len(jobs), self.progress and is_drawn()) as bar:  # a log has a line for each cell
                 while waiting:
                     bar.waits()
                     with Timer(clock) as waited:
