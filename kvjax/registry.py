@@ -73,7 +73,9 @@ def find(name: str) -> type[Method]:
     cls = known.get(given)
     if cls is None:
         names = f"{', '.join(sorted(classes()))}; wrappers: {', '.join(WRAPPERS)}"
-        raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {names}")
+        module, dot, last = name.rpartition(".")
+        near = f" (did you mean {module}:{last}?)" if dot else nearest(given, known)
+        raise ValueError(f"unknown method {name!r}{near}; known methods: {names}")
     return cls
 
 

@@ -25,7 +25,7 @@ from kvjax.cache.quantised import empty_resident
 from kvjax.fields import clamped, is_traced, known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
-from kvjax.selection import check_score, top_slots
+from kvjax.selection import check_alike, check_score, top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -139,6 +139,7 @@ class SlotAttention(LayerMethod):
         # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
         out, aux = lax.optimization_barrier((out, state.aux))
         changed, aux = self.update(seen, aux, step, mass)
+        check_alike(self, "update", state.aux, aux)
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:

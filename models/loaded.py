@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -43,6 +44,10 @@ class Loaded:
     tokenizer: Tokenizer
     directory: pathlib.Path
     mesh: Mesh | None = None
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        return f"Loaded({self.name!r}, {count / 1e6:.0f}M parameters in {self.config.dtype}, config={self.config})"
 
     @property
     def template(self) -> ChatTemplate | None:

@@ -125,9 +125,9 @@ def _generate(settings: GenerateSettings) -> None:
         text, new, held = GrowingText(tokenizer), 0, ""
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                ids = out.rows()[0]
-                new += len(ids)
-                piece = text.add([token for token in ids if token not in config.eos_token_ids])
+                made = out.rows()[0]
+                new += len(made)
+                piece = text.add([token for token in made if token not in config.eos_token_ids])
                 if settings.stream:
                     _show(piece)
                 else:

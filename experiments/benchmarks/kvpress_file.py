@@ -153,7 +153,10 @@ def _check_cell(record: Record, name: str) -> None:
 
 def _scorer(record: Record, task: str) -> str:
     if record.has("scorer") and record.text("scorer"):
-        check_scorer(record.text("scorer"))
+        try:
+            check_scorer(record.text("scorer"))
+        except ValueError as error:
+            raise record.error(str(error)) from error
         return record.text("scorer")
     if task not in SCORER_OF:
         near = difflib.get_close_matches(task, SCORER_OF, n=1, cutoff=0.0)[0]
@@ -186,30 +189,42 @@ def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
             the file, the line, what was found and what was expected.
         ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
     """
+    return grouped(path, [example_of(record, csv_cells=path.suffix == ".csv") for record in read_rows(path, limit)])
+
+
+def read_rows(path: Path, limit: int | None = None) -> list[Record]:
+    """Read the rows of a table by the suffix of its file; at least one row, or a ValueError as in `read_kvpress`."""
     check_file(path)
     if path.suffix not in ROWS:
         raise ValueError(f"{path}: expected one of the suffixes {', '.join(ROWS)}, got {path.suffix!r}")
     records = ROWS[path.suffix](path, limit)
     if not records:
         raise ValueError(f"{path}: expected at least one row, got none")
-    examples = []
-    for record in records:
-        task = record.text("task")
-        name = "answers" if record.has("answers") and not record.has("answer") else "answer"
-        scorer = _scorer(record, task)
-        if path.suffix == ".csv" and scorer not in NUMERIC:
-            _check_cell(record, name)
-        example = Example(
-            task=task,
-            context=record.text("context"),
-            question=record.text("question"),
-            answer_prefix=record.text("answer_prefix"),
-            answers=_listed(record, name, decimals=scorer == "infinitebench_math_find"),
-            max_new_tokens=_max_new_tokens(record),
-            scorer=scorer,
-            classes=_listed(record, "all_classes") if record.has("all_classes") and record.values["all_classes"] else (),
-        )
-        examples.append(record.fitted(example))
+    return records
+
+
+def example_of(record: Record, *, csv_cells: bool = False) -> Example:
+    """Make the example of a row; ``csv_cells`` refuses whole numbers in the form that spreadsheets give them."""
+    task = record.text("task")
+    name = "answers" if record.has("answers") and not record.has("answer") else "answer"
+    scorer = _scorer(record, task)
+    if csv_cells and scorer not in NUMERIC:
+        _check_cell(record, name)
+    example = Example(
+        task=task,
+        context=record.text("context"),
+        question=record.text("question"),
+        answer_prefix=record.text("answer_prefix"),
+        answers=_listed(record, name, decimals=scorer == "infinitebench_math_find"),
+        max_new_tokens=_max_new_tokens(record),
+        scorer=scorer,
+        classes=_listed(record, "all_classes") if record.has("all_classes") and record.values["all_classes"] else (),
+    )
+    return record.fitted(example)
+
+
+def grouped(path: Path, examples: list[Example]) -> list[Example]:
+    """Put examples with the same task and context into a group."""
     times = collections.Counter((example.task, example.context) for example in examples)
     groups = {key: f"{path.name}/{number}" for number, key in enumerate(times) if times[key] > 1}
     return [dataclasses.replace(e, group=groups.get((e.task, e.context), "")) for e in examples]

@@ -11,11 +11,13 @@ from experiments.benchmarks.infinitebench_file import read_infinitebench
 from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
 from experiments.benchmarks.longbench2_file import read_longbench2
 from experiments.benchmarks.longbench_file import read_longbench
+from experiments.benchmarks.questions_file import read_questions
 from experiments.benchmarks.records import check_file
 from experiments.benchmarks.ruler_file import read_ruler
 from experiments.benchmarks.scbench_file import read_scbench
 
 READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
+    "questions": read_questions,
     "ruler": read_ruler,
     "kvpress": read_kvpress,
     "longbench": read_longbench,
@@ -62,7 +64,7 @@ def files_of(name: str, path: Path) -> list[Path]:
     if not path.is_dir():
         check_file(path)
         return [path]
-    suffixes = {"kvpress": tuple(ROWS), "longbench2": (".json", ".jsonl")}.get(name, (".jsonl",))
+    suffixes = {"kvpress": tuple(ROWS), "questions": tuple(ROWS), "longbench2": (".json", ".jsonl")}.get(name, (".jsonl",))
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not found:
         raise ValueError(f"{path}: expected files that end in {' or '.join(suffixes)} in this folder, got none")

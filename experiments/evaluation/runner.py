@@ -53,6 +53,7 @@ from experiments.tasks import expand, get_task, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
+from models.progress import is_drawn
 
 
 class Runner:
@@ -62,6 +63,7 @@ class Runner:
         settings: what to run.
         model: the model.
         out: the result folder.
+        cells: the cells of the settings, if `make_cells` has made them before.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
@@ -81,6 +83,7 @@ class Runner:
         model: LoadedModel,
         out: pathlib.Path,
         *,
+        cells: list[Cell] | None = None,
         force: bool = False,
         progress: bool = True,
     ) -> None:
@@ -121,7 +124,7 @@ class Runner:
         self._known_bytes: dict[Hashable, int] = {}
         self._checked: set[Cell] = set()
         self._sizes = Sizes(settings.batch_tokens)
-        self.cells = make_cells(settings)
+        self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
         self.store = CellStore(self._reading, self.cells, settings.workers)
@@ -154,7 +157,7 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), ()), ahead)
-            with Progress(len(jobs), self.progress) as bar:
+            with Progress(len(jobs), self.progress and is_drawn()) as bar:  # a log has a line for each cell
                 while waiting:
                     bar.waits()
                     with Timer(clock) as waited:

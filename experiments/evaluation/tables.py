@@ -15,10 +15,10 @@ from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
 from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
 
+_OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
 _LEGEND = (
     "Scores are 0 to 100. Against Full: mean difference "
-    f"on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Fewer than {FEW} examples that are all "
-    "alike have no interval. Same answer: word for word. Question: "
+    f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
@@ -61,8 +61,10 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
     Where rows have no scores to average, as perplexity, the table has every cell. Comments say what made the numbers.
     """
     compared = beside_full(load(folders))
-    about = [f"% {_about(folder)}" for folder in folders] + [f"% {_LEGEND}", r"% \usepackage{booktabs}"]
-    if any(item.row["unit"] == "percent" for item in compared):
+    means = any(item.row["unit"] == "percent" for item in compared)
+    legend = _LEGEND.replace(_OF_CELLS, "") if means else _LEGEND
+    about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
+    if means:
         parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
         about += [f"% {text}" for text in left_out(compared)]
     else:

@@ -168,8 +168,14 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 def check_model(config: Any) -> None:
     """Refuse a ``config`` that does not describe a model."""
     needed = [name for name in vars(Model) if not name.startswith("_")]
-    if isinstance(config, type) or not {*needed} <= {*dir(config)}:
-        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
+    lacking = [name for name in needed if name not in dir(config)]
+    if isinstance(config, (type, Array)) or len(lacking) == len(needed):
+        hint = "; it is static: close over it, or name it in static_argnames" if isinstance(config, Array) else ""
+        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}{hint}")
+    if lacking:
+        raise ValueError(
+            f"config must describe a model (kvjax.typing.Model), but {type(config).__name__} has no {', '.join(lacking)}"
+        )
 
 
 def check_arrays(params: Any) -> None:

@@ -486,7 +486,7 @@ def test_kvpress_columns_of_longbench_and_of_the_users_own(tmp_path):
     assert second.answers == ("7",) and score(second, "7") == 1.0
     for change, message in (
         ({"scorer": ""}, "line 1: no scorer is known for the task 'my_task'"),
-        ({"scorer": "f1"}, "unknown scorer 'f1'"),
+        ({"scorer": "f1"}, "line 1: unknown scorer 'f1'"),
         ({"max_new_tokens": "many"}, "line 1: expected a whole number of at least 1 in the field 'max_new_tokens'"),
         ({"max_new_tokens": 0}, "line 1: expected a whole number of at least 1"),
         ({"question": None}, "line 1: expected a text in the field 'question', got NoneType None"),
@@ -655,13 +655,37 @@ def test_absent_values_of_a_parquet_are_refused(tmp_path):
     assert answers(71432.0, 0.5) == [("71432",), ("0.5",)] and answers(2**60 + 1) == [(str(2**60 + 1),)]
 
 
+# A user's own questions
+
+
+def test_a_table_of_own_questions_needs_three_columns(tmp_path):
+    (tmp_path / "notes.txt").write_text("The order is PO-88213.")
+    (tmp_path / "mine.csv").write_text(
+        "context_file,question,answer,scorer,max_new_tokens\nnotes.txt,Which order?,PO-88213,,\n"
+        'notes.txt,Who?,"[""Ann"", ""Bo""]",ruler_all,8\n'
+    )
+    first, second = read(f"questions:{tmp_path / 'mine.csv'}")
+    assert first.prompt == "The order is PO-88213.\n\nWhich order?" and first.group == second.group == "mine.csv/0"
+    assert (first.task, first.max_new_tokens, second.max_new_tokens) == ("mine", 64, 8)
+    assert score(first, "It is po-88213.") == 1 and score(first, "None") == 0 and score(second, "bo") == 0.5
+    row = {"context": "c", "question": " q", "answers": ["a", "b"]}
+    (made,) = read(f"questions:{write_lines(tmp_path / 'a.jsonl', row)}")
+    assert made.prompt == "c q" and score(made, "B") == 1
+    for change, message in (
+        ({"context": None, "question": ""}, "line 1: expected fields 'context' or 'context_file', 'question', got"),
+        ({"context": None, "context_file": "none.txt"}, "line 1: expected a text in the field 'context_file', got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(f"questions:{write_lines(tmp_path / 'a.jsonl', row | change)}")
+
+
 # All formats
 
 
 def test_malformed_specs_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown format 'longbech', did you mean 'longbench'"):
         read("longbech:a.jsonl")
-    with pytest.raises(ValueError, match="expected FORMAT:PATH with a format of ruler, kvpress, .* got 'a.jsonl'"):
+    with pytest.raises(ValueError, match="expected FORMAT:PATH with a format of questions, ruler, .* got 'a.jsonl'"):
         read("a.jsonl")
     with pytest.raises(ValueError, match="the limit must be at least 1 record, got 0"):
         read("ruler:a.jsonl", limit=0)
@@ -672,6 +696,7 @@ def test_malformed_specs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "name, stem",
     {
+        "questions": "rows",
         "ruler": "vt",
         "kvpress": "rows",
         "longbench": "qasper",
@@ -691,7 +716,7 @@ def test_damaged_empty_and_missing_files(name, stem, tmp_path):
         (b'\n{"a": \n', "line 2: expected a JSON object, got a damaged line .*: '{\"a\":'..."),
         (b"\xff\xfe\n", "line 1: expected a JSON object, got a damaged line .*utf-8"),
         (b"[1]\n", r"line 1: expected a JSON object, got list \[1\]"),
-        (b"{}\n", "line 1: expected a field '"),
+        (b"{}\n", "line 1: expected (a field|fields) '"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message) as caught:
