@@ -44,7 +44,7 @@ def load_tokenizer(
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {directory}")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_buffer(path.read_bytes())  # whose path may be no Unicode text
         except Exception as error:  # the library raises Exception itself for a file that it cannot parse
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
     if config is not None:

@@ -106,7 +106,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     Raises:
         ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
     """
-    tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
+    tokenizer = Tokenizer.from_buffer(reading.tokenizer_file.read_bytes())  # its path may be no Unicode text
 
     def ids(text: str, special: bool = False) -> list[int]:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
