@@ -138,7 +138,9 @@ def test_dialogue_differs_from_the_suites_repaired_program_in_parts_of_words_and
         whole = any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text.upper()) for answer in answers)
         assert mine >= float(whole) and theirs >= float(whole), text
         if mine > theirs:  # other marks or other white space between the words of a name
-            assert re.search(r"[\n\u2019]|JEAN -LUC", text.upper()), text
+            assert re.search(r"\n|\u2019|MARY \?|JEAN -LUC", text.upper()), text
+        if theirs > mine:
+            assert re.search(r"JOANNA|[A-Z]\?\?\?", text.upper()), text
 
 
 def test_every_scorer_has_a_value_above():

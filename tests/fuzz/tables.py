@@ -14,10 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from experiments.benchmarks import read
-from experiments.benchmarks.base import Example
-from experiments.benchmarks.cells import Cell, Encoded, Reading, encode_cell
-from experiments.benchmarks.scorers import score
+from experiments.benchmarks import Cell, Encoded, Example, Reading, encode_cell, read, score
 from models import builtin_directory
 from tests.fuzz.report import Outcome
 from tests.fuzz.values import nested
