@@ -120,6 +120,13 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
     return _whole(Tokenizer.from_str(backend.to_str()))
 
 
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that a tokenizer puts before every text: begin-of-text, or several; none for many models."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    starts = range(len(whole) - len(plain) + 1)
+    return next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
+
+
 def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
     """Read the special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 

@@ -23,6 +23,8 @@ from tests.fuzz.inputs import Inputs
 from tests.fuzz.paths import Paths
 from tests.fuzz.report import Outcome, Tally, report
 from tests.fuzz.tables import Tables
+from tests.fuzz.texts import Texts
+from tests.fuzz.tokenizers import Tokenizers
 
 # The kinds, and their shares of the time. A kind makes what gives the outcomes of the case of a number, from the seed and a
 # folder for files.
@@ -31,7 +33,9 @@ _KINDS: dict[str, tuple[Callable[[int, pathlib.Path], _Check], float]] = {
     "inputs": (lambda seed, folder: Inputs(seed, folder).check, 0.2),
     "tables": (lambda seed, folder: Tables(seed, folder).check, 0.1),
     "paths": (lambda seed, folder: Paths(seed, folder).check, 0.1),
-    "laws": (lambda seed, folder: functools.partial(laws.check, seed), 0.6),
+    "texts": (lambda seed, folder: Texts(seed, folder).check, 0.05),
+    "tokenizers": (lambda seed, folder: Tokenizers(seed, folder).check, 0.1),
+    "laws": (lambda seed, folder: functools.partial(laws.check, seed), 0.45),
 }
 
 

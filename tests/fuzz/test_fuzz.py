@@ -20,6 +20,8 @@ from tests.fuzz.paths import Paths
 from tests.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
 from tests.fuzz.structures import names, random_method, redraw
 from tests.fuzz.tables import Tables
+from tests.fuzz.texts import Texts
+from tests.fuzz.tokenizers import Tokenizers
 from tests.fuzz.values import shown
 from tests.fuzz.verdicts import judge, verify
 
@@ -89,7 +91,10 @@ def test_wrong_settings_are_refused(flags, told, capsys):
     assert told.strip("-") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "cases"), [(Tables, 150), pytest.param(Paths, 40, marks=pytest.mark.thorough)])
+EDGES = [(Tables, 150), (Texts, 100), (Tokenizers, 9), pytest.param(Paths, 40, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("kind", "cases"), EDGES)
 def test_edges_of_files_give_right_values_or_refusals(kind, cases, tmp_path):
     check = kind(3, tmp_path).check
     bad = [outcome.text for number in range(cases) for outcome in check(number) if outcome.verdict != GOOD]
