@@ -25,7 +25,10 @@ _ENCODINGS = (
     "utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin-1", "cp1252",
     "shift_jis", "gb18030", "cp437", "mac-roman", "utf-7", "koi8-r",
 )  # fmt: skip
-_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 _LETTERS = ("abc XYZ 019.,", "éüßøÅñçæ", "日本語中文", "привет", "😀👩\u200d👧", "\u2028\u00a0\ufeff", "“”—…’")
 _ENDS = ("\n", "\r\n", "\r", "\n\n")
 
