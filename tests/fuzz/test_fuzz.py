@@ -16,6 +16,7 @@ from tests.fuzz import laws
 from tests.fuzz.__main__ import main
 from tests.fuzz.arguments import World, fields_of_methods
 from tests.fuzz.files import Files
+from tests.fuzz.names import check as texts_of_methods
 from tests.fuzz.paths import Paths
 from tests.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
 from tests.fuzz.structures import names, random_method, redraw
@@ -115,6 +116,11 @@ def test_edges_of_files_give_right_values_or_refusals(kind, cases, tmp_path):
 )
 def test_verdicts_tell_right_values_from_wrong_ones(call, right, named, verdict):
     assert verify("a case", call, right=right, named=named).verdict == verdict
+
+
+def test_methods_are_what_their_texts_name():
+    bad = [outcome.text for number in range(300) for outcome in texts_of_methods(3, number) if outcome.verdict != GOOD]
+    assert not bad, "\n".join(bad)
 
 
 @pytest.mark.thorough
