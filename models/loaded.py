@@ -20,7 +20,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS
-from .tokenizer import load_tokenizer, opening_ids
+from .tokenizer import check_unicode, load_tokenizer, opening_ids
 from .weights import from_pretrained
 
 
@@ -74,7 +74,8 @@ class Loaded:
             The token ids of the two parts.
 
         Raises:
-            ValueError: the template cannot be split around a message, or there is a system message and no template.
+            ValueError: the template cannot be split around a message, there is a system message and no template, or a text is
+                no Unicode.
         """
         chat = self.template if template else None
         if chat is not None:
@@ -83,6 +84,8 @@ class Loaded:
             raise ValueError(f"a system message needs a chat template, which {self.name} lacks, got {system!r:.60}")
         else:
             before, after = "", ""
+        for text in (before + context, question + after):
+            check_unicode(text)
         first, last = (self.tokenizer.encode(x, add_special_tokens=False).ids for x in (before + context, question + after))
         opening = [] if before else opening_ids(self.tokenizer)
         return (first if first[: len(opening)] == opening else opening + first), last

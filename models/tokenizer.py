@@ -120,6 +120,14 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
     return _whole(Tokenizer.from_str(backend.to_str()))
 
 
+def check_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON and a command line of another encoding can hold, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected Unicode text, got half of a surrogate pair at character {error.start}") from error
+
+
 def opening_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens that a tokenizer puts before every text: begin-of-text, or several; none for many models."""
     plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids

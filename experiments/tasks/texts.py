@@ -8,6 +8,8 @@ import pathlib
 
 from tokenizers import Tokenizer
 
+from experiments.tasks.references import check_unicode
+
 # A longer mark may begin with a shorter one.
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -64,6 +66,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
     A rendered chat template gets no second opening. No token follows the prompt, even if the tokenizer ends texts with an
     end-of-text token: the model goes on where the prompt ends.
+
+    Raises:
+        ValueError: the text has half of a surrogate pair.
     """
+    check_unicode(text)
     ids, opening = tokenizer.encode(text, add_special_tokens=False).ids, opening_ids(tokenizer)
     return ids if ids[: len(opening)] == opening else opening + ids

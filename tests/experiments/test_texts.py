@@ -80,6 +80,11 @@ def test_an_opening_of_two_tokens_comes_once_and_nothing_ends_a_prompt(tmp_path)
     made = encode_cell(Reading(tmp_path / "tokenizer.json", None, 30, "tail"), Cell("mine", None, 1, given=(example,)))
     assert made.heads[0][:2] == (first, second) and len(made.wholes[0]) == 26 and end not in made.wholes[0]
     loaded = models.loaded.Loaded("a model", {}, None, tokenizer, tmp_path, None)
+    for bad in (("a\ud800b", "q"), ("a", "\udcff")):  # as JSON and a command line of another encoding hold it
+        with pytest.raises(ValueError, match=r"expected Unicode text, got half of a surrogate pair at character \d"):
+            loaded.encode(*bad)
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            encode_prompt(tokenizer, "".join(bad))
     assert loaded.encode("a b", "a b") == loaded.encode("[gMASK]<sop>a b", "a b") == ([first, second, *plain], plain)
 
 
