@@ -15,7 +15,7 @@ from experiments.benchmarks.generated import examples
 from experiments.benchmarks.keys import Keys, numbered
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import encode_prompt, length_within
+from experiments.tasks import encode_prompt, length_within, opening_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     Raises:
         ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
     """
-    tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
+    tokenizer = Tokenizer.from_buffer(reading.tokenizer_file.read_bytes())  # its path may be no Unicode text
 
     def ids(text: str, special: bool = False) -> list[int]:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
@@ -170,7 +170,8 @@ def _opening(tokenizer: Tokenizer, head: str, ids: list[int], before: int) -> in
         before: characters that a template puts before the context; 0 without a template.
     """
     if not before:
-        return int(bool(ids) and ids[:1] == tokenizer.encode("").ids[:1])
+        opening = opening_ids(tokenizer)
+        return len(opening) if ids[: len(opening)] == opening else 0
     offsets = tokenizer.encode(head, add_special_tokens=False).offsets
     return next((at for at, (_, end) in enumerate(offsets) if end > before), len(offsets))
 

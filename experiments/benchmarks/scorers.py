@@ -171,9 +171,15 @@ def _name_mentioned(prediction: str, example: Example) -> float:
     """Score InfiniteBench's En.Dia: the output must name one of the references, whatever the case and the punctuation.
 
     The suite's program of August 2024 takes any reference in any part of the output, also inside a word (ANN in Joanna). Here
-    a name is one or several whole words. The program before that date knew only first references of one word.
+    a name is one or several whole words. The program before that date knew only first references of one word. A name without
+    a letter or a digit (???) is found where it stands in the output, as in the suite's program.
     """
-    return float(any(_runs_in(_words(answer), _words(prediction)) for answer in example.answers))
+    return float(any(_is_named(answer, prediction) for answer in example.answers))
+
+
+def _is_named(name: str, prediction: str) -> bool:
+    words = _words(name)
+    return _runs_in(words, _words(prediction)) if words else name.strip() in prediction
 
 
 def _words(text: str) -> list[str]:
@@ -255,6 +261,11 @@ _WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
 WHOLE_NUMBERS = (
     "infinitebench_first_integer", "infinitebench_math_calc", "infinitebench_code_run", "quest_passkey", "longbench_count",
 )  # fmt: skip
+# Look for a reference as it stands in an output, whose ends have no white space.
+_CONTAINED = (
+    "ruler_all", "ruler_part", "infinitebench_kv", "infinitebench_choice", "scbench_contains", "scbench_any", "scbench_vt",
+    "niah_number",
+)  # fmt: skip
 NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
 
 
@@ -286,6 +297,13 @@ def fitted(example: Example) -> Example:
         raise ValueError(f"the scorer {name!r} expects A, B, C or D as reference, got {answers}")
     elif name in ("longbench_class_line", "scbench_repoqa") and not example.classes:
         raise ValueError(f"the scorer {name!r} needs the labels to choose from (a column 'all_classes'), got no classes")
+    elif name == "longbench_class_line" and not any(SCORERS[name](answer, example) for answer in answers):
+        raise ValueError(
+            f"the scorer {name!r} expects a label of one line as reference, got {answers[0]!r:.60} and the labels "
+            f"{', '.join(example.classes):.200}"
+        )
+    elif name in _CONTAINED:
+        answers = tuple(answer.strip() for answer in answers)
     return dataclasses.replace(example, answers=answers)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.fidelity.settings import WHOLE_PROSE, FidelitySettings
-from experiments.tasks import held_out_text, length_within, make_samples, prose_text
+from experiments.tasks import encode_prompt, held_out_text, length_within, make_samples, opening_ids, prose_text
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 
@@ -96,7 +96,7 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
         ValueError: the text is too short.
         FileNotFoundError: there is no such text.
     """
-    first = model.tokenizer.encode("").ids  # the begin-of-text token of models that expect one
+    first = opening_ids(model.tokenizer)
     whole = kind == WHOLE_PROSE
     text = " ".join(prose_text().split()) if whole else held_out_text(kind)
     ids = model.tokenizer.encode(text, add_special_tokens=False).ids
@@ -127,8 +127,8 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
         ValueError: the length is too short for the task.
     """
 
-    def ids(text: str, special: bool = False) -> list[int]:
-        return model.tokenizer.encode(text, add_special_tokens=special).ids
+    def ids(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_special_tokens=False).ids
 
     before, after = around or ("", "")
     with length_within(length, len(ids(before + after))) as left:
@@ -141,10 +141,8 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
             haystack=settings.task_haystack,
         )
     following = [ids(sample.target) for sample in samples]
-    prompts = [
-        ids(before + sample.context + sample.question + after + sample.answer_prefix, special=not before)
-        for sample in samples
-    ]
+    texts = [before + sample.context + sample.question + after + sample.answer_prefix for sample in samples]
+    prompts = [ids(text) if before else encode_prompt(model.tokenizer, text) for text in texts]
     steps = min(settings.tokens, max(len(target) - 1 for target in following))
     return make_texts(prompts, following, length - steps, max(steps, 1))
 

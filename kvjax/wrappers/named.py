@@ -47,6 +47,9 @@ EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.
 )
 
 
+_BRACKETS = 50  # of the text of a method; methods in one another need a few
+
+
 def inner_fields(cls: type[Method]) -> dict[str, bool]:
     """List the fields of a class that hold methods, in order, and whether a field holds a method for each layer index."""
     made = {}
@@ -68,6 +71,8 @@ def split_call(text: str) -> tuple[str, list[str]]:
     Raises:
         ValueError: brackets that do not match, an empty part, or text after the last bracket.
     """
+    if text.count("(") > _BRACKETS:
+        raise ValueError(f"expected at most {_BRACKETS} '(' in the text of a method, got {text.count('(')}: {text[:40]}...")
     name, bracket, rest = text.strip().partition("(")
     if not bracket:
         return name.strip(), []
