@@ -63,6 +63,7 @@ def examples(
                 max_new_tokens=sample.max_new_tokens,
                 scorer=name,
                 chat=get_task(name).chat,
+                system=sample.system,
                 group=f"{name}/{index}" if len(samples) > 1 else "",
                 labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
             )

@@ -260,7 +260,12 @@ class CellSettings(MeshSettings):
                 raise ValueError(f"unknown format {kind!r} in {name!r}, expected one of {', '.join(READERS)}")
         if "perplexity" in self.generated:
             raise ValueError(f"unknown task 'perplexity': {_PERPLEXITY}")
-        expand(self.generated)
+        apart = [name for name in expand(self.generated) if get_task(name).in_turns]
+        if apart and self.questions > 1 and self.question != "turns":
+            raise ValueError(
+                f"{apart[0]} asks questions that refer to earlier ones: expected question='turns' for more than one question "
+                f"about a context, got {self.question!r}"
+            )
         for entry in self.haystack:
             task, equals, _ = entry.partition("=")
             if equals:

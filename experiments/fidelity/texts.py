@@ -140,7 +140,7 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
         )
     following = [ids(sample.target) for sample in samples]
     prompts = [
-        ids(before + sample.context + sample.question + after + sample.answer_prefix, special=not before)
+        ids(before + sample.opening + sample.question + after + sample.answer_prefix, special=not before)
         for sample in samples
     ]
     steps = min(settings.tokens, max(len(target) - 1 for target in following))
