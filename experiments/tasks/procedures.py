@@ -1,6 +1,6 @@
 """Procedures: algorithms that a model executes in text, a step a line, over thousands of tokens.
 
-The kinds are those of LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for long answers that a program can check. Its
+The kinds follow LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for long answers that a program can check. Its
 texts come from the web; the texts here are drawn, so that a seed gives as many as wanted at every length.
 
 * `merge`: two sorted lists become one. Each step writes the first number of each list and the smaller of the two.
