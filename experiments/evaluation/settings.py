@@ -192,7 +192,7 @@ class CellSettings(MeshSettings):
 
     Attributes:
         tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (ruler, kvpress,
-            longbench, longbench2, infinitebench, scbench)
+            longbench, longbench2, infinitebench, scbench, gsm8k, math500, aime, ifeval, helmet, longproc)
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; a file may have fewer
         questions: questions about each context
