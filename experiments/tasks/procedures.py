@@ -3,7 +3,7 @@
 The kinds follow LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for long answers that a program can check. Its
 texts come from the web; the texts here are drawn, so that a seed gives as many as wanted at every length.
 
-* `merge`: two sorted lists become one. Each step writes the first number of each list and the smaller of the two.
+* `merge`: two sorted lists become one. Each step compares the first numbers that are left, and takes the smaller.
 * `table`: the rows of an HTML table become lines of TSV, with three of its five columns.
 * `walk`: a walk along the edges of a graph, whose edges are listed in random order among as many others.
 * `ledger`: bookings on four accounts. Each step writes the account's new balance, so it needs a balance of the answer above.
@@ -28,11 +28,11 @@ _NOUNS_UP_TO = 8192  # tokens of a walk whose villages are named by single nouns
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
-    "Merge two sorted lists of numbers into one sorted list, with one step in each line. A step writes the first number of "
-    "list A that was not taken yet, the first number of list B that was not taken yet, an arrow, and the smaller of both, "
-    "which is taken. When a list has no number left, write - for it. Stop when all numbers are taken.\n\n"
-    "Example\nA: 12 47 80\nB: 31 55\nSteps:\n12 31 -> 12\n47 31 -> 31\n47 55 -> 47\n80 55 -> 55\n80 - -> 80\n\n"
-    "Now the real lists\nA: {a}\nB: {b}"
+    "Merge two sorted lists of numbers into one sorted list, with one step in each line. A step compares the first number of "
+    "list A that was not taken yet with the first number of list B that was not taken yet, and takes the smaller of both. "
+    "Stop when all numbers of a list are taken.\n\n"
+    "Example\nA: 12 47 80\nB: 31 55\nSteps:\nA 12 < B 31, take A 12\nA 47 > B 31, take B 31\nA 47 < B 55, take A 47\n"
+    "A 80 > B 55, take B 55\n\nNow the real lists\nA: {a}\nB: {b}"
 )
 MERGE_QUESTION = "\n\nWrite all steps that merge A and B, one in each line, and nothing else."
 TABLE = (
@@ -122,19 +122,14 @@ def merge(request: Request) -> Document:
         numbers = rng.sample(range(10 ** (digits - 1), 10**digits), count)
         a, b = sorted(numbers[: (count + 1) // 2]), sorted(numbers[(count + 1) // 2 :])
         steps, i, j = [], 0, 0
-        while i < len(a) or j < len(b):
-            first, second = a[i] if i < len(a) else None, b[j] if j < len(b) else None
-            takes_a = second is None or (first is not None and first < second)
-            steps.append(f"{_shown(first)} {_shown(second)} -> {first if takes_a else second}")
-            i, j = i + takes_a, j + (not takes_a)
+        while i < len(a) and j < len(b):
+            smaller = f"< B {b[j]}, take A {a[i]}" if a[i] < b[j] else f"> B {b[j]}, take B {b[j]}"
+            steps.append(f"A {a[i]} {smaller}")
+            i, j = i + (a[i] < b[j]), j + (a[i] > b[j])
         context = MERGE.format(a=" ".join(map(str, a)), b=" ".join(map(str, b)))
         return _document("merge", request, context, MERGE_QUESTION, "Steps:\n", steps)
 
     return _fitted(request, build, least=2)
-
-
-def _shown(number: int | None) -> str:
-    return "-" if number is None else str(number)
 
 
 def table(request: Request) -> Document:

@@ -85,13 +85,10 @@ def test_merged_lists_are_the_sorted_numbers():
     assert a == sorted(a) and b == sorted(b) and not set(a) & set(b)
     rest = {"A": [*a], "B": [*b]}
     for step in made.answers:
-        first, second, taken = re.fullmatch(r"(\d+|-) (\d+|-) -> (\d+)", step).groups()
-        assert (first, second) == tuple(str(rest[name][0]) if rest[name] else "-" for name in "AB")
-        for numbers in rest.values():
-            if numbers and str(numbers[0]) == taken:
-                del numbers[0]
-    assert not rest["A"] + rest["B"]
-    assert [int(step.split("-> ")[1]) for step in made.answers] == sorted(a + b)
+        first, sign, second, name, taken = re.fullmatch(r"A (\d+) ([<>]) B (\d+), take ([AB]) (\d+)", step).groups()
+        assert (int(first), int(second)) == (rest["A"][0], rest["B"][0]) and sign == "<>"[int(first) > int(second)]
+        assert int(taken) == min(rest["A"][0], rest["B"][0]) == rest[name].pop(0)
+    assert bool(rest["A"]) != bool(rest["B"])
 
 
 def test_lines_of_tsv_are_the_named_cells_of_the_table():
