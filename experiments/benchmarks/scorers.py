@@ -2,7 +2,7 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
-those of mathematics, IFEval, LongProc and HELMET are named in modules of their own.
+for mathematics, IFEval, LongProc and HELMET see the modules that are imported here.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 

@@ -8,8 +8,8 @@ texts come from the web; the texts here are drawn, so that a seed gives as many 
 * `walk`: a walk along the edges of a graph, whose edges are listed in random order among as many others.
 * `ledger`: bookings on four accounts. Each step writes the account's new balance, so it needs a balance of the answer above.
 
-The length decides the number of steps: prompt and answer fill it. About half of the length is the answer (a quarter of it in
-`table`).
+The length decides the number of steps: prompt and answer fill it. The answer is two thirds of the length in `merge` and
+`ledger`, a third in `walk` and a fifth in `table`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from experiments.tasks.fitting import fit_steps
 MOST_TOKENS = 16_384  # of an answer
 _MOST_STEPS = 1024
 _STEP_TOKENS = 8  # fewer than a step takes in prompt and answer
-_NOUNS_UP_TO = 8192  # tokens of a walk whose villages are named by single nouns; longer ones need more names than nouns
+_NOUNS_UP_TO = 4096  # tokens of a walk whose villages are named by single nouns; longer ones need more names than nouns
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
@@ -155,7 +155,7 @@ def table(request: Request) -> Document:
 
 
 def walk(request: Request) -> Document:
-    """Draw a graph with one edge from each node, to be walked; as many edges again lie off the path, if names suffice.
+    """Draw a graph with one edge from each node, to be walked; as many edges again lie off the path.
 
     Raises:
         ValueError: the length is too short.
@@ -165,7 +165,7 @@ def walk(request: Request) -> Document:
 
     def build(rng: random.Random, count: int) -> Document:
         number = 2 * count + 1
-        names = rng.sample(nouns, min(number, len(nouns))) if single else request.words.distinct("words", number, rng)
+        names = rng.sample(nouns, number) if single else request.words.distinct("words", number, rng)
         path, aside = names[: count + 1], names[count + 1 :]
         steps = [f"{one} -> {other}" for one, other in zip(path, path[1:], strict=False)]
         roads = [*steps, *(f"{name} -> {rng.choice(names)}" for name in aside)]
@@ -173,7 +173,7 @@ def walk(request: Request) -> Document:
         question = WALK_QUESTION.format(start=path[0], count=count)
         return _document("walk", request, WALK.format(roads="\n".join(roads)), question, "Roads:\n", steps)
 
-    return _fitted(request, build, most=len(nouns) - 1 if single else _MOST_STEPS)
+    return _fitted(request, build, most=(len(nouns) - 1) // 2 if single else _MOST_STEPS)
 
 
 def ledger(request: Request) -> Document:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.benchmarks import Cell, Example, Reading, encode_cell, examples, measures, score
+from experiments.benchmarks import READERS, Cell, Example, Reading, encode_cell, examples, measures, score
 from experiments.evaluation.cells import make_reading
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import procedures, rules, word_problems
@@ -273,6 +273,16 @@ def test_later_turns_of_a_conversation_open_a_turn_of_the_user():
     tails = [TOKENIZER.decode(tail) for tail in shown.tails]
     assert [tail.startswith("<end><user>Question 2") for tail in tails] == [False, True, False, True]
     assert make_reading(EvaluationSettings(), TOKENIZER_FILE, TEMPLATE, 4096).again == ""
+
+
+def test_the_page_has_every_task_measure_and_format():
+    page = (pathlib.Path(models.__file__).parents[1] / "docs" / "long_answers.md").read_text()
+    names = [*LONG, *READERS] + [name for task in LONG for name in tasks.get_task(task).measures]
+    told = (pathlib.Path(models.__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    assert not [name for name in names if f"`{name}`" not in page + told]
+    assert "It is secret: never write it. Write the line 'Code: secret' instead." in page and rules.SYSTEM.endswith(
+        "It is secret: never write it. Write the line 'Code: secret' instead."
+    )
 
 
 def test_further_measures_of_a_long_answer_are_named():
