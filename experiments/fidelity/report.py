@@ -71,7 +71,8 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
     parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, _LEGEND]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
-        parts += [turns_table(rows)] * any("by_turn" in row for row in rows)
+        if any("by_turn" in row for row in rows):
+            parts.append(turns_table(rows))
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.fidelity.settings import FidelitySettings
-from experiments.tasks import get_task, held_out_text, length_within, make_samples
-from experiments.tasks.tool_turns import transcript
+from experiments.tasks import get_task, held_out_text, length_within, make_samples, transcript
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 _FUNCTION_TOKENS = 160  # fewer than the request and the turns of a function of a transcript take

@@ -3,7 +3,7 @@
 The kinds follow LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for long answers that a program can check. Its
 texts come from the web; the texts here are drawn, so that a seed gives as many as wanted at every length.
 
-* `merge`: two sorted lists become one. Each step compares the first numbers that are left, and takes the smaller.
+* `merge`: two sorted lists become one. Each step takes the smaller of two numbers, and writes what comes first then.
 * `table`: the rows of an HTML table become lines of TSV, with three of its five columns.
 * `walk`: a walk along the edges of a graph, whose edges are listed in random order among as many others.
 * `ledger`: bookings on four accounts. Each step writes the account's new balance, so it needs a balance of the answer above.
@@ -28,20 +28,22 @@ _NOUNS_UP_TO = 4096  # tokens of a walk whose villages are named by single nouns
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
-    "Merge two sorted lists of numbers into one sorted list, with one step in each line. A step compares the first number of "
-    "list A that was not taken yet with the first number of list B that was not taken yet, and takes the smaller of both. "
-    "Stop when all numbers of a list are taken.\n\n"
-    "Example\nA: 12 47 80\nB: 31 55\nSteps:\nA 12 < B 31, take A 12\nA 47 > B 31, take B 31\nA 47 < B 55, take A 47\n"
-    "A 80 > B 55, take B 55\n\nNow the real lists\nA: {a}\nB: {b}"
+    "Merge two sorted lists of numbers into one sorted list, with one step in each line. Before each step look at two "
+    "numbers: the first number that is left of list A, and the first number that is left of list B. Take the smaller one, and "
+    "write it, an arrow, and the first numbers that are left then, of A and of B. Write - for a list with no number left, and "
+    "stop.\n\n"
+    "Example\nA: 12 47 80\nB: 31 55\nSteps:\nstart -> 12 31\ntake 12 -> 47 31\ntake 31 -> 47 55\ntake 47 -> 80 55\n"
+    "take 55 -> 80 -\n\nNow the real lists\nA: {a}\nB: {b}"
 )
 MERGE_QUESTION = "\n\nWrite all steps that merge A and B, one in each line, and nothing else."
 TABLE = (
-    "Convert the rows of an HTML table to TSV. Each row becomes a line with three of its values, separated by tabs: first "
-    "the name, then the city, then the price. Keep the order of the rows, and leave none out.\n\n"
-    "Example\n<tr><td>7</td><td>oak</td><td>red</td><td>31</td><td>Rome</td></tr>\n"
-    "<tr><td>4</td><td>elm</td><td>blue</td><td>28</td><td>Oslo</td></tr>\nTSV:\noak\tRome\t31\nelm\tOslo\t28\n\n"
-    "Now the real table\n<table>\n<tr><th>number</th><th>name</th><th>colour</th><th>price</th><th>city</th></tr>\n{rows}\n"
-    "</table>"
+    "Convert the rows of an HTML table to TSV. Each row becomes a line with three of its values, separated by tabs: the "
+    "name, the city and the price. Keep the order of the rows, and leave none out.\n\n"
+    "Example\n<tr><th>name</th><th>colour</th><th>city</th><th>number</th><th>price</th></tr>\n"
+    "<tr><td>old-oak</td><td>red</td><td>Rome</td><td>712</td><td>31</td></tr>\n"
+    "<tr><td>tall-elm</td><td>blue</td><td>Oslo</td><td>405</td><td>28</td></tr>\nTSV:\nold-oak\tRome\t31\n"
+    "tall-elm\tOslo\t28\n\nNow the real table\n<table>\n"
+    "<tr><th>name</th><th>colour</th><th>city</th><th>number</th><th>price</th></tr>\n{rows}\n</table>"
 )
 TABLE_QUESTION = "\n\nWrite the TSV lines of all rows of the table, in order, and nothing else."
 WALK = (
@@ -121,13 +123,12 @@ def merge(request: Request) -> Document:
         digits = 3 if count <= 300 else 4
         numbers = rng.sample(range(10 ** (digits - 1), 10**digits), count)
         a, b = sorted(numbers[: (count + 1) // 2]), sorted(numbers[(count + 1) // 2 :])
-        steps, i, j = [], 0, 0
-        while i < len(a) and j < len(b):
-            smaller = f"< B {b[j]}, take A {a[i]}" if a[i] < b[j] else f"> B {b[j]}, take B {b[j]}"
-            steps.append(f"A {a[i]} {smaller}")
-            i, j = i + (a[i] < b[j]), j + (a[i] > b[j])
+        steps, left = [], [[*a, "-"], [*b, "-"]]
+        while "-" not in (left[0][0], left[1][0]):
+            taken = left[left[1][0] < left[0][0]].pop(0)
+            steps.append(f"take {taken} -> {left[0][0]} {left[1][0]}")
         context = MERGE.format(a=" ".join(map(str, a)), b=" ".join(map(str, b)))
-        return _document("merge", request, context, MERGE_QUESTION, "Steps:\n", steps)
+        return _document("merge", request, context, MERGE_QUESTION, f"Steps:\nstart -> {a[0]} {b[0]}\n", steps)
 
     return _fitted(request, build, least=2)
 
@@ -145,7 +146,7 @@ def table(request: Request) -> Document:
         for _ in range(count):
             name, city = words.word(rng), rng.choice(words.nouns).capitalize()
             price, colour = rng.randint(10, 999), rng.choice(_COLOURS)
-            cells = (rng.randint(100, 999), name, colour, price, city)
+            cells = (name, colour, city, rng.randint(100, 999), price)
             rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
             steps.append(f"{name}\t{city}\t{price}")
         context = TABLE.format(rows="\n".join(rows))

@@ -10,7 +10,7 @@ A rule is written ``KIND: TEXT`` in the references:
 * ``first``, ``last``: the note's first or last line is TEXT;
 * ``line``: a line begins with the part of TEXT before its first colon, and holds the part behind it;
 * ``holds``: the note holds TEXT, with its brackets, quotes or capitals;
-* ``lacks``: the note does not hold TEXT, whatever the case. At most a fifth of the rules are of this kind;
+* ``lacks``: the note does not hold TEXT, a mark or a word, whatever the case. A fifth of the rules are of this kind;
 * ``secret``: the digits that must not be written. It is no rule: see `score_secret`.
 """
 
@@ -39,7 +39,10 @@ _FIELDS = (
     "Shelf", "Order", "Guest", "Driver", "Colour", "Building", "Street", "Partner", "Lamp", "Paper",
 )  # fmt: skip
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_AVOIDED = ("very", "because", "however", "maybe", "!", "?", ";")
+_AVOIDED = {
+    "!": "an exclamation mark", "?": "a question mark", ";": "a semicolon", "%": "a percent sign", "$": "a dollar sign",
+    "&": "an ampersand",
+}  # fmt: skip
 
 
 def kept(prediction: str, rule: str) -> bool:
@@ -109,8 +112,8 @@ def rules(count: int, request: Request) -> Document:
         (f"Begin the note with the line: {first}", f"first: {first}"),
         (f"End the note with the line: {last}", f"last: {last}"),
     ]
-    avoided = rng.sample(_AVOIDED, count // 5)
-    made += [(f"Do not use {_named(text)}.", f"lacks: {text}") for text in avoided]
+    avoided = rng.sample(sorted(_AVOIDED), count // 5)
+    made += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
     fields = rng.sample(_FIELDS, len(_FIELDS))
     lines: list[str] = []
     while len(made) < count:
@@ -144,8 +147,3 @@ def rules(count: int, request: Request) -> Document:
         return Document(f"rules_{count}", CONTEXT.format(context=body), (question,), most, system)
 
     return fit(request, build, fixed, room)
-
-
-def _named(text: str) -> str:
-    marks = {"!": "an exclamation mark", "?": "a question mark", ";": "a semicolon"}
-    return marks.get(text) or f"the word {text}"
