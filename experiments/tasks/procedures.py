@@ -29,9 +29,9 @@ _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them m
 
 MERGE = (
     "Merge two sorted lists of numbers into one sorted list, with one step in each line. Before each step look at two "
-    "numbers: the first number that is left of list A, and the first number that is left of list B. Take the smaller one, and "
-    "write it, an arrow, and the first numbers that are left then, of A and of B. Write - for a list with no number left, and "
-    "stop.\n\n"
+    "numbers: the first number that is left of list A, and the first number that is left of list B. Take the smaller one. "
+    "Write it, an arrow, and the first numbers that are left then, of A and of B. Write - for a list with no number left, "
+    "and stop.\n\n"
     "Example\nA: 12 47 80\nB: 31 55\nSteps:\nstart -> 12 31\ntake 12 -> 47 31\ntake 31 -> 47 55\ntake 47 -> 80 55\n"
     "take 55 -> 80 -\n\nNow the real lists\nA: {a}\nB: {b}"
 )
