@@ -20,7 +20,7 @@ PROCEDURES = tuple(
         measures={"result": procedures.score_result},
     )
     for make, about in (
-        (procedures.merge, "every step of merging two sorted lists"),
+        (procedures.merge, "the entries of two sorted logs, merged"),
         (procedures.table, "the rows of an HTML table as lines of TSV"),
         (procedures.walk, "every edge of a walk along a graph"),
         (procedures.ledger, "the balance after each booking on four accounts"),

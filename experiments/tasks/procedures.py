@@ -3,13 +3,14 @@
 The kinds follow LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for long answers that a program can check. Its
 texts come from the web; the texts here are drawn, so that a seed gives as many as wanted at every length.
 
-* `merge`: two sorted lists become one. Each step takes the smaller of two numbers, and writes what comes first then.
+* `merge`: two sorted logs become one. No number is missing in the end, so the next entry is found by its number in either
+  log. (A small model cannot compare numbers reliably for hundreds of steps, which says nothing about its cache.)
 * `table`: the rows of an HTML table become lines of TSV, with three of its five columns.
 * `walk`: a walk along the edges of a graph, whose edges are listed in random order among as many others.
 * `ledger`: bookings on four accounts. Each step writes the account's new balance, so it needs a balance of the answer above.
 
-The length decides the number of steps: prompt and answer fill it. The answer is two thirds of the length in `merge` and
-`ledger`, a third in `walk` and a fifth in `table`.
+The length decides the number of steps: prompt and answer fill it. The answer is two thirds of the length in `ledger`, almost
+half of it in `merge`, a third in `walk` and a fifth in `table`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,12 @@ _NOUNS_UP_TO = 4096  # tokens of a walk whose villages are named by single nouns
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
-    "Merge two sorted lists of numbers into one sorted list, with one step in each line. Before each step look at two "
-    "numbers: the first number that is left of list A, and the first number that is left of list B. Take the smaller one. "
-    "Write it, an arrow, and the first numbers that are left then, of A and of B. Write - for a list with no number left, "
-    "and stop.\n\n"
-    "Example\nA: 12 47 80\nB: 31 55\nSteps:\nstart -> 12 31\ntake 12 -> 47 31\ntake 31 -> 47 55\ntake 47 -> 80 55\n"
-    "take 55 -> 80 -\n\nNow the real lists\nA: {a}\nB: {b}"
+    "Merge two logs. Each is sorted by the numbers of its entries. Write one log that has the entries of both, sorted by "
+    "number, with one entry in each line. No number is missing in the end.\n\n"
+    "Example\nLog A\n11 oak\n13 ash\n14 elm\n\nLog B\n12 fir\n15 yew\n\nMerged\n11 oak\n12 fir\n13 ash\n14 elm\n15 yew\n\n"
+    "Now the real logs\nLog A\n{a}\n\nLog B\n{b}"
 )
-MERGE_QUESTION = "\n\nWrite all steps that merge A and B, one in each line, and nothing else."
+MERGE_QUESTION = "\n\nWrite the merged log, from number {first} to number {last}, and nothing else."
 TABLE = (
     "Convert the rows of an HTML table to TSV. Each row becomes a line with three of its values, separated by tabs: the "
     "name, the city and the price. Keep the order of the rows, and leave none out.\n\n"
@@ -113,22 +112,23 @@ def _fitted(
 
 
 def merge(request: Request) -> Document:
-    """Draw two sorted lists of numbers, which share none, to be merged.
+    """Draw the entries of two logs, which share no number, to be merged.
 
     Raises:
         ValueError: the length is too short.
     """
+    nouns = [noun for noun in request.words.nouns if noun.isalpha()]
 
     def build(rng: random.Random, count: int) -> Document:
-        digits = 3 if count <= 300 else 4
-        numbers = rng.sample(range(10 ** (digits - 1), 10**digits), count)
-        a, b = sorted(numbers[: (count + 1) // 2]), sorted(numbers[(count + 1) // 2 :])
-        steps, left = [], [[*a, "-"], [*b, "-"]]
-        while "-" not in (left[0][0], left[1][0]):
-            taken = left[left[1][0] < left[0][0]].pop(0)
-            steps.append(f"take {taken} -> {left[0][0]} {left[1][0]}")
-        context = MERGE.format(a=" ".join(map(str, a)), b=" ".join(map(str, b)))
-        return _document("merge", request, context, MERGE_QUESTION, f"Steps:\nstart -> {a[0]} {b[0]}\n", steps)
+        first = rng.randint(100, 199)
+        steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
+        mine = [True, False, *(rng.random() < 0.5 for _ in steps[2:])]
+        rng.shuffle(mine)
+        a, b = (
+            "\n".join(step for step, in_a in zip(steps, mine, strict=True) if in_a == chosen) for chosen in (True, False)
+        )
+        question = MERGE_QUESTION.format(first=first, last=first + count - 1)
+        return _document("merge", request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
 
     return _fitted(request, build, least=2)
 

@@ -79,19 +79,16 @@ def test_steps_count_until_the_first_wrong_one(name):
     assert [result("\n".join(lines), steps) for lines in (wrong, steps[:half], steps + ["more"])] == [1.0, 0.0, 0.0]
 
 
-def test_merged_lists_are_the_sorted_numbers():
+def test_a_merged_log_has_the_entries_of_both_in_order():
     made = sample("merge")
-    a, b = (list(map(int, re.findall(r"\d+", made.context.rsplit(f"{name}: ")[-1].split("\n")[0]))) for name in "AB")
-    assert a == sorted(a) and b == sorted(b) and not set(a) & set(b)
-    rest = {"A": [*a], "B": [*b]}
-    assert made.answer_prefix == f"Steps:\nstart -> {a[0]} {b[0]}\n"
-    for step in made.answers:
-        assert rest["A"] and rest["B"]
-        taken, *first = re.fullmatch(r"take (\d+) -> (\d+|-) (\d+|-)", step).groups()
-        assert int(taken) == min(rest["A"][0], rest["B"][0])
-        rest[min("AB", key=lambda name: rest[name][0])].pop(0)
-        assert first == [str(numbers[0]) if numbers else "-" for numbers in rest.values()]
-    assert bool(rest["A"]) != bool(rest["B"])
+    a, b = made.context.partition("Now the real logs\nLog A\n")[2].split("\n\nLog B\n")
+    logs = [log.split("\n") for log in (a, b)]
+    numbers = [[int(entry.split()[0]) for entry in log] for log in logs]
+    assert all(column == sorted(column) and len(column) > 20 for column in numbers)
+    assert list(made.answers) == sorted(logs[0] + logs[1], key=lambda entry: int(entry.split()[0]))
+    every = sorted(numbers[0] + numbers[1])
+    assert every == list(range(every[0], every[-1] + 1))
+    assert made.question.startswith(f"\n\nWrite the merged log, from number {every[0]} to number {every[-1]},")
 
 
 def test_lines_of_tsv_are_the_named_cells_of_the_table():
