@@ -4,7 +4,7 @@ The kinds follow LongProc (Ye et al. 2025, arXiv:2501.05414), which asks for lon
 texts come from the web; the texts here are drawn, so that a seed gives as many as wanted at every length.
 
 * `merge`: two sorted logs become one. No number is missing in the end, so the next entry is found by its number in either
-  log. (A small model cannot compare numbers reliably for hundreds of steps, which says nothing about its cache.)
+  log. Up to seven entries of a log follow each other. (A small model cannot compare numbers reliably for hundreds of steps.)
 * `table`: the rows of an HTML table become lines of TSV, with three of its five columns.
 * `walk`: a walk along the edges of a graph, whose edges are listed in random order among as many others.
 * `ledger`: bookings on four accounts. Each step writes the account's new balance, so it needs a balance of the answer above.
@@ -26,6 +26,7 @@ MOST_TOKENS = 16_384  # of an answer
 _MOST_STEPS = 1024
 _STEP_TOKENS = 8  # fewer than a step takes in prompt and answer
 _NOUNS_UP_TO = 4096  # tokens of a walk whose villages are named by single nouns; longer ones need more names than nouns
+_LONGEST_RUN = 7  # entries of a log that follow each other in the merged log
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
@@ -112,7 +113,7 @@ def _fitted(
 
 
 def merge(request: Request) -> Document:
-    """Draw the entries of two logs, which share no number, to be merged.
+    """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other.
 
     Raises:
         ValueError: the length is too short.
@@ -122,8 +123,10 @@ def merge(request: Request) -> Document:
     def build(rng: random.Random, count: int) -> Document:
         first = rng.randint(100, 199)
         steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
-        mine = [True, False, *(rng.random() < 0.5 for _ in steps[2:])]
-        rng.shuffle(mine)
+        mine = [rng.random() < 0.5]
+        while len(mine) < count:
+            mine += [not mine[-1]] * rng.randint(1, _LONGEST_RUN)
+        del mine[count:]
         a, b = (
             "\n".join(step for step, in_a in zip(steps, mine, strict=True) if in_a == chosen) for chosen in (True, False)
         )
