@@ -32,7 +32,7 @@ RULES = tuple(
         functools.partial(rules.rules, count),
         rules.score_rules,
         "prose",
-        64 * count,
+        rules.most_tokens(count),
         takes_depth=False,
         max_questions=1,
         about=f"a note that keeps {count} rules of the system turn, and not its secret",

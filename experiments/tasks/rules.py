@@ -45,6 +45,11 @@ _AVOIDED = {
 }  # fmt: skip
 
 
+def most_tokens(count: int) -> int:
+    """Compute the most tokens of a note of so many rules; all notes are short enough to share a compiled program."""
+    return 16 * count + 96
+
+
 def kept(prediction: str, rule: str) -> bool:
     """Tell whether a note keeps a rule.
 
@@ -138,7 +143,7 @@ def rules(count: int, request: Request) -> Document:
     target = "\n".join([first, *lines, last])
     references = (*(rule for _, rule in made), f"{SECRET}: {number}")
     question = Question(QUESTION.format(count=count), PREFIX, references, target)
-    most = 2 * count_tokens(target) + 64
+    most = min(2 * count_tokens(target) + 64, most_tokens(count))
     room = request.answer_room([question], most)
     fixed = room + request.question_tokens([question]) + count_tokens(system + "\n\n" + CONTEXT.format(context=""))
 
