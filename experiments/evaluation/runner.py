@@ -106,7 +106,8 @@ class Runner:
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
         template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
-        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit)
+        ends = model.config.eos_token_ids
+        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit, ends)
         common = {
             "model": model.name,
             "weights": model.weights,

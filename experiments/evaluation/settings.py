@@ -193,7 +193,8 @@ class CellSettings(MeshSettings):
 
     Attributes:
         tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (questions, for
-            your own; ruler, kvpress, longbench, longbench2, infinitebench, scbench)
+            your own; ruler, kvpress, longbench, longbench2, infinitebench, scbench, gsm8k, math500, aime, ifeval, helmet,
+            longproc)
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; a file may have fewer
         questions: questions about each context
@@ -266,7 +267,12 @@ class CellSettings(MeshSettings):
                 )
         if "perplexity" in self.generated:
             raise ValueError(f"unknown task 'perplexity': {_PERPLEXITY}")
-        expand(self.generated)
+        apart = [name for name in expand(self.generated) if get_task(name).in_turns]
+        if apart and self.questions > 1 and self.question != "turns":
+            raise ValueError(
+                f"{apart[0]} asks questions that refer to earlier ones: expected question='turns' for more than one question "
+                f"about a context, got {self.question!r}"
+            )
         for entry in self.haystack:
             task, equals, _ = entry.partition("=")
             if equals:

@@ -23,6 +23,7 @@ _LEGEND = (
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
+LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
 
 
@@ -152,6 +153,7 @@ def cell_table(compared: Sequence[Compared]) -> str:
 
 def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    long = any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared)
     for item in compared:
         row = item.row
         full = row["method"] == BASELINE
@@ -165,6 +167,7 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),
                 "" if item.same is None else f"{item.same:.0f} %",
+                *([_trace(row)] * long),
                 f"{row['attended_tokens']:,.0f}",
                 _bytes(row["bytes_read_per_step"]),
                 _bytes(row["resident_bytes_per_row"]),
@@ -172,9 +175,17 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
         )
     head = (
         "task", "length", "method", "budget", "question", "score [95 %]", "against Full [95 %]", "same answer",
-        "tokens attended", "read", "resident",
+        *(["answer tokens"] * long), "tokens attended", "read", "resident",
     )  # fmt: skip
     return [head, *rows]
+
+
+def _trace(row: Mapping[str, Any]) -> str:
+    """Format the mean length of the answers in tokens, and how many of them reached their limit; "" if it is not known."""
+    if "mean_answer_tokens" not in row:
+        return ""
+    unfinished = f" ({row['unfinished']} unfinished)" if row.get("unfinished") else ""
+    return f"{row['mean_answer_tokens']:,.0f}{unfinished}"
 
 
 def _change(item: Compared) -> str:
