@@ -28,6 +28,7 @@ from kvjax.wrappers.layer_budgets import LayerBudgets, layer_shares
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
+from kvjax.wrappers.verified import Verified
 from pallas_kernels.dispatch import default_implementation, set_default_implementation
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "SweepResult",
     "Table",
     "Twilight",
+    "Verified",
     "answer",
     "calibrate_chess",
     "decode_step",
