@@ -115,14 +115,18 @@ def _depth(limits: Array | None, now: Decoded) -> Array:
     method, passes = cast("Verified", now.cache.method), cast("Passes", now.cache.shared)
     if method.worth is None:
         return jnp.int32(method.depth)
-    active = ~now.done
-    count = jnp.maximum(axes.total(jnp.sum(active), axes.DATA), 1)
-    rate = axes.total(jnp.sum(jnp.where(active, passes.rate, 0)), axes.DATA) / count
+    active, rate = ~now.done, _rate(passes, ~now.done)
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
     rests = axes.most(jnp.max(jnp.where(active, passes.rest, 0)), axes.DATA) > 0
     room = axes.most(jnp.max(jnp.where(active, _left(limits, now), 0)), axes.DATA) - 1
     return jnp.where(rests, 0, jnp.minimum(depth, room))
+
+
+def _rate(passes: Passes, active: Array) -> Array:
+    """Average the rate of agreement of the rows that are ``active`` bool [B], on all devices: a float32 scalar."""
+    count = jnp.maximum(axes.total(jnp.sum(active, dtype=jnp.float32), axes.DATA), 1)
+    return axes.total(jnp.sum(jnp.where(active, passes.rate, 0)), axes.DATA) / count
 
 
 def _draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> Array:
@@ -194,10 +198,7 @@ def _round(
 
 def _rested(passes: Passes, now: Decoded) -> Passes:
     """Let the draft rest if not even its first token is worth its step."""
-    active, method = ~now.done, cast("Verified", now.cache.method)
-    count = axes.total(jnp.sum(active), axes.DATA)
-    rate = axes.total(jnp.sum(jnp.where(active, passes.rate, 0)), axes.DATA)
-    fails = rate < not_none("worth", method.worth) * count
+    fails = _rate(passes, ~now.done) < not_none("worth", cast("Verified", now.cache.method).worth)
     return dataclasses.replace(passes, rest=jnp.where(fails, _REST, passes.rest))
 
 
@@ -311,7 +312,7 @@ def _stored(
 
 def _ends(tokens: Array, eos: Array) -> Array:
     """Mark the tokens, int32 of any shape, that end a row."""
-    return (tokens[..., None] == eos).any(axis=-1)
+    return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
 def _written(now: Decoded, tokens: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
