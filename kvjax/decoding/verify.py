@@ -28,13 +28,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.decoding.decode import Decoded, all_done, padding_token, run_step, start_decode
+from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import LayerMethod, settle_due
-from kvjax.typing import EMPTY, not_none
+from kvjax.typing import EMPTY
 from kvjax.wrappers.verified import Passes, Verified, VerifiedLayer, noted
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
@@ -63,7 +63,7 @@ def run_verified(
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
     draws, last = (None, None) if key is None else _keys(key, steps)
     step = functools.partial(advance, params, sampler, eos, limits, draws=draws)
-    end = lax.while_loop(lambda now: ~all_done(now), step, start)
+    end = lax.while_loop(functools.partial(_goes_on, limits), step, start)
     return dataclasses.replace(end, key=last)
 
 
@@ -93,7 +93,7 @@ def advance(
     """
 
     def turn(depth: Callable[[Decoded], Array], body: Callable[[Decoded], Decoded], now: Decoded) -> Decoded:
-        return lax.while_loop(lambda now: ~all_done(now) & (depth(now) > 0), body, now)
+        return lax.while_loop(lambda now: _goes_on(limits, now) & (depth(now) > 0), body, now)
 
     given = params, sampler, eos, limits, draws
     depth = functools.partial(_depth, limits)
@@ -101,7 +101,7 @@ def advance(
     if cast("Verified", now.cache.method).worth is not None:
         now = turn(lambda now: 1 - jnp.minimum(depth(now), 1), functools.partial(_alone, *given), now)
     else:
-        return lax.while_loop(lambda now: ~all_done(now), rounds, now)
+        return lax.while_loop(functools.partial(_goes_on, limits), rounds, now)
     return turn(depth, rounds, now)
 
 
@@ -110,12 +110,23 @@ def _left(limits: Array | None, now: Decoded) -> Array:
     return (now.tokens.shape[1] if limits is None else limits) - now.num_tokens
 
 
+def _active(limits: Array | None, now: Decoded) -> Array:
+    """Mark the rows that get more tokens: bool [B]. A row that only has as many as this call may give it is not done."""
+    return ~now.done & (_left(limits, now) > 0)
+
+
+def _goes_on(limits: Array | None, now: Decoded) -> Array:
+    """Tell whether any row, on any device, gets more tokens: a bool scalar."""
+    return ~axes.every(~_active(limits, now).any())
+
+
 def _depth(limits: Array | None, now: Decoded) -> Array:
     """Choose how many tokens to draft in the next round, for all rows: an int32 scalar; 0 means that Full decodes alone."""
     method, passes = cast("Verified", now.cache.method), cast("Passes", now.cache.shared)
     if method.worth is None:
         return jnp.int32(method.depth)
-    active, rate = ~now.done, _rate(passes, ~now.done)
+    active = _active(limits, now)
+    rate = _rate(passes, active)
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
     rests = axes.most(jnp.max(jnp.where(active, passes.rest, 0)), axes.DATA) > 0
@@ -140,9 +151,9 @@ def _draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) ->
     return sampler.draw_each(logits.reshape(-1, logits.shape[-1]), keys).reshape(place.shape)
 
 
-def _next(sampler: Sampler, draws: Array | None, now: Decoded) -> tuple[Array, Array]:
+def _next(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) -> tuple[Array, Array]:
     """Draw the next token int32 [B] of each row, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
-    active, logits = ~now.done, now.cache.logits
+    logits = now.cache.logits
     token = _draw(sampler, logits[:, None], draws, now.num_tokens[:, None])[:, 0]
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
     return jnp.where(active, token, padding_token(now.cache.model)), jnp.where(broken, now.num_tokens, now.bad_step)
@@ -152,14 +163,14 @@ def _alone(
     params: Any, sampler: Sampler, eos: Array, limits: Array | None, draws: Array | None, now: Decoded
 ) -> Decoded:
     """Decode one token of each row with Full, and tell the draft of it."""
-    active = ~now.done
-    token, bad = _next(sampler, draws, now)
+    active = _active(limits, now)
+    token, bad = _next(sampler, draws, active, now)
     cache = run_step(params, now.cache, token[:, None], active[:, None])
     none = jnp.zeros_like(now.num_tokens)
     passes = noted(cache.shared, none, none, active)
     passes = dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    return _written(now, token[:, None], none, eos, limits)
+    return _written(now, token[:, None], active, none, eos, limits)
 
 
 def _round(
@@ -172,8 +183,8 @@ def _round(
     now: Decoded,
 ) -> Decoded:
     """Draft tokens, let Full read them, and keep the tokens that it agrees with."""
-    cache, active, most = now.cache, ~now.done, now.cache.method.drafts
-    first, bad = _next(sampler, draws, now)
+    cache, active, most = now.cache, _active(limits, now), now.cache.method.drafts
+    first, bad = _next(sampler, draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
     wanted = jnp.minimum(depth(now), _left(limits, now) - 1)
     wanted = jnp.where(active & ~_ends(first, eos), wanted, 0)
@@ -189,16 +200,15 @@ def _round(
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
     cache = _committed(cache, made, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
+    worth = cast("Verified", cache.method).worth
+    passes = passes if worth is None else _rested(passes, active, worth)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    now = _written(now, tokens, accepted, eos, limits)
-    if cast("Verified", cache.method).worth is None:
-        return now
-    return dataclasses.replace(now, cache=dataclasses.replace(now.cache, shared=_rested(passes, now)))
+    return _written(now, tokens, active, accepted, eos, limits)
 
 
-def _rested(passes: Passes, now: Decoded) -> Passes:
-    """Let the draft rest if not even its first token is worth its step."""
-    fails = _rate(passes, ~now.done) < not_none("worth", cast("Verified", now.cache.method).worth)
+def _rested(passes: Passes, active: Array, worth: float | Array) -> Passes:
+    """Let the draft rest if not even its first token is worth its step, in the rows that are ``active`` bool [B]."""
+    fails = _rate(passes, active) < worth
     return dataclasses.replace(passes, rest=jnp.where(fails, _REST, passes.rest))
 
 
@@ -315,18 +325,20 @@ def _ends(tokens: Array, eos: Array) -> Array:
     return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
-def _written(now: Decoded, tokens: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
-    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] to the result."""
+def _written(
+    now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None
+) -> Decoded:
+    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    kept = ~now.done[:, None] & (order <= accepted[:, None])
+    kept = active[:, None] & (order <= accepted[:, None])
     place = jnp.where(kept, now.num_tokens[:, None] + order, now.tokens.shape[1])  # past the end, so it is dropped
     row = jnp.arange(len(tokens))[:, None]
     num_tokens = now.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
-    now = dataclasses.replace(
+    done = now.done | (kept & _ends(tokens, eos)).any(axis=1)
+    return dataclasses.replace(
         now,
         tokens=now.tokens.at[row, place].set(tokens, mode="drop"),
         num_tokens=num_tokens,
-        done=now.done | (kept & _ends(tokens, eos)).any(axis=1),
+        done=done if limits is None else done | (num_tokens >= limits),
         step=now.step + 1,
     )
-    return dataclasses.replace(now, done=now.done | (_left(limits, now) < 1))
