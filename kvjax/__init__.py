@@ -24,6 +24,7 @@ from kvjax.plugins import register
 from kvjax.registry import make
 from kvjax.version import __version__
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
+from kvjax.wrappers.from_judge import FromJudge
 from kvjax.wrappers.layer_budgets import LayerBudgets, layer_shares
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
@@ -35,6 +36,7 @@ __all__ = [
     "Answers",
     "Cache",
     "DenseBelow",
+    "FromJudge",
     "Generation",
     "LayerBudgets",
     "LayerCache",

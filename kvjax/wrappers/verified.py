@@ -235,16 +235,16 @@ class Verified(Method):
 
     Where the draft keeps every token (`Quest`, `ParisKV`, `Chess`), it shares Full's storage: a pass writes the exact keys
     and values of drafted tokens over the draft's own, rejected tokens are taken back, and the draft's metadata is made from
-    kept tokens only. Any other draft (`SnapKV`, `H2O`, `Periodic`) has its own storage beside Full's, and gets the exact
-    keys and values of kept tokens.
+    kept tokens only. Any other draft (`SnapKV`, `H2O`, `StreamingLLM`) has its own storage beside Full's, and gets the
+    exact keys and values of the prompt and of kept tokens.
 
     How many tokens are drafted follows from how many are kept, in all rows of a batch together: a token is drafted if it
     is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 64 tokens
     alone before the draft is tried again. ``worth=None`` always drafts ``depth`` tokens.
 
-    Refused when the wrapper is made (ValueError): another `Verified`, a draft with ``offload``, and a draft that does not
-    prefill densely, as Full does (`TokenSelect`, `InfLLM`, `StreamingLLM`, `KeyDiff`, `SelfExtend`, `Prefill`). Refused
-    later: a model whose RoPE frequencies change with the length, and ``max_new_tokens`` of at most ``depth``.
+    Refused when the wrapper is made (ValueError): another `Verified`, a draft with ``offload``, and a draft that keeps every
+    token but reads the prompt in its own way (`TokenSelect`, `InfLLM`, `SelfExtend`, `NTK`, `Prefill`). Refused later: a
+    model whose RoPE frequencies change with the length, and ``max_new_tokens`` of at most ``depth``.
 
     The accounting describes a generated token: the bytes of a pass and of its drafts, divided by the tokens per pass so far.
     Its counters are ``passes``, ``tokens_per_pass``, and for each place ``accepted_1`` to ``accepted_N`` the share of the
@@ -283,10 +283,7 @@ class Verified(Method):
                 f"Verified: {name} must have offload=False, got {draft.offload!r}: drafted tokens cannot be taken back from "
                 "host memory"
             )
-        if not draft.dense_prompt:
-            raise ValueError(
-                f"Verified: draft must prefill densely, because Full does, but {name} has a prefill or positions of its own"
-            )
+        _check_prompt(draft, name)
 
     def check_sizes(self, model: Model) -> None:
         if depends_on_length(model.rope_scaling):
@@ -300,10 +297,10 @@ class Verified(Method):
         return self.depth
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        made = VerifiedLayer(draft=self.draft.for_layer(layer, num_layers))
+        made, name = VerifiedLayer(draft=self.draft.for_layer(layer, num_layers)), type(self.draft).__name__
+        _check_prompt(made.draft, name)
         most = made.max_tokens(in_prompt=False)
         if most is not None and most <= self.depth:
-            name = type(self.draft).__name__
             raise ValueError(f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}")
         return made
 
@@ -330,6 +327,18 @@ class Verified(Method):
         """Return the draft's cache, which is a part of ``cache``."""
         layers = tuple(_draft(state) for state in cache.layers)
         return dataclasses.replace(cache, method=self.draft, layers=layers, shared=cache.shared.draft)
+
+
+def _check_prompt(draft: Method, name: str) -> None:
+    """Refuse a draft whose state at the prompt's end cannot be made from the keys and values that Full reads.
+
+    A method that keeps a bounded part from the first token on takes them as they come, in its own storage.
+    """
+    if not draft.dense_prompt and (draft.slotted or not draft.evicts):
+        raise ValueError(
+            f"Verified: draft must prefill densely, as Full does, or keep a bounded part of the prompt, but {name} has a "
+            "prefill or positions of its own"
+        )
 
 
 def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Passes:

@@ -16,7 +16,7 @@ from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
 from kvjax.families import AppendOnly
-from kvjax.methods import H2O, NTK, Full, KeyDiff, Quest, SnapKV, StreamingLLM, TokenSelect
+from kvjax.methods import H2O, NTK, Full, InfLLM, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
 from tests.harness import NAMES, any_example, example, padded, prompts
@@ -24,7 +24,8 @@ from tests.harness import NAMES, any_example, example, padded, prompts
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 N, DEPTH = 16, 3
-DRAFTS = [name for name in NAMES if registry.builtin()[name].dense_prompt]
+KINDS = registry.builtin()
+DRAFTS = [name for name in NAMES if KINDS[name].dense_prompt or (KINDS[name].evicts and not KINDS[name].slotted)]
 IN_DEFAULT = ("quest", "h2o")  # a choice for speed: one storage, and two storages of which one moves its slots
 QUEST = example("quest")
 
@@ -216,10 +217,20 @@ def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stages", "thinned", "dense_below", "periodic", "layer_budgets", "twilight"])
+@pytest.mark.parametrize("name", ["stages", "thinned", "per_layer", "dense_below", "periodic", "layer_budgets", "twilight"])
 def test_wrappers_can_draft(name):
     out = go_on(read(verified(any_example(name)), 2), 2)
     np.testing.assert_array_equal(out.tokens, full(2).tokens)
+
+
+@pytest.mark.slow
+def test_the_judge_chooses_the_drafts_tokens():
+    """The list is renewed in each pass, and gives better drafts than the prompt's own list."""
+    draft = kvjax.FromJudge(budget=14, num_recent=8, obs_window=5)
+    out = go_on(read(verified(draft)))
+    np.testing.assert_array_equal(out.tokens, full().tokens)
+    before, after = (x.layers[0].aux for x in (read(verified(draft)), out.cache))
+    assert (np.sort(before.slots[0]) != np.sort(after.slots[0])).any() and after.used[0].all()
 
 
 @pytest.mark.slow
@@ -258,8 +269,8 @@ def test_no_pass_copies_the_cache(draft):
         (lambda: verified(Full(), depth=0), "depth must be a whole number of at least 1, got 0"),
         (lambda: verified(Quest(offload=True)), "Quest must have offload=False, got True"),
         (lambda: verified(TokenSelect()), "prefill densely.*TokenSelect has a prefill or positions of its own"),
-        (lambda: verified(StreamingLLM()), "prefill densely.*StreamingLLM"),
-        (lambda: verified(KeyDiff()), "prefill densely.*KeyDiff"),
+        (lambda: verified(InfLLM()), "prefill densely.*InfLLM"),
+        (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend"),
         (lambda: verified(NTK(factor=2.0)), "prefill densely.*NTK"),
         (lambda: verified(kvjax.Prefill(method=Full())), "prefill densely.*Prefill"),
         (lambda: verified("snapkv"), "must be a kvjax method, got the name 'snapkv'"),
