@@ -182,7 +182,7 @@ def _round(
     depth: Callable[[Decoded], Array],
     now: Decoded,
 ) -> Decoded:
-    """Draft tokens, let Full read them, and keep the tokens that it agrees with."""
+    """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
     cache, active, most = now.cache, _active(limits, now), now.cache.method.drafts
     first, bad = _next(sampler, draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
@@ -221,7 +221,7 @@ def _drafted(
     wanted: Array,
     place: Array,
 ) -> tuple[Array, Cache]:
-    """Draft ``wanted`` int32 [B] tokens behind the token ``first`` int32 [B] of each row.
+    """Decode ``wanted`` int32 [B] tokens with the draft, behind the token ``first`` int32 [B] of each row.
 
     Returns:
         The tokens int32 [B, 1 + N], the first one included, and the cache as it was, perhaps with other arrays.
