@@ -35,7 +35,8 @@ from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import LayerMethod, settle_due
 from kvjax.typing import EMPTY
-from kvjax.wrappers.verified import Passes, Verified, VerifiedLayer, noted
+from kvjax.wrappers.verified import Verified, noted
+from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 
