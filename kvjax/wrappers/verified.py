@@ -59,10 +59,9 @@ class Verified(Method):
     probabilities, and draw the next one from what is left, which keeps a few more tokens and makes them depend on the draft.
     """
 
-    draft: Method
+    draft: Method  # decodes the tokens that Full then reads
     depth: int = static(default=4, least=1)  # the most tokens that are drafted before each pass
-    # Least probability with which a drafted token is kept, for it to be drafted; None = always draft `depth` tokens.
-    worth: float | Array | None = traced(default=0.5, least=0, most=1)
+    worth: float | Array | None = traced(default=0.5, least=0, most=1)  # least chance to be kept; None = draft `depth`
 
     keeps = "every token, and what `draft` keeps"
     extrapolates = False
