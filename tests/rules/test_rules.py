@@ -113,7 +113,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets", "Prefill"}
+    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets", "Prefill", "Verified"}
     concrete = {cls.__name__ for cls in registry.builtin().values()} | wrappers
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):
