@@ -61,7 +61,8 @@ def evaluate(
         methods: methods as objects, as names or texts such as "twilight(quest)", or as ``{name: knobs}``. An object runs with
             its own knobs; its budget may be a `kvjax.share`, here of prompt and answer together. A name without a budget
             takes the budget of its paper, or an eighth of the length.
-        tasks: generated tasks and groups of tasks (``kvjax ls tasks``), or "FORMAT:PATH" of a suite's file.
+        tasks: generated tasks and groups of tasks (``kvjax ls tasks``), or "FORMAT:PATH" of a suite's file,
+            or "questions:PATH" of a table of your own questions.
         lengths: tokens of prompt and answer of generated tasks.
         samples: contexts of each task and length.
         budgets: shares such as "1/8" or tokens, for methods whose budget is not given.
