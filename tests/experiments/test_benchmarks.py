@@ -702,6 +702,18 @@ def test_a_label_that_no_answer_can_name_is_refused(tmp_path):
             read(f"kvpress:{write_lines(tmp_path / 'a.jsonl', trec | {'answer': answer})}")
 
 
+@pytest.mark.parametrize(
+    ("scorer", "answer"),
+    [
+        ("infinitebench_first_integer", "-7"), ("quest_passkey", "-7"), ("longbench_count", "-1"),
+        ("infinitebench_math_find", "-7.5"), ("infinitebench_kv", "1.5"), ("infinitebench_kv", "two words"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_its_scorer_never_reads_is_refused(scorer, answer, tmp_path):
+    with pytest.raises(ValueError, match=f"line 1: the scorer '{scorer}' expects references that it finds in an answer"):
+        read(f"kvpress:{write_lines(tmp_path / 'a.jsonl', CELLS | {'scorer': scorer, 'answer': answer})}")
+
+
 @pytest.mark.parametrize("scorer", ["ruler_all", "ruler_part", "infinitebench_kv", "scbench_contains", "niah_number"])
 def test_white_space_around_a_reference_costs_no_right_answer(scorer, tmp_path):
     (made,) = read(f"kvpress:{write_lines(tmp_path / 'a.jsonl', CELLS | {'scorer': scorer, 'answer': ' 7142\n'})}")
