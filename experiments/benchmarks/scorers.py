@@ -272,6 +272,7 @@ _READS = {
     "infinitebench_math_find": "a number without a sign",
     "infinitebench_kv": "a word without any of : \" ' . , ? ! { }",
 }
+_DIGITS = 400  # more than a float can have before or behind the point
 NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
 
 
@@ -320,9 +321,10 @@ def fitted(example: Example) -> Example:
 
 def _is_number(text: str) -> bool:
     try:
-        return decimal.Decimal(text).is_finite()
+        number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         return False
+    return number.is_finite() and abs(number.adjusted()) < _DIGITS
 
 
 def score(example: Example, prediction: str) -> float:

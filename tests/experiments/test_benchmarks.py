@@ -611,6 +611,7 @@ def test_references_that_a_scorer_cannot_use_are_refused_with_their_line(tmp_pat
         ("infinitebench_code_run", 2.5, "expects whole numbers as references, got '2.5'"),
         ("quest_passkey", "none", "expects whole numbers as references, got 'none'"),
         ("infinitebench_math_find", "seven", "expects a number as reference, got 'seven'"),
+        ("infinitebench_math_find", "1e999999999", "expects a number as reference, got '1e999999999'"),
         ("longbench_retrieval", "3", "expects references like 'Paragraph 3'"),
         ("infinitebench_code_debug", "load", "a function's name and a letter as references"),
         ("longbench2_choice", "E", "expects A, B, C or D as reference"),
