@@ -1,4 +1,4 @@
-"""Random configurations against the laws of methods, and inputs of nine kinds against the checks: `python -m tests.fuzz`.
+"""Random configurations against the laws of methods, and inputs of eight kinds against the checks: `python -m tests.fuzz`.
 
 A law that does not hold is "wrong", and so is a right input that is refused or read as something else. A bad input must be
 refused by a sentence of this project that says what was given or what was expected: it is "silent" if it is accepted, and
