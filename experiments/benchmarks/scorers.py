@@ -308,6 +308,13 @@ _CONTAINED = (
     "ruler_all", "ruler_part", "infinitebench_kv", "infinitebench_choice", "scbench_contains", "scbench_any", "scbench_vt",
     "niah_number",
 )  # fmt: skip
+# What some scorers read in an output. A reference of another form would make every answer wrong.
+_READS = {
+    **dict.fromkeys(("infinitebench_first_integer", "quest_passkey", "longbench_count"), "digits without a sign"),
+    "infinitebench_math_find": "a number without a sign",
+    "infinitebench_kv": "a word without any of : \" ' . , ? ! { }",
+}
+_DIGITS = 400  # more than a float can have before or behind the point
 NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
 
 
@@ -346,14 +353,20 @@ def fitted(example: Example) -> Example:
         )
     elif name in _CONTAINED:
         answers = tuple(answer.strip() for answer in answers)
-    return dataclasses.replace(example, answers=answers)
+    example = dataclasses.replace(example, answers=answers)
+    plain = [format(decimal.Decimal(x), "f") for x in answers] if name == "infinitebench_math_find" else answers
+    if name in _READS and not any(SCORERS[name](answer, example) for answer in plain):
+        expected = f"references that it finds in an answer, {_READS[name]}"
+        raise ValueError(f"the scorer {name!r} expects {expected}, got {answers[0]!r:.60}")
+    return example
 
 
 def _is_number(text: str) -> bool:
     try:
-        return decimal.Decimal(text).is_finite()
+        number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         return False
+    return number.is_finite() and abs(number.adjusted()) < _DIGITS
 
 
 def score(example: Example, prediction: str) -> float:

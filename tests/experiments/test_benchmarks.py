@@ -611,6 +611,7 @@ def test_references_that_a_scorer_cannot_use_are_refused_with_their_line(tmp_pat
         ("infinitebench_code_run", 2.5, "expects whole numbers as references, got '2.5'"),
         ("quest_passkey", "none", "expects whole numbers as references, got 'none'"),
         ("infinitebench_math_find", "seven", "expects a number as reference, got 'seven'"),
+        ("infinitebench_math_find", "1e999999999", "expects a number as reference, got '1e999999999'"),
         ("longbench_retrieval", "3", "expects references like 'Paragraph 3'"),
         ("infinitebench_code_debug", "load", "a function's name and a letter as references"),
         ("longbench2_choice", "E", "expects A, B, C or D as reference"),
@@ -724,6 +725,18 @@ def test_a_label_that_no_answer_can_name_is_refused(tmp_path):
     for answer in ("city", "City ", "Number"):
         with pytest.raises(ValueError, match=f"line 1: .* expects a label of one line as reference, got '{answer}'"):
             read(f"kvpress:{write_lines(tmp_path / 'a.jsonl', trec | {'answer': answer})}")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "answer"),
+    [
+        ("infinitebench_first_integer", "-7"), ("quest_passkey", "-7"), ("longbench_count", "-1"),
+        ("infinitebench_math_find", "-7.5"), ("infinitebench_kv", "1.5"), ("infinitebench_kv", "two words"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_its_scorer_never_reads_is_refused(scorer, answer, tmp_path):
+    with pytest.raises(ValueError, match=f"line 1: the scorer '{scorer}' expects references that it finds in an answer"):
+        read(f"kvpress:{write_lines(tmp_path / 'a.jsonl', CELLS | {'scorer': scorer, 'answer': answer})}")
 
 
 @pytest.mark.parametrize("scorer", ["ruler_all", "ruler_part", "infinitebench_kv", "scbench_contains", "niah_number"])

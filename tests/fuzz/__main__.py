@@ -1,4 +1,4 @@
-"""Random configurations against the laws of methods, and inputs of seven kinds against the checks: `python -m tests.fuzz`.
+"""Random configurations against the laws of methods, and inputs of eight kinds against the checks: `python -m tests.fuzz`.
 
 A law that does not hold is "wrong", and so is a right input that is refused or read as something else. A bad input must be
 refused by a sentence of this project that says what was given or what was expected: it is "silent" if it is accepted, and
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from experiments.cli import Settings, option, run
-from tests.fuzz import laws, names, switches
+from tests.fuzz import laws, names, suites, switches
 from tests.fuzz.inputs import Inputs
 from tests.fuzz.paths import Paths
 from tests.fuzz.report import Outcome, Tally, report
@@ -32,6 +32,7 @@ _Check = Callable[[int], Iterator[Outcome]]
 _KINDS: dict[str, tuple[Callable[[int, pathlib.Path], _Check], float]] = {
     "inputs": (lambda seed, folder: Inputs(seed, folder).check, 0.2),
     "tables": (lambda seed, folder: Tables(seed, folder).check, 0.05),
+    "suites": (lambda seed, folder: functools.partial(suites.check, seed, folder=folder), 0.05),
     "names": (lambda seed, folder: functools.partial(names.check, seed), 0.05),
     "paths": (lambda seed, folder: Paths(seed, folder).check, 0.1),
     "texts": (lambda seed, folder: Texts(seed, folder).check, 0.05),

@@ -12,7 +12,7 @@ import pytest
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
 from kvjax.methods import Quest
-from tests.fuzz import laws
+from tests.fuzz import laws, suites
 from tests.fuzz.__main__ import main
 from tests.fuzz.arguments import World, fields_of_methods
 from tests.fuzz.files import Files
@@ -120,6 +120,12 @@ def test_verdicts_tell_right_values_from_wrong_ones(call, right, named, verdict)
 
 def test_methods_are_what_their_texts_name():
     bad = [outcome.text for number in range(300) for outcome in texts_of_methods(3, number) if outcome.verdict != GOOD]
+    assert not bad, "\n".join(bad)
+
+
+def test_no_value_of_a_suites_file_makes_every_answer_right_or_wrong(tmp_path):
+    made = (outcome for number in range(200) for outcome in suites.check(3, number, tmp_path))
+    bad = [outcome.text for outcome in made if outcome.verdict != GOOD]
     assert not bad, "\n".join(bad)
 
 
