@@ -18,7 +18,8 @@ def rewound[Storage: LayerStorage](cache: Storage, count: Array, most: int) -> S
     Keys and values stay where they are, so nothing large is copied. Later tokens overwrite them.
 
     Args:
-        cache: its newest tokens are in the slots before the cursor, the same in every head; on the device.
+        cache: its newest tokens are in the slots before the cursor, the same in every head. If it is offloaded, host memory
+            has all tokens before them.
         count: tokens to take back, int32 [B].
         most: the largest ``count``.
     """
@@ -31,4 +32,5 @@ def rewound[Storage: LayerStorage](cache: Storage, count: Array, most: int) -> S
     slot = jnp.where((back <= count[:, None]) & (slot >= 0), slot, cache.num_slots)  # past the end, so it is dropped
     empty = jnp.full((*cache.position.shape[:2], most), EMPTY, jnp.int32)
     position = put_tokens(cache.position, empty, slot, None)
-    return dataclasses.replace(changed, position=position, cursor=cache.cursor - count)
+    changed = dataclasses.replace(changed, position=position, cursor=cache.cursor - count)
+    return changed if cache.rows is None else changed.reread(count, most)

@@ -42,6 +42,9 @@ class Verified(Method):
     is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 64 tokens
     alone before the draft is tried again. ``worth=None`` always drafts ``depth`` tokens.
 
+    With ``offload`` Full's keys and values are in host memory, and a pass brings each layer to the device for a moment. A
+    draft that shares them chooses rows there, as with its own ``offload``; any other draft stays on the device.
+
     Refused when the wrapper is made (ValueError): another `Verified`, a draft with ``offload``, and a draft that keeps every
     token but reads the prompt in its own way (`TokenSelect`, `InfLLM`, `SelfExtend`, `NTK`, `Prefill`). Refused later: a
     model whose RoPE frequencies change with the length, and ``max_new_tokens`` of at most ``depth``.
@@ -62,6 +65,7 @@ class Verified(Method):
     draft: Method  # decodes the tokens that Full then reads
     depth: int = static(default=4, least=1)  # the most tokens that are drafted before each pass
     worth: float | Array | None = traced(default=0.5, least=0, most=1)  # least chance to be kept; None = draft `depth`
+    offload: bool | float = static(default=False, least=0, most=1)  # Full's rows in host memory, or a share of layers
 
     keeps = "every token, and what `draft` keeps"
     extrapolates = False
@@ -70,6 +74,7 @@ class Verified(Method):
     slotted = False
     dense_prompt = True
     spans_layers = True
+    offloadable = True
 
     reread_tokens = passes("draft", Method.reread_tokens)
 
@@ -79,8 +84,13 @@ class Verified(Method):
             raise ValueError(f"Verified: draft must be a method that decodes token by token, got another {name}")
         if draft.offload:
             raise ValueError(
-                f"Verified: {name} must have offload=False, got {draft.offload!r}: drafted tokens cannot be taken back from "
-                "host memory"
+                f"Verified: the draft {name} must have offload=False, got {draft.offload!r}; Verified(offload=...) keeps "
+                "Full's keys and values in host memory"
+            )
+        if self.offload and draft.composable and not (draft.offloadable or draft.evicts):
+            raise ValueError(
+                f"Verified: offload must be False with {name}, which reads every token where it decodes, got "
+                f"{self.offload!r}; take a draft that evicts, or one that has the knob offload itself"
             )
         _check_prompt(draft, name)
 
@@ -96,7 +106,8 @@ class Verified(Method):
         return self.depth
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        made, name = VerifiedLayer(draft=self.draft.for_layer(layer, num_layers)), type(self.draft).__name__
+        inner, name = self.draft.for_layer(layer, num_layers), type(self.draft).__name__
+        made = VerifiedLayer(draft=inner, in_host=float(self.offload))
         _check_prompt(made.draft, name)
         most = made.max_tokens(in_prompt=False)
         if most is not None and most <= self.depth:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.over_cache import append_tokens, attend_stored
-from kvjax.cache import LayerCache, LayerSpec
+from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.rewind import rewound
 from kvjax.families import AppendOnly
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
-from kvjax.slots import SlotMethod, SlotState, cost_of_all
-from kvjax.typing import pytree
+from kvjax.slots import SlotMethod, SlotState
+from kvjax.typing import pytree, static
 from kvjax.wrappers.compose import answers, passes
 from pallas_kernels.numerics import run_if
 
@@ -60,8 +60,10 @@ class VerifiedLayer(LayerMethod):
     """
 
     draft: LayerMethod
+    in_host: float = static(default=0.0)  # as `offload` of `Verified`
 
     keeps = "every token, and what `draft` keeps"
+    offloadable = True
     extrapolates = False
     evicts = False
     composable = False
@@ -77,14 +79,21 @@ class VerifiedLayer(LayerMethod):
         if self.draft.slotted:  # until the prompt's end, the draft's storage is Full's
             slots = spec.prompt_slots + spec.max_new_tokens
             return self.draft.init(dataclasses.replace(spec, prompt_slots=slots, max_new_tokens=0))
-        return Pair(full=Exact().init(spec), draft=self.draft.init(spec))
+        return Pair(full=Exact().init(spec), draft=self.draft.init(dataclasses.replace(spec, offloaded=False)))
 
     def finish(self, state: Any, spec: LayerSpec) -> Any:
         if self.shares:
             return self.draft.finish(state, spec)
+        resident = dataclasses.replace(spec, offloaded=False)
         if self.draft.slotted:
-            return Pair(full=SlotState(cache=state.cache), draft=self.draft.finish(state, spec))
-        return Pair(full=Exact().finish(state.full, spec), draft=self.draft.finish(state.draft, spec))
+            whole = dataclasses.replace(state, cache=state.cache.resident())
+            return Pair(full=Exact().finish(state, spec), draft=self.draft.finish(whole, resident))
+        return Pair(full=Exact().finish(state.full, spec), draft=self.draft.finish(state.draft, resident))
+
+    @property
+    def offload(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `kvjax.method.Method.offload`. A draft that shares Full's storage must be able to read it there."""
+        return 0.0 if self.shares and not self.draft.offloadable else self.in_host
 
     @property
     def shares(self) -> bool:
@@ -133,8 +142,26 @@ class VerifiedLayer(LayerMethod):
             return Pair(full=dataclasses.replace(full, cache=cache), draft=self._told(state.draft, inputs))
         query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
         step = Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared)
+        draft = cast("SlotMethod", self.draft)
+        if cache.rows is not None and rejected is not None:  # a copy of the whole layer would cross the bus once more
+            return SlotState(cache=cache, aux=self._updated(cache, full.aux, step))
         seen = cache if tokens == 1 else cache.resident()
-        return SlotState(cache=cache, aux=cast("SlotMethod", self.draft).update(seen, full.aux, step, mass)[1])
+        return SlotState(cache=cache, aux=draft.update(seen, full.aux, step, mass)[1])
+
+    def _updated(self, cache: LayerStorage, aux: Any, step: Step) -> Any:
+        """Tell the draft of a step's tokens one by one, as in decode steps, which read no rows of host memory."""
+        draft, changed = cast("SlotMethod", self.draft), cast("Any", cache)
+        first = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+        for at in range(step.position.shape[1]):
+            one = Step(
+                query=step.query[..., at : at + 1, :],
+                position=step.position[:, at : at + 1],
+                tokens=step.tokens[:, at : at + 1],
+                shared=step.shared,
+            )
+            held = dataclasses.replace(changed, cursor=jnp.minimum(first + at + 1, cache.cursor))
+            aux = draft.update(held, aux, one, None)[1]
+        return aux
 
     def recover(self, before: Any, after: Any, count: Array, most: int) -> Any:
         """Return the state ``before`` the draft decoded tokens, with the arrays of the state ``after`` if they can serve.
@@ -176,7 +203,7 @@ class VerifiedLayer(LayerMethod):
 
     def cost(self, state: Any, shared: Passes) -> Cost:
         """Compute the cost of one more token: of a pass and its drafts, divided by the tokens that passes gave so far."""
-        full, draft = cost_of_all(_full(state).cache), self.draft.cost(draft_of(state), shared.draft)
+        full, draft = Exact().cost(_full(state), None), self.draft.cost(draft_of(state), shared.draft)
         passes = jnp.maximum(shared.passes, 1).astype(jnp.float32)
         drafts = shared.drafted.sum(axis=1).astype(jnp.float32) / passes
         tokens = 1 + shared.accepted.sum(axis=1).astype(jnp.float32) / passes
@@ -189,6 +216,7 @@ class VerifiedLayer(LayerMethod):
             attended=each(full.attended, draft.attended),
             kv_bytes=each(full.kv_bytes, draft.kv_bytes),
             metadata_bytes=each(full.metadata_bytes, draft.metadata_bytes),
+            bus_bytes=each(jnp.asarray(full.bus_bytes), jnp.asarray(draft.bus_bytes)),
             counters={
                 **draft.counters,
                 "passes": shared.passes.astype(jnp.float32),

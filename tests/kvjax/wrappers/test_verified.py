@@ -19,6 +19,7 @@ from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, Full, InfLLM, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
+from pallas_kernels.host import on_host
 from tests.harness import NAMES, any_example, example, padded, prompts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -58,8 +59,8 @@ def layers_of(method):
     return 2 if method.spans_layers or method.needs_guess or isinstance(method, Quest) else 1
 
 
-def read(method, layers=1, rows=None, **options):
-    tokens, lengths = padded(prompts() if rows is None else rows)
+def read(method, layers=1, rows=None, width=48, **options):
+    tokens, lengths = padded(prompts() if rows is None else rows, width)
     given = {"config": model(layers), "max_new_tokens": 40, "pad_multiple": 1, **options}
     return kvjax.prefill(params(layers), tokens, lengths=lengths, method=method, **given)
 
@@ -217,6 +218,23 @@ def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("name", ["quest", "snapkv", "pqcache", "h2o", "retroinfer", "streamingllm", "chess"])
+def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
+    """Rejected tokens have replaced older ones in the ring of 64 copies, and these are there again."""
+    draft = example(name)
+    layers = layers_of(draft)
+    rng = np.random.default_rng(5)
+    options = {"rows": [rng.integers(0, 60, n).tolist() for n in (100, 71, 55)], "width": 112, "kv_dtype": kv_dtype}
+    want = go_on(read(Full(), layers, **options), layers)
+    cache = read(verified(draft, offload=True), layers, **options)
+    assert any(on_host(x) for x in jax.tree.leaves(cache.layers))
+    out = go_on(cache, layers)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_allclose(out.cache.logits, want.cache.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stages", "thinned", "per_layer", "dense_below", "periodic", "layer_budgets", "twilight"])
 def test_wrappers_can_draft(name):
     out = go_on(read(verified(any_example(name)), 2), 2)
@@ -268,6 +286,7 @@ def test_no_pass_copies_the_cache(draft):
         (lambda: kvjax.Verified(draft=verified(Full())), "decodes token by token, got another Verified"),
         (lambda: verified(Full(), depth=0), "depth must be a whole number of at least 1, got 0"),
         (lambda: verified(Quest(offload=True)), "Quest must have offload=False, got True"),
+        (lambda: verified(Full(), offload=True), "offload must be False with Full, which reads every token"),
         (lambda: verified(TokenSelect()), "prefill densely.*TokenSelect has a prefill or positions of its own"),
         (lambda: verified(InfLLM()), "prefill densely.*InfLLM"),
         (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend"),
