@@ -106,7 +106,7 @@ def summary_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 mean["question"],
                 ", ".join(filter(None, (_length(mean), mean["drawn"]))),
                 f"{mean['score']:.1f}",
-                "" if full else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}",
+                "" if full else against(mean),
                 f"{mean['same']:.0f} %",
                 f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
                 f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
@@ -192,6 +192,12 @@ def _change(item: Compared) -> str:
     interval = _interval(item.interval_95, item.contexts, "+.1f")
     text = f"{item.difference:+.1f}{' %' if item.same is None else ''} {interval}"
     return f"**{text}**" if item.beyond_noise else text
+
+
+def against(mean: Mapping[str, Any]) -> str:
+    """Format the mean difference to Full with its interval; without one if a few examples of each task were all alike."""
+    alike = not mean["plus_minus"] and mean["samples"] < FEW
+    return f"{mean['difference']:+.1f}" + ("" if alike else f" ± {mean['plus_minus']:.1f}")
 
 
 def _interval(ends: Sequence[float], contexts: int, style: str) -> str:
