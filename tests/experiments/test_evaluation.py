@@ -519,7 +519,8 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     compared = comparison.beside_full(rows)
     means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
     assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
-    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 | -70.0 |" in tables.summary_table(compared), "no interval: few examples that are all alike"
+    summary = tables.summary_table(compared)
+    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 | -70.0 |" in summary, "few and all alike: no interval"
     told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
     assert told == {f"t, {drawn}" for drawn in means}
     alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))
