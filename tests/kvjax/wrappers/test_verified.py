@@ -221,13 +221,16 @@ def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("name", ["quest", "snapkv", "pqcache", "h2o", "retroinfer", "streamingllm", "chess"])
 def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
-    """Rejected tokens have replaced older ones in the ring of 64 copies, and these are there again."""
+    """Rejected tokens have replaced older ones in the ring of 64 copies, and these are there again.
+
+    The next pass with drafts would write over the rejected tokens, but Full's own step does not: the draft soon rests.
+    """
     draft = example(name)
     layers = layers_of(draft)
     rng = np.random.default_rng(5)
     options = {"rows": [rng.integers(0, 60, n).tolist() for n in (100, 71, 55)], "width": 112, "kv_dtype": kv_dtype}
     want = go_on(read(Full(), layers, **options), layers)
-    cache = read(verified(draft, offload=True), layers, **options)
+    cache = read(verified(draft, offload=True, worth=0.97), layers, **options)
     assert any(on_host(x) for x in jax.tree.leaves(cache.layers))
     out = go_on(cache, layers)
     np.testing.assert_array_equal(out.tokens, want.tokens)
