@@ -5,6 +5,7 @@ Fair: whatever was read, an empty answer scores 0, and the references as an answ
 
 from __future__ import annotations
 
+import decimal
 import json
 import pathlib
 from collections.abc import Iterator
@@ -106,6 +107,10 @@ def _answer(example: Example) -> str:
         return f"The correct answer is ({example.answers[0]})"
     if example.scorer == "infinitebench_code_debug":
         return f"{example.answers[1]}."
+    if example.scorer == "infinitebench_code_run":
+        return example.answers[0]
+    if example.scorer == "infinitebench_math_find":
+        return format(decimal.Decimal(example.answers[0]), "f")
     if example.scorer == "infinitebench_choice":
         return example.answers[-1]
     return " ".join(example.answers)
