@@ -70,6 +70,7 @@ class VerifiedLayer(LayerMethod):
     slotted = False
     dense_prompt = True
     needs_guess = False  # the draft asks for itself, in its own steps
+    common_prompt = False  # `finish` makes a state of another form where the draft has its own storage
 
     rework = passes("draft", LayerMethod.rework)
 
