@@ -7,7 +7,7 @@ Shared by all jobs:
 
 Quality:
 
-* ``tasks``: synthetic tasks, made of text and a scorer (RULER, InfiniteBench's generated tasks, shared contexts, listings).
+* ``tasks``: synthetic tasks, made of text and a scorer (RULER, InfiniteBench's generated tasks, code, long answers).
 * ``benchmarks``: readers of the files of published benchmarks, their scorers, truncation, worker processes.
 * ``answering``: a model, the loop that asks it, methods at their papers' budgets; download of named models (`kvjax fetch`).
 * ``evaluation``: `kvjax eval`, `sweep` and `compare`: result folders, comparison with Full, numbers that papers print.

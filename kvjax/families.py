@@ -22,7 +22,7 @@ from kvjax.cache.divided import best_slots, total, whole
 from kvjax.cache.offload import Near
 from kvjax.method import Prompt, Step
 from kvjax.observation import prefix_votes
-from kvjax.selection import check_score, page_slots, top_slots
+from kvjax.selection import check_alike, check_score, page_slots, top_slots
 from kvjax.slots import SlotMethod, check_budget, count_all
 from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
@@ -223,7 +223,7 @@ class Retrieval(SlotMethod):
     ) -> tuple[LayerStorage, Any]:
         batch, tokens = step.position.shape
         if tokens == 1:
-            return cache, self.join(aux, cache)
+            return cache, check_alike(self, "join", aux, self.join(aux, cache))
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # the most pages for T consecutive slots
         first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]

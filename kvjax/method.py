@@ -121,6 +121,7 @@ class Method(abc.ABC):
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
     quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
+    drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
     def __init_subclass__(cls, **options: Any) -> None:

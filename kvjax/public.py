@@ -19,16 +19,19 @@ from kvjax.plugins import register
 from kvjax.registry import make
 from kvjax.version import __version__
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
+from kvjax.wrappers.from_judge import FromJudge
 from kvjax.wrappers.layer_budgets import LayerBudgets, layer_shares
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
+from kvjax.wrappers.verified import Verified
 from pallas_kernels.dispatch import default_implementation, set_default_implementation
 
 __all__ = [
     "Answers",
     "Cache",
     "DenseBelow",
+    "FromJudge",
     "Generation",
     "LayerBudgets",
     "LayerCache",
@@ -41,6 +44,7 @@ __all__ = [
     "SweepResult",
     "Table",
     "Twilight",
+    "Verified",
     "answer",
     "calibrate_chess",
     "decode_step",

@@ -23,6 +23,7 @@ from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
 _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
+_INDEX = re.compile(r"-?[0-9]{1,9}")  # of a layer
 _MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
 
@@ -73,7 +74,9 @@ def find(name: str) -> type[Method]:
     cls = known.get(given)
     if cls is None:
         names = f"{', '.join(sorted(classes()))}; wrappers: {', '.join(WRAPPERS)}"
-        raise ValueError(f"unknown method {name!r}{nearest(given, known)}; known methods: {names}")
+        module, dot, last = name.rpartition(".")
+        near = f" (did you mean {module}:{last}?)" if dot else nearest(given, known)
+        raise ValueError(f"unknown method {name!r}{near}; known methods: {names}")
     return cls
 
 
@@ -111,6 +114,7 @@ def parse_method(
     if name not in classes() and name in named.PATTERNS:
         knobs, name = {**named.PATTERNS[name][0]}, "prefill"
     fields = inner_fields(cls)
+    check_once([knob for part in parts if (knob := named.split_knob(part)[0])], text)
     for part in parts:
         knob, value = named.split_knob(part)
         if not knob:
@@ -119,13 +123,20 @@ def parse_method(
                 raise ValueError(f"{text!r}: {cls.__name__} takes no {'other ' * bool(fields)}method inside, got {part!r}")
             knobs[free[0]] = _nested(part, parse)
         elif knob in fields:
+            check_once([*knobs, knob], text)
             knobs[knob] = _nested(value, parse)
-        elif knob.lstrip("-").isdigit() and True in fields.values():
+        elif _INDEX.fullmatch(knob) and True in fields.values():
             by_layer = next(field for field, many in fields.items() if many)
             knobs[by_layer] = {**knobs.get(by_layer, {}), int(knob): _nested(value, parse)}
         else:
             knobs |= (parse or parse_knobs)(name, [f"{knob}={value}"])
     return name, knobs
+
+
+def check_once(knobs: Sequence[str], text: str) -> None:
+    """Refuse a knob that a text gives twice: nobody knows which of its values is meant."""
+    if twice := [knob for at, knob in enumerate(knobs) if knob in knobs[:at]]:
+        raise ValueError(f"expected each knob once, got {twice[0]!r} twice in {shown(text)}")
 
 
 def _nested(text: str, parse: Callable[[str, Sequence[str]], dict[str, Any]] | None) -> Any:
@@ -244,6 +255,7 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
         if not equals or not knob.strip() or not text.strip():
             raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
         knob = knob.strip()
+        check_once([*given, knob], ", ".join(pairs))
         if knob == "budget" in kinds and int in typing.get_args(kinds[knob]) and _SHARE.fullmatch(text.strip()):
             top, _, bottom = text.partition("/")
             given[knob] = share(float(top) / float(bottom or 1))

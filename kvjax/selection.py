@@ -48,6 +48,22 @@ def check_score(method: Any, score: Array, shape: tuple[int, ...], letters: str)
     return score
 
 
+def check_alike(method: Any, hook: str, before: Any, after: Any) -> Any:
+    """Return ``after``, the metadata that a method's ``hook`` returned in a step: arrays as in ``before``.
+
+    Raises:
+        ValueError: the arrays differ in their number, shapes or dtypes, so that no loop could carry them.
+    """
+    old, new = ([f"{jnp.result_type(x)} {list(jnp.shape(x))}" for x in jax.tree.leaves(tree)] for tree in (before, after))
+    if old != new or jax.tree.structure(before) != jax.tree.structure(after):
+        told = [", ".join(texts) or "no array" for texts in (old, new)]
+        raise ValueError(
+            f"{type(method).__name__}.{hook} must return the metadata with the shapes and dtypes that they had, {told[0]}, "
+            f"got {told[1]}"
+        )
+    return after
+
+
 def among_best(score: Array, count: Array | int, capacity: int) -> Array:
     """Mask the ``count`` best entries of each row, at most ``capacity``: float32 [B, R, N] to bool [B, R, N].
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.moments import add_queries, no_moments
-from kvjax.attention.over_cache import Selection, attend_all, attend_held, attend_held_mass, attend_selected
+from kvjax.attention.over_cache import Selection, append_tokens, attend_selected, attend_stored, mass_of
 from kvjax.attention.sparse import SparsePrompt
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import attend_past, part_slots, total
@@ -25,11 +25,10 @@ from kvjax.cache.quantised import empty_resident
 from kvjax.fields import clamped, is_traced, known
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
-from kvjax.selection import check_score, top_slots
+from kvjax.selection import check_alike, check_score, top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from pallas_kernels.score.column_mass import column_mass
 
 
 @pytree
@@ -111,34 +110,24 @@ class SlotAttention(LayerMethod):
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         if state.prompt is not None:
             return self._read(state, state.prompt, inputs)
-        if inputs.query.shape[3] == 1:
-            query, cache = state.cache.append_rotated(
-                inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-            )
+        query, cache = append_tokens(
+            state.cache, inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
+        )
+        step, single = _step(query, inputs), inputs.query.shape[3] == 1
+        chosen = self.select(cache, state.aux, step) if single else None
+        if chosen is None:
+            gap = self.gap(state.aux) if single else None
+            out, mass = attend_stored(query, cache, inputs.position, self.observes_steps, gap)
         else:
-            query, key, value = _rotated(inputs)
-            cache = state.cache.append(key, value, inputs.position)
-        step = _step(query, inputs)
-        seen, mass = cache, None
-        if inputs.query.shape[3] == 1:
-            chosen = self.select(cache, state.aux, step)
-            step = step if chosen is None else dataclasses.replace(step, select_aux=chosen.select_aux)
-            if chosen is not None:
-                out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
-            elif self.observes_steps and cache.parts == 1:
-                out, lse, mass = attend_held_mass(query[..., 0, :], cache, self.gap(state.aux))
-            else:
-                out, lse = attend_held(query[..., 0, :], cache, self.gap(state.aux))
-            out, lse = out[..., None, :], lse[..., None]
-        else:
-            out, lse = attend_all(query, cache, inputs.position)
-            seen = cache.resident()  # `update` may need keys that have no copies on the device
-        if self.observes_steps and mass is None:
-            mass = _mass(query, cache, inputs.position, lse)
+            step = dataclasses.replace(step, select_aux=chosen.select_aux)
+            out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes_steps else None
+        seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
         # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
         out, aux = lax.optimization_barrier((out, state.aux))
         changed, aux = self.update(seen, aux, step, mass)
+        check_alike(self, "update", state.aux, aux)
         return out, SlotState(cache=changed if seen is cache else cache, aux=aux)
 
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
@@ -157,7 +146,7 @@ class SlotAttention(LayerMethod):
         elif cache.parts > 1:
             out, lse = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
             if self.observes_prompt:
-                mass = _mass(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
+                mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
             read = cache.resident()
             out, lse = prefix_attention(
@@ -169,7 +158,7 @@ class SlotAttention(LayerMethod):
                 scale=1 / math.sqrt(query.shape[-1]),
             )
             if self.observes_prompt:  # no query of this chunk sees slots after the chunk
-                mass = _mass(query, cache, inputs.position, lse, limit=start + query.shape[3])
+                mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3])
         prompt = _observe(prompt, query, inputs, start, mass)
         return out.reshape(inputs.query.shape), SlotState(cache=cache, prompt=prompt)
 
@@ -365,14 +354,6 @@ def _step(query: Array, inputs: Inputs) -> Step:
     if guess is not None:
         guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
     return Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess)
-
-
-def _mass(
-    query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
-) -> Array:
-    """Sum the attention probability of each slot over queries and group: float32 [B, H, S]; see `column_mass`."""
-    key, scale = cache.resident().key, 1 / math.sqrt(query.shape[-1])
-    return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:

@@ -143,6 +143,27 @@ class ChatTemplate:
             )
         return parts[0], parts[1]
 
+    def between(self, system: str | None = None, **variables: Any) -> str:
+        """Return the text between an answer and the next user message, for a conversation whose turns are not known yet.
+
+        Args:
+            system: see `around`.
+            **variables: other variables of the template, see `render`.
+
+        Returns:
+            The text, which begins with the token that ends the answer.
+
+        Raises:
+            ValueError: the template changes, repeats or omits a message, or refuses the conversation.
+        """
+        said, asked = f"{_MARK} said", f"{_MARK} asked"
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        turns = [("user", _MARK), ("assistant", said), ("user", asked)]
+        text = self.render([*messages, *({"role": role, "content": content} for role, content in turns)], **variables)
+        if (text.count(said), text.count(asked)) != (1, 1):
+            raise ValueError(f"a conversation needs a template that shows each turn once, as it is; this one gives {text!r}")
+        return text[text.index(said) + len(said) : text.index(asked)]
+
 
 def _template_files(directory: Path) -> dict[str, str]:
     """Read the templates that have a file of their own, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -20,7 +21,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS
-from .tokenizer import load_tokenizer
+from .tokenizer import check_unicode, load_tokenizer, opening_ids
 from .weights import from_pretrained
 
 
@@ -44,6 +45,10 @@ class Loaded:
     directory: pathlib.Path
     mesh: Mesh | None = None
 
+    def __repr__(self) -> str:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        return f"Loaded({self.name!r}, {count / 1e6:.0f}M parameters in {self.config.dtype}, config={self.config})"
+
     @property
     def template(self) -> ChatTemplate | None:
         """The chat template; None if the checkpoint has none."""
@@ -61,7 +66,7 @@ class Loaded:
         """Encode a user's message in two parts: up to the context's end, and from the question on.
 
         The chat template goes around both parts, so the second part ends where the assistant's answer begins. Without a
-        template the first part begins with the tokenizer's own special tokens.
+        template the first part begins with the tokenizer's opening, once. No special token stands between the parts.
 
         Args:
             context: the text that is prefilled.
@@ -74,7 +79,8 @@ class Loaded:
             The token ids of the two parts.
 
         Raises:
-            ValueError: the template cannot be split around a message, or there is a system message and no template.
+            ValueError: the template cannot be split around a message, there is a system message and no template, or a text is
+                no Unicode.
         """
         chat = self.template if template else None
         if chat is not None:
@@ -83,8 +89,11 @@ class Loaded:
             raise ValueError(f"a system message needs a chat template, which {self.name} lacks, got {system!r:.60}")
         else:
             before, after = "", ""
-        first = self.tokenizer.encode(before + context, add_special_tokens=not before)
-        return first.ids, self.tokenizer.encode(question + after, add_special_tokens=False).ids
+        for text in (before + context, question + after):
+            check_unicode(text)
+        first, last = (self.tokenizer.encode(x, add_special_tokens=False).ids for x in (before + context, question + after))
+        opening = [] if before else opening_ids(self.tokenizer)
+        return (first if first[: len(opening)] == opening else opening + first), last
 
 
 def load(

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 _STEPS = 4  # lines of a job at most, where there is no terminal
+_MINUTE = 60.0  # seconds
 
 
 def say(text: str) -> None:
@@ -34,12 +35,19 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
+def is_drawn() -> bool:
+    """Tell whether a bar can be drawn again and again in one place: on a terminal and in a notebook, but not in a log."""
+    return on_terminal() or in_notebook()
+
+
 def progress_bar(**options: Any) -> tqdm:
-    """Make a bar: a widget in a notebook that has ipywidgets, otherwise text.
+    """Make a bar: a widget in a notebook that has ipywidgets, otherwise text. In a log it is drawn once a minute at most.
 
     Args:
         options: arguments of `tqdm.tqdm`.
     """
+    if not is_drawn():
+        options = {"mininterval": _MINUTE, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it advises to install ipywidgets, and a bar of text is shown without
         from tqdm.auto import tqdm as bar
@@ -55,7 +63,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     Args:
         title: what is done, in a few words.
     """
-    if on_terminal() or in_notebook():
+    if is_drawn():
         with progress_bar(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
 
             def draw(done: int, total: int) -> None:

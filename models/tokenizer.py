@@ -44,7 +44,7 @@ def load_tokenizer(
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {directory}")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_buffer(path.read_bytes())  # whose path may be no Unicode text
         except Exception as error:  # the library raises Exception itself for a file that it cannot parse
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
     if config is not None:
@@ -118,6 +118,21 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
             f"got {type(tokenizer).__name__}"
         )
     return _whole(Tokenizer.from_str(backend.to_str()))
+
+
+def check_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON and a command line of another encoding can hold, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected Unicode text, got half of a surrogate pair at character {error.start}") from error
+
+
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that a tokenizer puts before every text: begin-of-text, or several; none for many models."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    starts = range(len(whole) - len(plain) + 1)
+    return next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
 
 
 def special_tokens(directory: str | os.PathLike) -> dict[str, str]:

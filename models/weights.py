@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
 from .named_models import adapter_directory
+from .progress import progress
 from .replaced_files import replaced_files
 from .sharding import check_mesh, on_host, param_sharding, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
@@ -32,6 +35,7 @@ from .tokenizer import tokenizer_files
 from .transformer import Transformer, initializer
 
 _CONFIG = "config.json"
+_LONG = 10**9  # bytes of parameters from which loading shows its progress
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -151,17 +155,17 @@ def _load(
         config = gguf_files.read_config(file, dtype)
         check_mesh(config, mesh)
         table = checkpoint_table(config)
-        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).parts, mesh), config
+        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).parts, mesh, gguf_path.name), config
     directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
     check_mesh(config, mesh)
     table = checkpoint_table(config)
     tensors = SafeTensors.of(directory, config, table)
-    return _assemble(config, table, tensors.parts, mesh), config
+    return _assemble(config, table, tensors.parts, mesh, directory.name), config
 
 
 def _assemble(
-    config: ModelConfig, table: list[Leaf], parts: Callable[[Leaf, np.dtype], Parts], mesh: Mesh | None
+    config: ModelConfig, table: list[Leaf], parts: Callable[[Leaf, np.dtype], Parts], mesh: Mesh | None, name: str
 ) -> dict[str, Any]:
     """Load the parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
 
@@ -170,16 +174,23 @@ def _assemble(
         table: its parameters.
         parts: returns for a parameter and a dtype the function that reads its parts.
         mesh: see `from_pretrained`.
+        name: the model's name beside the progress of a model that takes long to load.
     """
     dtype, params = HOST_DTYPES[config.dtype], {}
-    for leaf in table:
-        shape, read = leaf.shape, parts(leaf, dtype)
-        if mesh is None:
-            param = jnp.asarray(read((slice(None),) * len(shape)))
-        else:
-            sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # one reading for replicas
-            param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
-        params[leaf.path] = jax.block_until_ready(param)  # else the host would hold every array that awaits its transfer
+    total = sum(math.prod(leaf.shape) for leaf in table) * dtype.itemsize
+    shows = total >= _LONG and jax.process_index() == 0
+    with progress(f"loading {name}") if shows else contextlib.nullcontext(lambda done, total: None) as tell:
+        done = 0
+        for leaf in table:
+            shape, read = leaf.shape, parts(leaf, dtype)
+            if mesh is None:
+                param = jnp.asarray(read((slice(None),) * len(shape)))
+            else:
+                sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # read replicas once
+                param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+            params[leaf.path] = jax.block_until_ready(param)  # else the host would hold all arrays that await their transfer
+            done += math.prod(shape) * dtype.itemsize
+            tell(done, total)
     return unflatten_dict(params, sep="/")
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
+from pallas_kernels import operations
 from pallas_kernels.machine import (
     KERNELS_FROM,
     PALLAS_TPU,
@@ -102,7 +104,13 @@ def added_implementation(operation: str, name: str, implementation: Implementati
         operation: the operation's name, such as "gather_attention".
         name: the implementation's name.
         implementation: gets every argument of the operation.
+
+    Raises:
+        ValueError: there is no such operation.
     """
+    if operation not in (known := sorted(name for _, name in operations())):
+        near = difflib.get_close_matches(operation, known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown operation {operation!r}, did you mean {near!r}? expected one of {', '.join(known)}")
     with _ADDED((*_ADDED.value, (operation, name, implementation))):
         yield
 

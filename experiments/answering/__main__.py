@@ -16,7 +16,7 @@ from experiments.answering.model import LoadedModel, MeshSettings, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
-from experiments.tasks import decode_text, encode_prompt, read_text
+from experiments.tasks import check_unicode, decode_text, encode_prompt, read_text
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
@@ -125,9 +125,9 @@ def _generate(settings: GenerateSettings) -> None:
         text, new, held = GrowingText(tokenizer), 0, ""
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                ids = out.rows()[0]
-                new += len(ids)
-                piece = text.add([token for token in ids if token not in config.eos_token_ids])
+                made = out.rows()[0]
+                new += len(made)
+                piece = text.add([token for token in made if token not in config.eos_token_ids])
                 if settings.stream:
                     _show(piece)
                 else:
@@ -156,6 +156,7 @@ def _read_prompt(text: str | None, path: str | None) -> str:
     if text is not None or path is None:
         if not (text or "").strip():
             raise ValueError(f"--prompt must be a text, got {text!r}")
+        check_unicode(text or "")
         return text or ""
     text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
     if not text.strip():

@@ -68,9 +68,9 @@ class LoadedModel:
     """
 
     name: str
-    params: Any
+    params: Any = dataclasses.field(repr=False)
     config: models.ModelConfig
-    tokenizer: Any
+    tokenizer: Any = dataclasses.field(repr=False)
     tokenizer_file: pathlib.Path
     mesh: Mesh | None = None
     kv_dtype: str | None = None

@@ -124,6 +124,7 @@ def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
         ValueError: see `kvjax.registry.parse_knobs`.
     """
     made: dict[str, Any] = {}
+    registry.check_once([pair.partition("=")[0].strip() for pair in pairs], ", ".join(pairs))
     for pair in pairs:
         knob, _, value = pair.partition("=")
         share = knob.strip() == "budget" and ("/" in value or "." in value)

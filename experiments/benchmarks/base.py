@@ -25,6 +25,8 @@ class Example:
         classes: labels to choose from, for the scorers of classification tasks.
         chat: whether a chat template wraps the prompt if the model has a template; some suites leave it out for some tasks.
         stop: texts that end an answer, such as a newline.
+        system: text of the system turn; "" leaves the turn to the chat template. Without a template, or where the template
+            has no system turn, the text stands above the context.
     """
 
     task: str
@@ -39,8 +41,14 @@ class Example:
     classes: tuple[str, ...] = ()
     chat: bool = True
     stop: tuple[str, ...] = ()
+    system: str = ""
 
     @property
     def prompt(self) -> str:
         """The whole prompt without a chat template."""
-        return self.context + self.question + self.answer_prefix
+        return self.opening + self.question + self.answer_prefix
+
+    @property
+    def opening(self) -> str:
+        """What a prompt without a system turn begins with: the system text, if there is one, and the context."""
+        return f"{self.system}\n\n{self.context}" if self.system else self.context

@@ -15,7 +15,7 @@ from experiments.benchmarks.generated import examples
 from experiments.benchmarks.keys import Keys, numbered
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import encode_prompt, length_within
+from experiments.tasks import encode_prompt, length_within, opening_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,9 @@ class Reading:
         limit: most tokens of prompt and answer that a model takes; None if there is no limit.
         truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
         new_tokens: most tokens of an answer; None takes each example's own `max_new_tokens`.
+        around_system: text before and after the system text, up to the user's content, for examples that bring a system text;
+            None without a template, or where the template has no system turn.
+        again: text between an answer and the next question of a conversation; "" if no conversation is led.
     """
 
     tokenizer_file: pathlib.Path
@@ -75,6 +78,29 @@ class Reading:
     limit: int | None = None
     truncation: str = "middle"
     new_tokens: int | None = None
+    around_system: tuple[str, str] | None = None
+    again: str = ""
+
+    def parts(self, example: Example, follows: bool) -> tuple[str, str, int]:
+        """Put the chat template around an example.
+
+        Args:
+            example: the example.
+            follows: whether the example follows another question about its context.
+
+        Returns:
+            The text up to the question, the text from the question on, and how many characters of the first text the template
+            put before the context.
+        """
+        before, after = self.around if self.around and example.chat else ("", "")
+        context, question = example.context, example.question
+        if example.system and before and self.around_system:
+            before = example.system.join(self.around_system)
+        else:
+            context = example.opening
+        if follows and before and self.again:
+            question = self.again + question.lstrip("\n")
+        return before + context, question + after + example.answer_prefix, len(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +132,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     Raises:
         ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
     """
-    tokenizer = Tokenizer.from_file(str(reading.tokenizer_file))
+    tokenizer = Tokenizer.from_buffer(reading.tokenizer_file.read_bytes())  # its path may be no Unicode text
 
     def ids(text: str, special: bool = False) -> list[int]:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
@@ -129,9 +155,9 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
                 )
             )
     heads, tails, wholes, cut, keys = [], [], [], [], Keys()
-    for example in made:
-        before, after = reading.around if reading.around and example.chat else ("", "")
-        head, tail = before + example.context, example.question + after + example.answer_prefix
+    groups = [example.group for example in made]
+    for example, previous in zip(made, ["", *groups], strict=False):
+        head, tail, before = reading.parts(example, bool(previous) and example.group == previous)
         special = not before  # a template brings its own special tokens
         head_ids, tail_ids = ids(head, special), ids(tail)
         whole_ids = ids(head + tail, special)
@@ -142,7 +168,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
             size = max(len(whole_ids), len(head_ids) + len(tail_ids))
             excess = size + new_tokens - reading.limit
         if excess > 0:
-            opening = _opening(tokenizer, head, head_ids, len(before))
+            opening = _opening(tokenizer, head, head_ids, before)
             kept = len(head_ids) - opening - excess
             if kept < 1:
                 alone = reading.limit - kept
@@ -170,7 +196,8 @@ def _opening(tokenizer: Tokenizer, head: str, ids: list[int], before: int) -> in
         before: characters that a template puts before the context; 0 without a template.
     """
     if not before:
-        return int(bool(ids) and ids[:1] == tokenizer.encode("").ids[:1])
+        opening = opening_ids(tokenizer)
+        return len(opening) if ids[: len(opening)] == opening else 0
     offsets = tokenizer.encode(head, add_special_tokens=False).offsets
     return next((at for at, (_, end) in enumerate(offsets) if end > before), len(offsets))
 

@@ -63,6 +63,7 @@ def examples(
                 max_new_tokens=sample.max_new_tokens,
                 scorer=name,
                 chat=get_task(name).chat,
+                system=sample.system,
                 group=f"{name}/{index}" if len(samples) > 1 else "",
                 labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
             )
@@ -83,8 +84,8 @@ def score(example: Example, prediction: str) -> float:
 
 
 def measures(example: Example, prediction: str) -> dict[str, float]:
-    """Score an answer by the further measures of a generated task, each in [0, 1]; {} for tasks without."""
+    """Score an answer by the further measures of its task or scorer, each in [0, 1]; {} for tasks without."""
     if example.scorer not in TASKS:
-        return {}
+        return {name: scorer(prediction, example) for name, scorer in scorers.MEASURES.get(example.scorer, {}).items()}
     more = get_task(example.scorer).measures
     return {name: measure(prediction, example.answers) for name, measure in more.items()}

@@ -22,7 +22,7 @@ from typing import Any
 
 from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file
 from experiments.benchmarks.base import Example
-from experiments.benchmarks.records import Record, check_file, read_json_list, read_jsonl
+from experiments.benchmarks.records import Record, check_file, parse_json, read_json_list, read_jsonl, shown
 from experiments.benchmarks.scorers import NUMERIC, check_scorer
 
 # kvpress names tasks as the suites do.
@@ -49,11 +49,14 @@ def _long_fields() -> Iterator[None]:
 
 def _csv_rows(path: Path, limit: int | None) -> list[Record]:
     with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
-        rows = csv.DictReader(file)
+        rows = csv.DictReader(file, strict=True)  # a quote that is not closed would hide the rows after it
         try:
+            names = rows.fieldnames or ()
+            if twice := [name for name, times in collections.Counter(names).items() if times > 1]:
+                raise ValueError(f"{path}, line 1: expected columns of different names, got {twice[0]!r} twice")
             return [_csv_row(f"{path}, line {rows.line_num}", row) for row in itertools.islice(rows, limit)]
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {rows.line_num}: expected a row of a csv in UTF-8, got {error}") from error
+            raise ValueError(f"{path}, line {rows.reader.line_num}: expected a row of a csv in UTF-8, got {error}") from error
 
 
 def _csv_row(where: str, row: dict[str | None, Any]) -> Record:
@@ -71,9 +74,10 @@ def _json_rows(path: Path, limit: int | None) -> list[Record]:
     if start != b"{":
         return read_json_list(path, limit)
     try:
-        columns = json.loads(path.read_bytes().decode("utf-8-sig"))
-        rows = {key: {name: column[key] for name, column in columns.items()} for key in next(iter(columns.values()))}
-    except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError) as error:
+        columns = parse_json(path.read_bytes())
+        keys = dict.fromkeys(key for column in columns.values() for key in column.keys())
+        rows = {key: {name: column[key] for name, column in columns.items()} for key in keys}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a JSON list of rows, or columns that map row numbers to values, got neither ({error!r})"
         ) from error
@@ -90,7 +94,7 @@ def _parquet_rows(path: Path, limit: int | None) -> list[Record]:
         ) from error
     try:
         rows = pyarrow.parquet.read_table(path).slice(0, limit).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:  # damage inside of a page is an OSError
         raise ValueError(f"{path}: expected a parquet file, got {error}") from error
     return [Record(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
 
@@ -153,7 +157,10 @@ def _check_cell(record: Record, name: str) -> None:
 
 def _scorer(record: Record, task: str) -> str:
     if record.has("scorer") and record.text("scorer"):
-        check_scorer(record.text("scorer"))
+        try:
+            check_scorer(record.text("scorer"))
+        except ValueError as error:
+            raise record.error(str(error)) from error
         return record.text("scorer")
     if task not in SCORER_OF:
         near = difflib.get_close_matches(task, SCORER_OF, n=1, cutoff=0.0)[0]
@@ -166,9 +173,12 @@ def _scorer(record: Record, task: str) -> str:
 
 def _max_new_tokens(record: Record) -> int:
     value = record.get("max_new_tokens", (int, float, str), "a whole number")
-    if not re.fullmatch(r"\d+(\.0*)?", str(value)) or int(float(value)) < 1:
-        raise record.error(f"expected a whole number of at least 1 in the field 'max_new_tokens', got {value!r}")
-    return int(float(value))
+    digits = re.fullmatch(r"0*([0-9]{1,10})(\.0*)?", str(value).strip())
+    if digits is None or not 1 <= int(digits[1]) < 2**31:
+        raise record.error(
+            f"expected a whole number from 1 to {2**31 - 1} in the field 'max_new_tokens', got {shown(value)}"
+        )
+    return int(digits[1])
 
 
 def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
@@ -186,30 +196,42 @@ def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
             the file, the line, what was found and what was expected.
         ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
     """
+    return grouped(path, [example_of(record, csv_cells=path.suffix == ".csv") for record in read_rows(path, limit)])
+
+
+def read_rows(path: Path, limit: int | None = None) -> list[Record]:
+    """Read the rows of a table by the suffix of its file; at least one row, or a ValueError as in `read_kvpress`."""
     check_file(path)
     if path.suffix not in ROWS:
         raise ValueError(f"{path}: expected one of the suffixes {', '.join(ROWS)}, got {path.suffix!r}")
     records = ROWS[path.suffix](path, limit)
     if not records:
         raise ValueError(f"{path}: expected at least one row, got none")
-    examples = []
-    for record in records:
-        task = record.text("task")
-        name = "answers" if record.has("answers") and not record.has("answer") else "answer"
-        scorer = _scorer(record, task)
-        if path.suffix == ".csv" and scorer not in NUMERIC:
-            _check_cell(record, name)
-        example = Example(
-            task=task,
-            context=record.text("context"),
-            question=record.text("question"),
-            answer_prefix=record.text("answer_prefix"),
-            answers=_listed(record, name, decimals=scorer == "infinitebench_math_find"),
-            max_new_tokens=_max_new_tokens(record),
-            scorer=scorer,
-            classes=_listed(record, "all_classes") if record.has("all_classes") and record.values["all_classes"] else (),
-        )
-        examples.append(record.fitted(example))
+    return records
+
+
+def example_of(record: Record, *, csv_cells: bool = False) -> Example:
+    """Make the example of a row; ``csv_cells`` refuses whole numbers in the form that spreadsheets give them."""
+    task = record.text("task")
+    name = "answers" if record.has("answers") and not record.has("answer") else "answer"
+    scorer = _scorer(record, task)
+    if csv_cells and scorer not in NUMERIC:
+        _check_cell(record, name)
+    example = Example(
+        task=task,
+        context=record.text("context"),
+        question=record.text("question"),
+        answer_prefix=record.text("answer_prefix"),
+        answers=_listed(record, name, decimals=scorer == "infinitebench_math_find"),
+        max_new_tokens=_max_new_tokens(record),
+        scorer=scorer,
+        classes=_listed(record, "all_classes") if record.has("all_classes") and record.values["all_classes"] else (),
+    )
+    return record.fitted(example)
+
+
+def grouped(path: Path, examples: list[Example]) -> list[Example]:
+    """Put examples with the same task and context into a group."""
     times = collections.Counter((example.task, example.context) for example in examples)
     groups = {key: f"{path.name}/{number}" for number, key in enumerate(times) if times[key] > 1}
     return [dataclasses.replace(e, group=groups.get((e.task, e.context), "")) for e in examples]

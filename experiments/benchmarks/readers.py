@@ -7,21 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
+from experiments.benchmarks.helmet_file import read_helmet
+from experiments.benchmarks.ifeval_file import read_ifeval
 from experiments.benchmarks.infinitebench_file import read_infinitebench
 from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
 from experiments.benchmarks.longbench2_file import read_longbench2
 from experiments.benchmarks.longbench_file import read_longbench
+from experiments.benchmarks.longproc_file import read_longproc
+from experiments.benchmarks.math_file import MATH_READERS
+from experiments.benchmarks.questions_file import read_questions
 from experiments.benchmarks.records import check_file
 from experiments.benchmarks.ruler_file import read_ruler
 from experiments.benchmarks.scbench_file import read_scbench
 
 READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
+    "questions": read_questions,
     "ruler": read_ruler,
     "kvpress": read_kvpress,
     "longbench": read_longbench,
     "longbench2": read_longbench2,
     "infinitebench": read_infinitebench,
     "scbench": read_scbench,
+    **MATH_READERS,
+    "ifeval": read_ifeval,
+    "helmet": read_helmet,
+    "longproc": read_longproc,
+}
+_SUFFIXES = {
+    **dict.fromkeys(("kvpress", "questions"), tuple(ROWS)),
+    "longproc": (".json",),
+    **dict.fromkeys(("longbench2", *MATH_READERS), (".json", ".jsonl")),
 }
 
 
@@ -62,7 +77,7 @@ def files_of(name: str, path: Path) -> list[Path]:
     if not path.is_dir():
         check_file(path)
         return [path]
-    suffixes = {"kvpress": tuple(ROWS), "longbench2": (".json", ".jsonl")}.get(name, (".jsonl",))
+    suffixes = _SUFFIXES.get(name, (".jsonl",))
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     if not found:
         raise ValueError(f"{path}: expected files that end in {' or '.join(suffixes)} in this folder, got none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -54,7 +55,7 @@ class Record:
             raise self.error(f"expected a field {name!r} ({expected}), got the fields {sorted(map(str, self.values))}")
         value = self.values[name]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise self.error(f"expected {expected} in the field {name!r}, got {_shown(value)}")
+            raise self.error(f"expected {expected} in the field {name!r}, got {shown(value)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(f"expected {expected} in the field {name!r}, got the number {value}")
         return value
@@ -98,7 +99,8 @@ class Record:
             raise self.error(str(error)) from error
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Show a value in a message: its type, and at most 60 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -107,6 +109,24 @@ def check_file(path: Path) -> None:
     """Refuse a path that is not a file, with a ValueError."""
     if not path.is_file():
         raise ValueError(f"{path}: expected a file, got {'a folder' if path.is_dir() else 'nothing at this path'}")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON in UTF-8, with or without a byte-order mark.
+
+    Raises:
+        ValueError: it is no JSON or not in UTF-8, or an object has a key twice. (Python would take the last value.)
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = [name for name, times in collections.Counter(name for name, _ in pairs).items() if times > 1]
+        raise ValueError(f"expected keys once, got {twice[0]!r:.60} twice")
+    return made
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
@@ -138,12 +158,12 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 def _parsed(line: bytes, where: str) -> Record:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         start = line[:40].decode("utf-8", "replace").strip()
         raise ValueError(f"{where}: expected a JSON object, got a damaged line ({error}): {start!r}...") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_shown(value)}")
+        raise ValueError(f"{where}: expected a JSON object, got {shown(value)}")
     return Record(where, value)
 
 
@@ -162,12 +182,12 @@ def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
     """
     check_file(path)
     try:
-        entries = json.loads(path.read_bytes().decode("utf-8-sig"))
+        entries = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of objects, got a damaged file ({error})") from error
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: expected a JSON list of at least one object, got {_shown(entries)}")
+        raise ValueError(f"{path}: expected a JSON list of at least one object, got {shown(entries)}")
     for number, entry in enumerate(entries[:limit], 1):
         if not isinstance(entry, dict):
-            raise ValueError(f"{path}, entry {number}: expected a JSON object, got {_shown(entry)}")
+            raise ValueError(f"{path}, entry {number}: expected a JSON object, got {shown(entry)}")
     return [Record(f"{path}, entry {number}", entry) for number, entry in enumerate(entries[:limit], 1)]

@@ -1,7 +1,8 @@
 """The suites' own scorers by name: the score of an example, given the text that a model wrote.
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
-`src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test.
+`src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
+for mathematics, IFEval, LongProc and HELMET see the modules that are imported here.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
@@ -15,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks import text_metrics
+from experiments.benchmarks import helmet_scores, instruction_checks, longproc_scores, math_answers, text_metrics
 from experiments.benchmarks.base import Example
 from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
@@ -171,9 +172,15 @@ def _name_mentioned(prediction: str, example: Example) -> float:
     """Score InfiniteBench's En.Dia: the output must name one of the references, whatever the case and the punctuation.
 
     The suite's program of August 2024 takes any reference in any part of the output, also inside a word (ANN in Joanna). Here
-    a name is one or several whole words. The program before that date knew only first references of one word.
+    a name is one or several whole words. The program before that date knew only first references of one word. A name without
+    a letter or a digit (???) is found where it stands in the output, as in the suite's program.
     """
-    return float(any(_runs_in(_words(answer), _words(prediction)) for answer in example.answers))
+    return float(any(_is_named(answer, prediction) for answer in example.answers))
+
+
+def _is_named(name: str, prediction: str) -> bool:
+    words = _words(name)
+    return _runs_in(words, _words(prediction)) if words else name.strip() in prediction
 
 
 def _words(text: str) -> list[str]:
@@ -197,6 +204,19 @@ def _passkey(prediction: str, example: Example) -> float:
 
 def _best_rouge(kind: str, stem: bool, prediction: str, example: Example) -> float:
     return text_metrics.google_rouge(prediction, example.answers, kind, stem)
+
+
+def _followed(check: Callable[[str, str], bool], prediction: str, example: Example) -> float:
+    """Compute the share of IFEval's instructions that a response follows."""
+    return sum(check(prediction, instruction) for instruction in example.answers) / len(example.answers)
+
+
+def _of_reference(measure: Callable[[str, str], float]) -> Scorer:
+    return lambda prediction, example: measure(prediction, example.answers[0])
+
+
+def _of_references(measure: Callable[[str, Sequence[str]], float]) -> Scorer:
+    return lambda prediction, example: measure(prediction, example.answers)
 
 
 _ENGLISH_F1 = functools.partial(_best, _english_f1)
@@ -241,6 +261,34 @@ SCORERS: dict[str, Scorer] = {
     "niah_number": lambda prediction, example: float(example.answers[0] in prediction),
     "niah_rouge1": functools.partial(_best_rouge, "rouge1", True),
     "quest_passkey": _passkey,
+    # Mathematics: the last number, and the formula in the last box.
+    "gsm8k": lambda prediction, example: float(math_answers.last_number(prediction) == example.answers[0]),
+    "math_formula": lambda prediction, example: float(
+        math_answers.same_formula(math_answers.final_formula(prediction), example.answers[0])
+    ),
+    "ifeval": functools.partial(_followed, instruction_checks.follows),
+    "longproc_html_to_tsv": _of_reference(longproc_scores.table_f1),
+    "longproc_path_traversal": _of_reference(longproc_scores.route_exact),
+    "longproc_tom_tracking": _of_reference(longproc_scores.beliefs_exact),
+    "longproc_countdown": _of_references(longproc_scores.countdown_exact),
+    "helmet_substring": _of_references(helmet_scores.contains_answer),
+    "helmet_ndcg10": _of_references(helmet_scores.ndcg10),
+}
+# More scores of an answer, by the name of the scorer.
+MEASURES: dict[str, dict[str, Scorer]] = {
+    "gsm8k": {"marked": lambda prediction, example: float(math_answers.marked_number(prediction) == example.answers[0])},
+    "ifeval": {
+        "all_followed": lambda prediction, example: float(
+            _followed(instruction_checks.follows, prediction, example) == 1
+        ),
+        "loose": functools.partial(_followed, instruction_checks.follows_loosely),
+        "all_loose": lambda prediction, example: float(
+            _followed(instruction_checks.follows_loosely, prediction, example) == 1
+        ),
+    },
+    "longproc_path_traversal": {"partial": _of_reference(longproc_scores.route_partial)},
+    "longproc_tom_tracking": {"partial": _of_reference(longproc_scores.beliefs_partial)},
+    "longproc_countdown": {"partial": _of_references(longproc_scores.countdown_partial)},
 }
 
 
@@ -255,6 +303,18 @@ _WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
 WHOLE_NUMBERS = (
     "infinitebench_first_integer", "infinitebench_math_calc", "infinitebench_code_run", "quest_passkey", "longbench_count",
 )  # fmt: skip
+# Look for a reference as it stands in an output, whose ends have no white space.
+_CONTAINED = (
+    "ruler_all", "ruler_part", "infinitebench_kv", "infinitebench_choice", "scbench_contains", "scbench_any", "scbench_vt",
+    "niah_number",
+)  # fmt: skip
+# What some scorers read in an output. A reference of another form would make every answer wrong.
+_READS = {
+    **dict.fromkeys(("infinitebench_first_integer", "quest_passkey", "longbench_count"), "digits without a sign"),
+    "infinitebench_math_find": "a number without a sign",
+    "infinitebench_kv": "a word without any of : \" ' . , ? ! { }",
+}
+_DIGITS = 400  # more than a float can have before or behind the point
 NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
 
 
@@ -286,14 +346,27 @@ def fitted(example: Example) -> Example:
         raise ValueError(f"the scorer {name!r} expects A, B, C or D as reference, got {answers}")
     elif name in ("longbench_class_line", "scbench_repoqa") and not example.classes:
         raise ValueError(f"the scorer {name!r} needs the labels to choose from (a column 'all_classes'), got no classes")
-    return dataclasses.replace(example, answers=answers)
+    elif name == "longbench_class_line" and not any(SCORERS[name](answer, example) for answer in answers):
+        raise ValueError(
+            f"the scorer {name!r} expects a label of one line as reference, got {answers[0]!r:.60} and the labels "
+            f"{', '.join(example.classes):.200}"
+        )
+    elif name in _CONTAINED:
+        answers = tuple(answer.strip() for answer in answers)
+    example = dataclasses.replace(example, answers=answers)
+    plain = [format(decimal.Decimal(x), "f") for x in answers] if name == "infinitebench_math_find" else answers
+    if name in _READS and not any(SCORERS[name](answer, example) for answer in plain):
+        expected = f"references that it finds in an answer, {_READS[name]}"
+        raise ValueError(f"the scorer {name!r} expects {expected}, got {answers[0]!r:.60}")
+    return example
 
 
 def _is_number(text: str) -> bool:
     try:
-        return decimal.Decimal(text).is_finite()
+        number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         return False
+    return number.is_finite() and abs(number.adjusted()) < _DIGITS
 
 
 def score(example: Example, prediction: str) -> float:

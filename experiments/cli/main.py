@@ -120,9 +120,9 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _version() -> str:
-    import kvjax
+    from kvjax.version import __version__  # `kvjax.__version__` would import JAX
 
-    return kvjax.__version__
+    return __version__
 
 
 def _help() -> str:

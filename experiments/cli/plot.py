@@ -159,7 +159,7 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8-sig"))
         for name, kind in (("metrics", list), ("settings", dict), ("experiment", str)):
             if not isinstance(record[name], kind):
                 raise TypeError(f"{name} is {record[name]!r:.40}")

@@ -35,7 +35,7 @@ from experiments.answering import LoadedModel, Shape, account, ask, equal_rows, 
 from experiments.demo.settings import DemoSettings, Run, runs, with_budgets
 from experiments.evaluation import CompileAhead
 from experiments.records import CompileClock, Timer, make_record
-from experiments.tasks import Question, Words, get_task, haystack_for, make_document, score
+from experiments.tasks import Question, Words, encode_prompt, get_task, haystack_for, make_document, score
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.plugins import path_of
 from models.progress import progress_bar
@@ -99,7 +99,7 @@ def make_contexts(settings: DemoSettings, tokenizer: Any, around: tuple[str, str
             )
             asked = [encode(q.question + after + q.answer_prefix) for q in document.questions]
             # A template brings its own special tokens.
-            tokens = encode(before + document.context) if around else tokenizer.encode(document.context).ids
+            tokens = encode(before + document.context) if around else encode_prompt(tokenizer, document.context)
             made.append(Context(name, tokens, document.questions, asked))
     return made
 

@@ -7,6 +7,8 @@ from experiments.evaluation.comparison import Entry as Entry
 from experiments.evaluation.comparison import averages as averages
 from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
+from experiments.evaluation.folder import Folder as Folder
+from experiments.evaluation.folder import read_predictions as read_predictions
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
 from experiments.evaluation.order import COUNTED as COUNTED

@@ -240,6 +240,7 @@ def predict(
                 "prompt_tokens": len(encoded.wholes[index]),
                 "cut_tokens": encoded.cut[index],
                 "answer_tokens": min(len(ids[index]), limit),
+                "ended": not set(model.config.eos_token_ids).isdisjoint(ids[index][:limit]),
             }
         )
     return made
@@ -257,6 +258,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         DIGEST: digest(encoded.keys),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
+        "unfinished": sum(not line["ended"] for line in predictions),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
         "by": _by_label(predictions),
         **_measured(predictions),

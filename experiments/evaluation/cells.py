@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+from tokenizers import Tokenizer
 
 import models
 from experiments.benchmarks import Cell, Example, Reading, files_of, parse, read
 from experiments.evaluation.settings import CellSettings
 from experiments.tasks import expand, get_task
+
+_SYSTEM = "Here stands the text of the system."
 
 
 def make_cells(settings: CellSettings) -> list[Cell]:
@@ -39,7 +44,11 @@ def make_cells(settings: CellSettings) -> list[Cell]:
 
 
 def make_reading(
-    settings: CellSettings, tokenizer_file: pathlib.Path, template: models.ChatTemplate | None, limit: int
+    settings: CellSettings,
+    tokenizer_file: pathlib.Path,
+    template: models.ChatTemplate | None,
+    limit: int,
+    ends: Sequence[int] = (),
 ) -> Reading:
     """Say how the texts of the settings' cells become tokens.
 
@@ -48,9 +57,28 @@ def make_reading(
         tokenizer_file: tokenizer.json of the model.
         template: the model's chat template; None puts no template around the texts.
         limit: most tokens of prompt and answer that the model takes.
+        ends: token ids that end an answer; in turns the cache holds such a token behind each answer.
     """
-    around = template.around(settings.system, **settings.template_variables) if template else None
-    return Reading(tokenizer_file, around, limit, settings.truncation, settings.max_new_tokens)
+    reading = Reading(tokenizer_file, None, limit, settings.truncation, settings.max_new_tokens)
+    if template is None:
+        return reading
+    around, again = template.around(settings.system, **settings.template_variables), ""
+    if settings.question == "turns":
+        again = template.between(settings.system, **settings.template_variables)
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        for token in filter(None, map(tokenizer.id_to_token, ends)):
+            again = again.removeprefix(token)
+    return dataclasses.replace(reading, around=around, around_system=_around_system(settings, template), again=again)
+
+
+def _around_system(settings: CellSettings, template: models.ChatTemplate) -> tuple[str, str] | None:
+    """Return the texts around a system text, up to the user's content; None if the template has no system turn."""
+    try:
+        before, _ = template.around(_SYSTEM, **settings.template_variables)
+    except ValueError:  # some templates refuse the role
+        return None
+    parts = before.split(_SYSTEM)
+    return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
 def without_file(settings: CellSettings) -> list[str]:

@@ -29,6 +29,8 @@ def flat(item: Compared) -> dict[str, Any]:
         "against_full_high": None if full else item.interval_95[1],
         "same_answer": item.same,
         "examples": row.get("examples"),
+        "answer_tokens": row.get("mean_answer_tokens"),
+        "unfinished": row.get("unfinished"),
         "tokens_attended": row["attended_tokens"],
         "tokens": row["length_tokens"],
         "bytes_read": row["bytes_read_per_step"],

@@ -8,8 +8,8 @@ import pathlib
 import sys
 
 from experiments.answering import load_model, make_mesh
-from experiments.benchmarks import files_of, parse
 from experiments.cli import Against, write_figures
+from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import averages, beside_full, load, place_of
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
@@ -40,13 +40,12 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     """Load the model, and make the runner of an evaluation.
 
     Raises:
-        ValueError: a file of the tasks is missing, or an error of `Runner`.
+        ValueError: a file of the tasks is missing or damaged, or an error of `Runner`.
     """
-    for spec in settings.files:
-        files_of(*parse(spec))  # refuses a missing file before the model is loaded
+    cells = make_cells(settings)  # refuses damaged files before the model is loaded
     mesh = make_mesh(settings.mesh)
     model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
-    return Runner(settings, model, output.out, force=output.force, progress=not output.quiet)
+    return Runner(settings, model, output.out, cells=cells, force=output.force, progress=not output.quiet)
 
 
 def finish(folder: Folder, output: Output, against: Against) -> None:

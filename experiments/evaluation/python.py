@@ -14,7 +14,7 @@ import numpy as np
 
 import models
 from experiments.answering import load_model, make_mesh, of_loaded, preset_knobs
-from experiments.benchmarks import files_of, parse
+from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import beside_full, load, place_of
 from experiments.evaluation.flat import flat
 from experiments.evaluation.runner import Runner
@@ -47,24 +47,23 @@ def evaluate_methods(
     entries = [entry_of(method) if isinstance(method, Method) else method for method in methods]
     name = model.name if isinstance(model, models.Loaded) else str(model)
     chosen = EvaluationSettings.from_mapping({"workers": 0, **settings, "model": name, "methods": entries}, "kvjax.evaluate")
-    for spec in chosen.files:
-        files_of(*parse(spec))  # refuses a missing file before the model is loaded
+    cells = make_cells(chosen)  # refuses damaged files before the model is loaded
     if isinstance(model, models.Loaded):
         loaded = of_loaded(model)
     else:
         loaded = load_model(name, chosen.dtype, offline=chosen.offline, mesh=make_mesh(chosen.mesh))
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        runner = Runner(chosen, loaded, folder, progress=progress)
+        runner = Runner(chosen, loaded, folder, cells=cells, progress=progress)
         runner.run()
         runner.folder.keep_examples()
         compared = beside_full(load([folder]))
-    labels, cells = {choice.label for choice in chosen.choices}, [cell.identity for cell in runner.cells]
+    labels, asked = {choice.label for choice in chosen.choices}, [cell.identity for cell in cells]
     mine = [  # the folder may have more
         item
         for item in compared
         if item.row["method"] in labels
-        and any(all(item.row.get(name) == value for name, value in cell.items()) for cell in cells)
+        and any(all(item.row.get(name) == value for name, value in cell.items()) for cell in asked)
     ]
     place = place_of([item.row for item in mine])
     return [flat(item) for item in sorted(mine, key=lambda item: place(item.row))]

@@ -51,6 +51,7 @@ from experiments.records import CompileClock, Timer, check_library, knobs_of
 from experiments.tasks import expand, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
+from models.progress import is_drawn
 
 
 class Runner:
@@ -60,6 +61,7 @@ class Runner:
         settings: what to run.
         model: the model.
         out: the result folder.
+        cells: the cells of the settings, if `make_cells` has made them before.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
@@ -79,6 +81,7 @@ class Runner:
         model: LoadedModel,
         out: pathlib.Path,
         *,
+        cells: list[Cell] | None = None,
         force: bool = False,
         progress: bool = True,
     ) -> None:
@@ -101,7 +104,8 @@ class Runner:
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
         template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
-        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit)
+        ends = model.config.eos_token_ids
+        self._reading = make_reading(settings, model.tokenizer_file, template, self._limit, ends)
         common = {
             "model": model.name,
             "weights": model.weights,
@@ -118,7 +122,7 @@ class Runner:
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
         self._sizes = Sizes()
-        self.cells = make_cells(settings)
+        self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
         self.store = CellStore(self._reading, self.cells, settings.workers)
@@ -152,7 +156,7 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
-            with Progress(len(jobs), self.progress) as bar:
+            with Progress(len(jobs), self.progress and is_drawn()) as bar:  # a log has a line for each cell
                 while waiting:
                     bar.waits()
                     with Timer(clock) as waited:

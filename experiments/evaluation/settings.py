@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from experiments.answering import (
 )
 from experiments.benchmarks import READERS, TRUNCATIONS
 from experiments.cli import names, option, parse_yaml, write_yaml
-from experiments.tasks import TASKS, expand, get_task
+from experiments.tasks import GROUPS, TASKS, expand, get_task
 from kvjax import registry
 from kvjax.fields import check_field, check_names
 from pallas_kernels.formats.quantised import MOST
@@ -191,8 +192,9 @@ class CellSettings(MeshSettings):
     """The cells that are answered, and how; eval and sweep share these settings.
 
     Attributes:
-        tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (ruler, kvpress,
-            longbench, longbench2, infinitebench, scbench)
+        tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (questions, for
+            your own; ruler, kvpress, longbench, longbench2, infinitebench, scbench, gsm8k, math500, aime, ifeval, helmet,
+            longproc)
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; a file may have fewer
         questions: questions about each context
@@ -259,9 +261,19 @@ class CellSettings(MeshSettings):
             kind, colon, _ = name.partition(":")
             if colon:
                 raise ValueError(f"unknown format {kind!r} in {name!r}, expected one of {', '.join(READERS)}")
+            if pathlib.Path(name).suffix and name not in (*TASKS, *GROUPS):
+                raise ValueError(
+                    f"unknown task {name!r}; a file is written FORMAT:PATH, with a format of {', '.join(READERS)}, such as "
+                    f"questions:{name} for a table of your own questions"
+                )
         if "perplexity" in self.generated:
             raise ValueError(f"unknown task 'perplexity': {_PERPLEXITY}")
-        expand(self.generated)
+        apart = [name for name in expand(self.generated) if get_task(name).in_turns]
+        if apart and self.questions > 1 and self.question != "turns":
+            raise ValueError(
+                f"{apart[0]} asks questions that refer to earlier ones: expected question='turns' for more than one question "
+                f"about a context, got {self.question!r}"
+            )
         for entry in self.haystack:
             task, equals, _ = entry.partition("=")
             if equals:

@@ -15,14 +15,15 @@ from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
 from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
 
+_OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
 _LEGEND = (
     "Scores are 0 to 100. Against Full: mean difference "
-    f"on the same examples with a 95 % paired bootstrap interval; bold: beyond noise. Fewer than {FEW} examples that are all "
-    "alike have no interval. Same answer: word for word. Question: "
+    f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
+LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
 
 
@@ -61,8 +62,10 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
     Where rows have no scores to average, as perplexity, the table has every cell. Comments say what made the numbers.
     """
     compared = beside_full(load(folders))
-    about = [f"% {_about(folder)}" for folder in folders] + [f"% {_LEGEND}", r"% \usepackage{booktabs}"]
-    if any(item.row["unit"] == "percent" for item in compared):
+    means = any(item.row["unit"] == "percent" for item in compared)
+    legend = _LEGEND.replace(_OF_CELLS, "") if means else _LEGEND
+    about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
+    if means:
         parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
         about += [f"% {text}" for text in left_out(compared)]
     else:
@@ -103,7 +106,7 @@ def summary_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 mean["question"],
                 ", ".join(filter(None, (_length(mean), mean["drawn"]))),
                 f"{mean['score']:.1f}",
-                "" if full else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}",
+                "" if full else against(mean),
                 f"{mean['same']:.0f} %",
                 f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
                 f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
@@ -150,6 +153,7 @@ def cell_table(compared: Sequence[Compared]) -> str:
 
 def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
+    long = any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared)
     for item in compared:
         row = item.row
         full = row["method"] == BASELINE
@@ -163,6 +167,7 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),
                 "" if item.same is None else f"{item.same:.0f} %",
+                *([_trace(row)] * long),
                 f"{row['attended_tokens']:,.0f}",
                 _bytes(row["bytes_read_per_step"]),
                 _bytes(row["resident_bytes_per_row"]),
@@ -170,15 +175,29 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
         )
     head = (
         "task", "length", "method", "budget", "question", "score [95 %]", "against Full [95 %]", "same answer",
-        "tokens attended", "read", "resident",
+        *(["answer tokens"] * long), "tokens attended", "read", "resident",
     )  # fmt: skip
     return [head, *rows]
+
+
+def _trace(row: Mapping[str, Any]) -> str:
+    """Format the mean length of the answers in tokens, and how many of them reached their limit; "" if it is not known."""
+    if "mean_answer_tokens" not in row:
+        return ""
+    unfinished = f" ({row['unfinished']} unfinished)" if row.get("unfinished") else ""
+    return f"{row['mean_answer_tokens']:,.0f}{unfinished}"
 
 
 def _change(item: Compared) -> str:
     interval = _interval(item.interval_95, item.contexts, "+.1f")
     text = f"{item.difference:+.1f}{' %' if item.same is None else ''} {interval}"
     return f"**{text}**" if item.beyond_noise else text
+
+
+def against(mean: Mapping[str, Any]) -> str:
+    """Format the mean difference to Full with its interval; without one if a few examples of each task were all alike."""
+    alike = not mean["plus_minus"] and mean["samples"] < FEW
+    return f"{mean['difference']:+.1f}" + ("" if alike else f" ± {mean['plus_minus']:.1f}")
 
 
 def _interval(ends: Sequence[float], contexts: int, style: str) -> str:

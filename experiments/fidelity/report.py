@@ -11,6 +11,7 @@ from experiments.answering import budget_of, without_effect
 from experiments.records import bootstrap_interval, markdown_rows, method_title, short_commit, token_label
 
 FULL = "full"
+_TURN_GROUPS = 8
 Row = Mapping[str, Any]
 _HEAD = (
     "method",
@@ -70,6 +71,8 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
     parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, _LEGEND]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
+        if any("by_turn" in row for row in rows):
+            parts.append(turns_table(rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -77,6 +80,20 @@ def table(rows: Sequence[Row]) -> str:
     """Format the table of a stream at a length."""
     others = [row for row in rows if row["method"] != FULL]
     return "\n".join(markdown_rows([_HEAD, *(_line(row, others) for row in rows)]))
+
+
+def turns_table(rows: Sequence[Row]) -> str:
+    """Format KL along the turns of a text: a column for each of up to eight groups of turns, weighted by their tokens."""
+    named = [row for row in rows if "by_turn" in row]
+    groups = np.array_split(np.asarray(named[0]["by_turn"]["turn"]), min(len(named[0]["by_turn"]["turn"]), _TURN_GROUPS))
+    spans = [(int(group[0]), int(group[-1])) for group in groups]
+    head = ("KL, nats", "budget", *(f"turn {a + 1}" if a == b else f"turns {a + 1} to {b + 1}" for a, b in spans))
+    lines = []
+    for row in named:
+        turn, tokens, kl = (np.asarray(row["by_turn"][name]) for name in ("turn", "tokens", "kl"))
+        means = (np.average(kl[at], weights=tokens[at]) for at in ((turn >= a) & (turn <= b) for a, b in spans))
+        lines.append((method_title(row["method"]), f"{budget_of(row):,}", *map(_digits, map(float, means))))
+    return "\n".join(markdown_rows([head, *lines]))
 
 
 def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from experiments.fidelity import texts as streams
 from experiments.fidelity.distance import Distance, distance
 from experiments.fidelity.programs import Programs, shared_room
 from experiments.fidelity.settings import FidelitySettings
-from experiments.fidelity.summary import summary
+from experiments.fidelity.summary import by_turn, summary
 from experiments.fidelity.texts import Texts
 from experiments.records import LIBRARY_FIELD, Results, check_library, commit, knobs_of, operations, versions
 from experiments.tasks import library_origin, reads_library
@@ -43,6 +43,7 @@ _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, t
 _KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
 FILE = "metrics.json"
 _RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
+_LIBRARY = frozenset(("code", "tools"))  # streams that are made from Python's standard library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,9 @@ class Runner:
                     )
         asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
-        self._around = template.around(settings.system, **settings.template_variables) if template else None
+        said = (settings.system, settings.template_variables)
+        self._around = template.around(said[0], **said[1]) if template else None
+        self._again = template.between(said[0], **said[1]) if template and "tools" in settings.streams else ""
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
@@ -147,6 +150,8 @@ class Runner:
             return streams.prose(self.model, self.settings, length)
         if stream == "code":
             return streams.passages(self.model, self.settings, length, "code")
+        if stream == "tools":
+            return streams.tools(self.model, self.settings, length, self._around, self._again)
         asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
         return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
 
@@ -171,6 +176,7 @@ class Runner:
                 stats.append((real, jax.device_get(measured)))
             row = {
                 **summary(parts, texts.counts),
+                **by_turn(parts, texts.turns),
                 **_account(stats, rows),
                 **job.identity,
                 "budget": job.identity["knobs"].get("budget"),
@@ -225,8 +231,8 @@ class Runner:
 
     def _reads_code(self, stream: str) -> bool:
         """Tell whether the texts of a stream are made from Python's standard library."""
-        if stream in _RUNNING:
-            return stream == "code"
+        if stream in _LIBRARY or stream in _RUNNING:
+            return stream in _LIBRARY
         return reads_library(self.settings.task, self.settings.task_haystack)
 
     def _rows(self, length: int) -> int:

@@ -51,6 +51,33 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
     }
 
 
+def by_turn(parts: Sequence[tuple[int, Distance]], turns: np.ndarray) -> dict[str, Any]:
+    """Average KL and agreement over the tokens of each turn of all texts, for texts with turns; {} for other texts.
+
+    Args:
+        parts: as in `summary`.
+        turns: int32 [N, T], the turn of every step, -1 outside of turns.
+
+    Returns:
+        ``by_turn``: lists by turn of "kl" in nats, "agrees" as a share, and "tokens", the number of tokens. A turn that all
+        texts lack is left out.
+    """
+    if (turns < 0).all():
+        return {}
+    made: dict[str, list[float]] = {"turn": [], "tokens": [], "kl": [], "agrees": []}
+    steps = {
+        name: np.concatenate([np.asarray(getattr(found, name), np.float64)[:, :real] for real, found in parts], axis=1).T
+        for name in ("kl", "agrees")
+    }  # [N, T] each
+    for turn in np.unique(turns[turns >= 0]):
+        at = turns == turn
+        made["turn"].append(int(turn))
+        made["tokens"].append(int(at.sum()))
+        for name, values in steps.items():
+            made[name].append(short(values[at].mean()))
+    return {"by_turn": made}
+
+
 def short(value: float) -> float:
     """Round to five significant digits."""
     return float(f"{value:.5g}")

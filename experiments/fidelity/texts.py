@@ -11,9 +11,18 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.fidelity.settings import WHOLE_PROSE, FidelitySettings
-from experiments.tasks import held_out_text, length_within, make_samples, prose_text
+from experiments.tasks import (
+    encode_prompt,
+    held_out_text,
+    length_within,
+    make_samples,
+    opening_ids,
+    prose_text,
+    transcript,
+)
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
+_FUNCTION_TOKENS = 160  # fewer than the request and the turns of a function of a transcript take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +35,7 @@ class Texts:
         forced: int32 [N, T], tokens that are fed one by one, padded on the right.
         targets: int32 [N, T], the token that follows each fed token.
         counts: int32 [N], number of fed tokens, at least 1.
+        turns: int32 [N, T], which turn of the text each target belongs to; -1 outside of turns, and in texts without turns.
     """
 
     prompts: np.ndarray
@@ -33,6 +43,7 @@ class Texts:
     forced: np.ndarray
     targets: np.ndarray
     counts: np.ndarray
+    turns: np.ndarray
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -49,7 +60,13 @@ class Texts:
         return real, Texts(*(array[at] for array in vars(self).values()))
 
 
-def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[int]], context: int, steps: int) -> Texts:
+def make_texts(
+    prompts: Sequence[Sequence[int]],
+    following: Sequence[Sequence[int]],
+    context: int,
+    steps: int,
+    turns: Sequence[Sequence[int]] = (),
+) -> Texts:
     """Make texts from contexts and the tokens that follow them; leave out texts of fewer than two such tokens.
 
     Args:
@@ -57,6 +74,7 @@ def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[in
         following: token ids of each text; of n tokens, the first n - 1 are fed, and the last n - 1 are predicted.
         context: tokens of the longest context that fits.
         steps: the most tokens that are fed.
+        turns: the turn of each token that follows, -1 outside of turns; () for texts without turns.
 
     Raises:
         ValueError: a context is too long, or no text has two tokens.
@@ -72,7 +90,10 @@ def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[in
     padded, lengths = pad([prompts[i] for i in kept], -(-context // _BLOCK) * _BLOCK)
     forced, counts = pad([following[i][: min(steps, len(following[i]) - 1)] for i in kept], steps)
     targets, _ = pad([following[i][1 : steps + 1] for i in kept], steps)
-    return Texts(padded, lengths, forced, targets, counts)
+    labels = np.full_like(targets, -1)
+    for row, i in enumerate(kept if turns else ()):
+        labels[row, : counts[row]] = turns[i][1 : counts[row] + 1]
+    return Texts(padded, lengths, forced, targets, counts, labels)
 
 
 def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
@@ -96,7 +117,7 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
         ValueError: the text is too short.
         FileNotFoundError: there is no such text.
     """
-    first = model.tokenizer.encode("").ids  # the begin-of-text token of models that expect one
+    first = opening_ids(model.tokenizer)
     whole = kind == WHOLE_PROSE
     text = " ".join(prose_text().split()) if whole else held_out_text(kind)
     ids = model.tokenizer.encode(text, add_special_tokens=False).ids
@@ -114,6 +135,48 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
     return make_texts([p[:context] for p in cut], [p[context:] for p in cut], context, settings.tokens)
 
 
+def tools(
+    model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None, again: str
+) -> Texts:
+    """Make transcripts of tools, which end in the middle of a session; the text begins with a command.
+
+    Args:
+        model: the model.
+        settings: how many transcripts, and how many tokens are fed.
+        length: tokens of context and text together, at most.
+        around: texts before and after the user's content in the chat template; None without a template.
+        again: text between a command and its output in the chat template; without a template a line break stands there.
+
+    Raises:
+        ValueError: the length is too short for the request.
+        FileNotFoundError: this Python has no sources of its standard library.
+    """
+    before, after = around or ("", "\n$ ")
+    again = again or "\n"
+    context = length - settings.tokens
+    prompts, following, turns = [], [], []
+    for index in range(settings.samples):
+        session = transcript(random.Random(f"tools/{length}/{settings.seed}/{index}"), max(length // _FUNCTION_TOKENS, 1))
+        ids = model.tokenizer.encode(before + session.request + after, add_special_tokens=not before).ids
+        marks, starts = [-1] * len(ids), []
+        for number, turn in enumerate(session.turns):
+            starts.append(len(ids))
+            for text, mark in ((turn.command, number), (again + turn.output + after, -1)):
+                made = model.tokenizer.encode(text, add_special_tokens=False).ids
+                ids += made
+                marks += [mark] * len(made)
+        if starts[0] > context:
+            raise ValueError(
+                f"length {length} is too short: a request takes {starts[0]} tokens, {context} stand before the text"
+            )
+        cut = max(start for start in starts if start <= context)
+        first = marks[cut]
+        prompts.append(ids[:cut])
+        following.append(ids[cut : cut + settings.tokens + 1])
+        turns.append([mark - first if mark >= 0 else -1 for mark in marks[cut : cut + settings.tokens + 1]])
+    return make_texts(prompts, following, context, settings.tokens, turns)
+
+
 def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:
     """Make texts of the right answers of a task, behind context and question.
 
@@ -127,8 +190,8 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
         ValueError: the length is too short for the task.
     """
 
-    def ids(text: str, special: bool = False) -> list[int]:
-        return model.tokenizer.encode(text, add_special_tokens=special).ids
+    def ids(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_special_tokens=False).ids
 
     before, after = around or ("", "")
     with length_within(length, len(ids(before + after))) as left:
@@ -141,10 +204,8 @@ def answers(model: LoadedModel, settings: FidelitySettings, length: int, around:
             haystack=settings.task_haystack,
         )
     following = [ids(sample.target) for sample in samples]
-    prompts = [
-        ids(before + sample.context + sample.question + after + sample.answer_prefix, special=not before)
-        for sample in samples
-    ]
+    texts = [before + sample.opening + sample.question + after + sample.answer_prefix for sample in samples]
+    prompts = [ids(text) if before else encode_prompt(model.tokenizer, text) for text in texts]
     steps = min(settings.tokens, max(len(target) - 1 for target in following))
     return make_texts(prompts, following, length - steps, max(steps, 1))
 

@@ -129,7 +129,7 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     """
     if any(window is not None for window in layer_windows(model.config)):
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
-    made, tokenizer = encode_prompts(model, settings), Tokenizer.from_file(str(model.tokenizer_file))
+    made, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
     found: dict[str, list[float]] = {}
     for example, tokens in progress_bar(iterable=list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)

@@ -42,6 +42,7 @@ import models
 from experiments.answering import LoadedModel, Tally, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
 from experiments.records import knobs_of
+from experiments.tasks import encode_prompt
 from kvjax import registry
 from kvjax.method import Method
 from models.progress import progress_bar
@@ -190,9 +191,9 @@ class KvjaxLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; by default with the tokenizer's special tokens, unless the text begins with the first of them."""
+        """Encode a text; by default as `experiments.tasks.encode_prompt` does."""
         if add_special_tokens is None:
-            add_special_tokens = self._bos is None or not string.startswith(self._bos)
+            return encode_prompt(self.tokenizer, string)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

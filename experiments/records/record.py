@@ -18,6 +18,7 @@ import jax
 from pallas_kernels.dispatch import get_default_implementation
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safetensors", "tokenizers", "wonderwords")
+_KEPT = 50  # characters of a file's name in its draft's name: a longer name would be too long with more letters
 
 
 def commit() -> str | None:
@@ -124,7 +125,7 @@ def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
 def write_bytes(path: pathlib.Path, data: bytes) -> None:
     """Write a file atomically; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:_KEPT]}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

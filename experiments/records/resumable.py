@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from kvjax.describe import describe
 from kvjax.method import Method
 from kvjax.plugins import path_of
 
+_LONGEST = 240  # bytes
+
 
 def knobs_of(method: Method) -> dict[str, Any]:
     """Return all hyper-parameters of a method as JSON values; arrays and methods become a short text that tells them apart.
@@ -26,6 +30,13 @@ def knobs_of(method: Method) -> dict[str, Any]:
     path = path_of(type(method))
     knobs = {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
     return knobs if path is None else {"class": path, **knobs}
+
+
+def _lock_of(path: pathlib.Path) -> pathlib.Path:
+    """Name the lock of a file; a long name is shortened to a digest, because a system takes 255 bytes."""
+    encoded = os.fsencode(path.name)
+    short = path.name if len(encoded) < _LONGEST else hashlib.sha256(encoded).hexdigest()
+    return path.with_name(f".{short}.lock")
 
 
 def _plain(value: Any) -> Any:
@@ -76,7 +87,7 @@ class Results:
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
         self.devices: list[str] = []
-        self.lock = FileLock(path.with_name(f".{path.name}.lock"))
+        self.lock = FileLock(_lock_of(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         self.read()
 

@@ -12,9 +12,13 @@ from typing import Any
 
 
 def markdown_rows(cells: Sequence[Sequence[Any]]) -> list[str]:
-    """Format the lines of a markdown table; the first row of ``cells`` is its head."""
-    head, *body = [[str(cell) for cell in row] for row in cells]
+    """Format the lines of a markdown table; the first row of ``cells`` is its head. A cell may have a | or a line break."""
+    head, *body = [[re.sub(r"(?<!\\)\|", r"\\|", _one_line(cell)) for cell in row] for row in cells]
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+
+
+def _one_line(cell: Any) -> str:
+    return " ".join(str(cell).splitlines()) if "\n" in str(cell) else str(cell)
 
 
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -33,6 +37,7 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "[": "{[}", "]": "{]}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "≤": r"$\le$", "×": r"$\times$",
 }  # fmt: skip
 
@@ -49,7 +54,7 @@ def latex_table(cells: Sequence[Sequence[Any]]) -> str:
 
     A column whose cells are all empty or begin with a digit or a sign is aligned at the right.
     """
-    head, *body = [[str(cell) for cell in row] for row in cells]
+    head, *body = [[_one_line(cell) for cell in row] for row in cells]
     numbers = [all(re.match(r"$|\**[-+]?\d", row[column]) for row in body) for column in range(len(head))]
     lines = [" & ".join(map(latex_text, row)) + r" \\" for row in (head, *body)]
     form = "".join("r" if number else "l" for number in numbers)

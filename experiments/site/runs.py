@@ -11,6 +11,7 @@ from typing import Any
 from experiments.answering import PAPERS
 from experiments.cli import read_record
 from experiments.evaluation import BASELINE, Compared, Entry, averages, beside_full, load, read_runs
+from experiments.evaluation.tables import against as gap
 from experiments.records import device_kinds, short_commit
 from kvjax import registry
 
@@ -141,7 +142,7 @@ def share(row: Row) -> str:
 
 def against(mean: Row | None) -> str:
     """Format the difference to Full with its interval; "" for Full itself or without a mean."""
-    return "" if mean is None or mean["method"] == "full" else f"{mean['difference']:+.1f} ± {mean['plus_minus']:.1f}"
+    return "" if mean is None or mean["method"] == "full" else gap(mean)
 
 
 def wrapped(text: str) -> str:

@@ -37,5 +37,7 @@ from experiments.tasks.splits import held_out as held_out
 from experiments.tasks.templates import TRAINED_TEMPLATES as TRAINED_TEMPLATES
 from experiments.tasks.texts import decode_text as decode_text
 from experiments.tasks.texts import encode_prompt as encode_prompt
+from experiments.tasks.texts import opening_ids as opening_ids
 from experiments.tasks.texts import read_text as read_text
+from experiments.tasks.tool_turns import transcript as transcript
 from experiments.tasks.words import Words as Words

@@ -46,6 +46,7 @@ class Sample:
         answers: reference strings.
         max_new_tokens: most tokens that the model may generate.
         target: the trained continuation.
+        system: text of the system turn; "" leaves the turn to the chat template.
     """
 
     task: str
@@ -55,11 +56,17 @@ class Sample:
     answers: tuple[str, ...]
     max_new_tokens: int
     target: str = ""
+    system: str = ""
+
+    @property
+    def opening(self) -> str:
+        """What a prompt without a system turn begins with: the system text, if there is one, and the context."""
+        return f"{self.system}\n\n{self.context}" if self.system else self.context
 
     @property
     def prompt(self) -> str:
-        """The whole prompt: context + question + answer prefix."""
-        return self.context + self.question + self.answer_prefix
+        """The whole prompt without a chat template: opening + question + answer prefix."""
+        return self.opening + self.question + self.answer_prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +78,20 @@ class Document:
         context: instruction header and haystack.
         questions: at least one question.
         max_new_tokens: most tokens of an answer.
+        system: text of the system turn; "" leaves the turn to the chat template.
     """
 
     task: str
     context: str
     questions: tuple[Question, ...]
     max_new_tokens: int
+    system: str = ""
 
     def samples(self) -> list[Sample]:
         """List the questions as samples that share the context."""
+        limit, system = self.max_new_tokens, self.system
         return [
-            Sample(self.task, self.context, q.question, q.answer_prefix, q.answers, self.max_new_tokens, q.target)
+            Sample(self.task, self.context, q.question, q.answer_prefix, q.answers, limit, q.target, system)
             for q in self.questions
         ]
 
@@ -145,6 +155,8 @@ class Task:
         load: `load(count_tokens, split)` -> what the task is made from instead of a haystack; None for tasks without.
         chat: whether a chat template wraps the prompt, see `experiments.benchmarks.Example`.
         measures: more scores of an answer by name, which a result has beside `score`.
+        in_turns: whether a question may refer to the questions before it, so that several questions about a context are
+            asked in turns alone.
     """
 
     name: str
@@ -158,6 +170,7 @@ class Task:
     load: Callable[[Callable[[str], int], str], Any] | None = None
     chat: bool = True
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = dataclasses.field(default_factory=dict)
+    in_turns: bool = False
 
     @property
     def needs_file(self) -> bool:

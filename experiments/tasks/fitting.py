@@ -54,6 +54,39 @@ def fit(request: Request, build: Callable[[int], Document], fixed: int, room: in
     return document
 
 
+def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> Document:
+    """Build the document of the most steps whose prompt and answers fit `request.length`.
+
+    Args:
+        request: the limit and the token counter.
+        build: number of steps, at least 1 -> document; more steps make a longer document.
+        most: the most steps to try.
+
+    Raises:
+        TooShort: a single step does not fit.
+    """
+
+    def excess(document: Document) -> int:
+        sample = document.samples()[0]
+        room = request.answer_room(document.questions, document.max_new_tokens)
+        asked = request.question_tokens(document.questions) if request.training else 0
+        prompt = request.count_tokens(sample.opening if request.training else sample.prompt)
+        return prompt + asked + room - request.length
+
+    made = build(1)
+    if (missing := excess(made)) > 0:
+        raise TooShort(f"length {request.length} is too short: the task needs {missing} tokens more for a single step")
+    least = 1
+    while least < most:
+        middle = (least + most + 1) // 2
+        document = build(middle)
+        if excess(document) > 0:
+            most = middle - 1
+        else:
+            least, made = middle, document
+    return made
+
+
 @contextlib.contextmanager
 def length_within(length: int, template: int) -> Iterator[int]:
     """Yield the tokens that a chat template leaves of a length; name the template if they are too few for what is made.

@@ -119,7 +119,7 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
     if not path.is_file():
         raise FileNotFoundError(f"question file not found: {path}")
     try:
-        items = _READERS[kind](json.loads(path.read_text(encoding="utf-8")))
+        items = _READERS[kind](json.loads(path.read_text(encoding="utf-8-sig")))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not in the expected format, {FORMATS[kind]} ({error!r})") from error
     return QaData(kind, items, count_tokens)

@@ -10,6 +10,7 @@ from experiments.tasks import infinitebench, listing, math_find, ruler, ruler_qa
 from experiments.tasks.base import Task
 from experiments.tasks.code_files import KIND
 from experiments.tasks.code_tasks import CODE_TASKS
+from experiments.tasks.long_tasks import LONG_TASKS, PROCEDURES, RULES
 
 _NIAH_ABOUT = {
     "niah_single_1": "a number, hidden in a repeated sentence",
@@ -143,6 +144,7 @@ _ALL = (
         about="the values of all records in a text, in their order",
     ),
     *CODE_TASKS,
+    *LONG_TASKS,
 )
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 _NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
@@ -153,7 +155,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "shared": ("kv_retrieval", "prefix_suffix", "vt", "many_shot", "math_find"),
     "trained": (*_NIAH, "vt", "passkey", "number_string", "kv_retrieval"),
     "code": tuple(task.name for task in CODE_TASKS),
-    "generated": tuple(task.name for task in _ALL if not task.needs_file and task not in CODE_TASKS),
+    "long": tuple(task.name for task in LONG_TASKS),
+    "procedures": tuple(task.name for task in PROCEDURES),
+    "rules": tuple(task.name for task in RULES),
+    "generated": tuple(task.name for task in _ALL if not task.needs_file and task not in (*CODE_TASKS, *LONG_TASKS)),
     "all": tuple(TASKS),
 }
 

@@ -12,7 +12,7 @@ def score_all(prediction: str, answers: Sequence[str]) -> float:
 
     Args:
         prediction: generated text; control characters count as line breaks, as in the suite.
-        answers: references.
+        answers: references, whose control characters count as line breaks too.
 
     Returns:
         Mean over references, in [0, 1].
@@ -26,8 +26,12 @@ def score_any(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
-    cleaned = re.sub(r"[\x00-\x1f]", "\n", prediction).strip().lower()
-    return [answer.lower() in cleaned for answer in answers]
+    cleaned = _cleaned(prediction)
+    return [_cleaned(answer) in cleaned for answer in answers]
+
+
+def _cleaned(text: str) -> str:
+    return re.sub(r"[\x00-\x1f]", "\n", text).strip().lower()
 
 
 def score_first_integer(prediction: str, answers: Sequence[str]) -> float:

@@ -8,6 +8,8 @@ import pathlib
 
 from tokenizers import Tokenizer
 
+from experiments.tasks.references import check_unicode
+
 # A longer mark may begin with a shorter one.
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -52,7 +54,22 @@ def decode_text(data: bytes, where: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that a tokenizer puts before every text: begin-of-text, or several; none for many models."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    starts = range(len(whole) - len(plain) + 1)
+    return next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a prompt with the tokenizer's special tokens; a rendered chat template gets no second begin-of-text token."""
-    ids, first = tokenizer.encode(text).ids, tokenizer.encode("").ids[:1]
-    return ids[1:] if first and ids[:2] == first * 2 else ids
+    """Encode a prompt, which begins with the tokenizer's opening once.
+
+    A rendered chat template gets no second opening. No token follows the prompt, even if the tokenizer ends texts with an
+    end-of-text token: the model goes on where the prompt ends.
+
+    Raises:
+        ValueError: the text has half of a surrogate pair.
+    """
+    check_unicode(text)
+    ids, opening = tokenizer.encode(text, add_special_tokens=False).ids, opening_ids(tokenizer)
+    return ids if ids[: len(opening)] == opening else opening + ids

@@ -75,7 +75,7 @@ class RowMaker:
         self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], mixture: Mixture, split: str = "train"
     ) -> None:
         self.mixture = mixture
-        self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self.tokenizer = Tokenizer.from_buffer(tokenizer_file.read_bytes())
         self.words = Words(split)
         self.noise = load_haystack("noise", self.count, split)
         self.builtin_prose = load_haystack(PROSE, self.count, split)

@@ -13,7 +13,7 @@ from jax import Array
 from kvjax import models
 from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
-from kvjax.api.generate import extend, generate
+from kvjax.api.generate import check_key, extend, generate
 from kvjax.api.prefill import prefill
 from kvjax.fields import positive_int, shown
 from kvjax.method import Method
@@ -138,6 +138,7 @@ def answer(
             expected = "a text" if name == "context" else "a text, or a list of at least one text"
             raise ValueError(f"{name} must be {expected}, got {shown(context if name == 'context' else questions)}")
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
+    check_key(key)
     speaker: Speaker = models.load(model) if isinstance(model, (str, os.PathLike)) else model
     if not isinstance(speaker, Speaker):
         raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")

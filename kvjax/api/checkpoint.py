@@ -1,12 +1,13 @@
 """Save and load a cache, compressed or not, with orbax.
 
 A directory holds the arrays, written by orbax, and ``kvjax.json``. This file describes the model and the method that made
-the arrays. It holds a checksum of every array, a checksum of its own content, and the sizes of all files. Loading checks
-all of them.
+the arrays. It holds a checksum of every array, a checksum of its own content, and the sizes and checksums of all files.
+Loading checks all of them, the files first: orbax prints what its threads run into when they read a damaged file.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -41,6 +42,7 @@ _ABOUT = "kvjax.json"
 _ARRAYS = "arrays"
 _KEYS = ("weights", "structure", "leaves", "method", "model", "files")
 _KV_DTYPE = "kv_dtype"  # folders of earlier versions lack it
+_SUMS = "sums"  # of files, which folders of earlier versions and of several processes lack
 _CHECKSUM = "checksum"
 _READ_BACK = 1 << 28  # bytes of arrays that `save_cache` reads back at once, in host memory
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -103,6 +105,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
             if mesh is None or not mesh.is_multi_process:
                 with _one_error(target):
                     _check_arrays(orbax, plain / _ARRAYS, about["leaves"])
+                about[_SUMS] = _sums(folder)
             if is_first:
                 about["files"] = _sizes(folder)
                 (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
@@ -180,7 +183,8 @@ def load_cache(
             "prefill again with this version"
         )
     orbax = _orbax()
-    _check_files(source, files)
+    shared = plan is not None and plan.mesh.is_multi_process  # each process would read all files
+    _check_files(source, files, {} if shared else about.get(_SUMS, {}))
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
         _check_parts(source, resolve(method), blank, leaves)
@@ -286,13 +290,30 @@ def _read_about(source: pathlib.Path) -> dict[str, Any]:
     return about
 
 
-def _check_files(source: pathlib.Path, files: dict[str, int]) -> None:
-    """Refuse a directory in which a file is missing or has another size than it was saved with."""
+def _check_files(source: pathlib.Path, files: dict[str, int], sums: dict[str, str]) -> None:
+    """Refuse a directory in which a file is missing, or has another size or another content than it was saved with."""
     found = _sizes(source)
     for name, size in files.items():
         if found.get(name) != size:
             got = "no such file" if name not in found else f"{found[name]} bytes"
             raise ValueError(f"the cache in {source} is damaged: {name} should have {size} bytes, got {got}")
+    read = _sums(source) if sums else {}
+    for name, expected in sums.items():
+        if read[name] != expected:
+            got = f"got the checksum {read[name]}, expected {expected}"
+            raise ValueError(f"the cache in {source} is damaged: {name} is not as it was saved: {got}")
+
+
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+    """Hash every file of the arrays to sixteen hexadecimal digits, by its path in ``folder``, in threads."""
+    names = list(_sizes(folder))
+
+    def hashed(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(hashed, names), strict=True))
 
 
 def _sizes(folder: pathlib.Path) -> dict[str, int]:

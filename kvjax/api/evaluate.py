@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvjax.describe import megabytes
 from kvjax.method import Method
 
@@ -31,6 +33,15 @@ def _shown(name: str, value: Any) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+def _listed(value: Any) -> list[Any]:
+    """Make a list of several values, or of one."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def evaluate(
     model: Any = "builtin",
     methods: Method | str | Mapping[str, Any] | Sequence[Method | str | Mapping[str, Any]] = ("snapkv", "quest"),
@@ -38,7 +49,7 @@ def evaluate(
     tasks: str | Sequence[str] = ("niah_single_2", "niah_multikey_1", "vt"),
     lengths: int | Iterable[int] = (4096,),
     samples: int = 20,
-    budgets: Sequence[str | int | float] = (),
+    budgets: str | int | float | Sequence[str | int | float] = (),
     out: str | os.PathLike | None = None,
     progress: bool = False,
     **settings: Any,
@@ -50,7 +61,8 @@ def evaluate(
         methods: methods as objects, as names or texts such as "twilight(quest)", or as ``{name: knobs}``. An object runs with
             its own knobs; its budget may be a `kvjax.share`, here of prompt and answer together. A name without a budget
             takes the budget of its paper, or an eighth of the length.
-        tasks: generated tasks and groups of tasks (``kvjax ls tasks``), or "FORMAT:PATH" of a suite's file.
+        tasks: generated tasks and groups of tasks (``kvjax ls tasks``), or "FORMAT:PATH" of a suite's file,
+            or "questions:PATH" of a table of your own questions.
         lengths: tokens of prompt and answer of generated tasks.
         samples: contexts of each task and length.
         budgets: shares such as "1/8" or tokens, for methods whose budget is not given.
@@ -73,9 +85,9 @@ def evaluate(
         methods = [methods]
     given = {
         "tasks": [tasks] if isinstance(tasks, str) else list(tasks),
-        "lengths": [lengths] if isinstance(lengths, int) else list(lengths),
-        "samples": samples,
-        "budgets": [str(budget) for budget in budgets],
+        "lengths": [_plain(length) for length in _listed(lengths)],
+        "samples": _plain(samples),
+        "budgets": [str(budget) for budget in _listed(budgets)],
         **settings,
     }
     return Table(evaluate_methods(model, list(methods), given, out, progress=progress))

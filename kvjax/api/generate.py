@@ -265,9 +265,14 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    check_key(key)
+    return sampler
+
+
+def check_key(key: Any) -> None:
+    """Refuse what is neither a PRNG key nor None, with a ValueError."""
     if key is not None and not (isinstance(key, (jax.Array, np.ndarray)) and _is_key(key)):
         raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
-    return sampler
 
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:

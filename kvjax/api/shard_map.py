@@ -26,6 +26,7 @@ from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
 from kvjax.decoding.shared_storage import Once
+from kvjax.decoding.verify import drafts_tokens, run_verified
 from kvjax.describe import describe
 from kvjax.mesh.sharding import Plan, on_each
 from kvjax.method import Method, num_bytes
@@ -129,7 +130,7 @@ def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
     if cache.plan is not None:
         run = functools.partial(decode, **static)
         return on_devices(run, params, cache, args, _decode_args, _decoded)
-    return run_decode(params, cache, *args, **static)
+    return _run(cache)(params, cache, *args, **static)
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
@@ -138,8 +139,13 @@ def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> 
         run = functools.partial(decode_and_measure, **static)
         end, stats = on_devices(run, params, cache, args, _decode_args, lambda specs, row: (_decoded(specs, row), row))
         return end, _of_all(stats, end.cache)
-    end = run_decode(params, cache, *args, **static)
+    end = _run(cache)(params, cache, *args, **static)
     return end, step_cost(end.cache)
+
+
+def _run(cache: Cache) -> Callable[..., Decoded]:
+    """Return the loop over tokens of the cache's method."""
+    return run_verified if drafts_tokens(cache) else run_decode
 
 
 def cost(cache: Cache) -> Stats:

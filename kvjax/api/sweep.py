@@ -31,6 +31,7 @@ from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vo
 from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.verify import advance, drafts_tokens
 from kvjax.describe import describe, is_known
 from kvjax.fields import positive_int
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
@@ -264,7 +265,10 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    once = jax.vmap(functools.partial(decode_once, params, Sampler(), eos, None))
+    once, limits = decode_once, None
+    if drafts_tokens(start.cache):
+        once, limits = advance, jnp.full(length.shape, max_new_tokens, jnp.int32)
+    once = jax.vmap(functools.partial(once, params, Sampler(), eos, limits))
     # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
     end = lax.while_loop(lambda now: (now.step < max_new_tokens).all() & ~all_done(now), once, start)
     return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

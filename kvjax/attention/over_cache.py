@@ -12,6 +12,7 @@ from jax import Array
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
+from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -20,6 +21,7 @@ from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
+from pallas_kernels.score.column_mass import column_mass
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -228,6 +230,62 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
         block=block,
     )
     return merged(out, lse, cache)
+
+
+def append_tokens(
+    cache: LayerStorage, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+) -> tuple[Array, LayerStorage]:
+    """Rotate the queries and keys of tokens after the prompt, and store the tokens.
+
+    Args:
+        cache: storage whose keys are rotated.
+        query: [B, H, G, T, D], before RoPE.
+        key: [B, H, T, D], before RoPE.
+        value: [B, H, T, D].
+        position: int32 [B, T], EMPTY for padding.
+        inv_freq: float32 [D/2].
+
+    Returns:
+        The rotated query [B, H, G, T, D], and the cache.
+    """
+    if query.shape[3] == 1:
+        return cache.append_rotated(query, key, value, position, inv_freq)
+    query = rotate(query, position[:, None, None], inv_freq)
+    return query, cache.append(rotate(key, position[:, None], inv_freq), value, position)
+
+
+def attend_stored(
+    query: Array, cache: LayerStorage, position: Array, observes: bool, gap: Array | None = None
+) -> tuple[Array, Array | None]:
+    """Attend with the newest tokens' queries to all stored tokens, densely.
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        cache: has the tokens.
+        position: int32 [B, T], EMPTY for padding.
+        observes: whether to compute the attention mass.
+        gap: see `attend_held`; only with T = 1.
+
+    Returns:
+        The output [B, H, G, T, D]; and `mass_of` if ``observes``, else None.
+    """
+    if query.shape[3] > 1:
+        out, lse = attend_all(query, cache, position)
+    elif observes and cache.parts == 1:
+        out, _, mass = attend_held_mass(query[..., 0, :], cache, gap)
+        return out[..., None, :], mass
+    else:
+        out, lse = attend_held(query[..., 0, :], cache, gap)
+        out, lse = out[..., None, :], lse[..., None]
+    return out, mass_of(query, cache, position, lse) if observes else None
+
+
+def mass_of(
+    query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
+) -> Array:
+    """Sum the attention probability of each slot over queries and group: float32 [B, H, S]; see `column_mass`."""
+    key, scale = cache.resident().key, 1 / math.sqrt(query.shape[-1])
+    return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
 def attend_behind(

@@ -112,7 +112,7 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
     if not file.is_file():
         raise FileNotFoundError(f"no patterns in {file}: expected a file, which experiments.insight.patterns writes")
     try:
-        table = tuple(_of_layer(heads) for heads in json.loads(file.read_text(encoding="utf-8")))
+        table = tuple(_of_layer(heads) for heads in json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(

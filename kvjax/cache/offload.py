@@ -209,6 +209,27 @@ class OffloadedLayerCache(LayerStorage):
         return dataclasses.replace(self, host=host)
 
 
+    def reread(self, count: Array, most: int) -> OffloadedLayerCache:
+        """Copy rows from host memory to the ring, where ``count`` int32 [B] tokens behind the cursor have replaced them.
+
+        Host memory has these rows; ``most`` is the largest ``count``.
+        """
+        order, rows = jnp.arange(most, dtype=jnp.int32)[None], self.near_value.shape[2]
+        slot = self.cursor[:, None] + order
+        older, start = slot - self.ring, jnp.maximum(self.cursor - self.ring, 0)
+        lost = (order < count[:, None]) & (older >= self.sinks)
+        row = jnp.where(lost, copy_row(slot, self.sinks, rows), rows)  # a row that does not exist is dropped
+        away = take_window(self.host, start, most)
+        away = jnp.take_along_axis(away, jnp.maximum(older - start[:, None], 0)[:, None, :, None], axis=2)
+
+        def put(near: Array | Quantised, new: Array) -> Array | Quantised:
+            return with_vectors(near, put_tokens(vectors(near), new, row, None))
+
+        dim = self.near_value.shape[3]
+        key = self.near_key if self._keys_stay else put(self.near_key, away[..., :dim])
+        return dataclasses.replace(self, near_key=key, near_value=put(self.near_value, away[..., -dim:]))
+
+
 def empty_storage(
     spec: LayerSpec, slots: int, values_only: bool = False
 ) -> LayerCache | OffloadedLayerCache | PartCache:

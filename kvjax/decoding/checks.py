@@ -36,7 +36,15 @@ def check_vocabulary(tokens: Array, model: Model) -> None:
 
 
 def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
-    """Refuse empty prompts, and more tokens than the model has positions; a method that renumbers positions has no limit."""
+    """Refuse empty prompts, and more tokens than the model has positions; a method that renumbers positions has no limit.
+
+    A method that drafts tokens needs room for them and for the token before them.
+    """
+    if method.drafts >= max_new_tokens:
+        raise ValueError(
+            f"{describe(method, brief=True)}: depth={method.drafts} drafts up to {method.drafts} tokens behind the next one, "
+            f"expected max_new_tokens of at least {method.drafts + 1}, got {max_new_tokens}"
+        )
     if not is_known(length):
         return
     with jax.ensure_compile_time_eval():
@@ -68,7 +76,8 @@ def check_sizes(method: Method, model: Model) -> None:
     for part in with_inner(method):
         part.check_sizes(model)
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
-    if guessing_layers(layer_methods(method, model)) and not can_guess:
+    stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
+    if guessing_layers(layer_methods(stepping, model)) and not can_guess:
         raise ValueError(
             f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
             f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.typing.Model"
@@ -168,8 +177,14 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 def check_model(config: Any) -> None:
     """Refuse a ``config`` that does not describe a model."""
     needed = [name for name in vars(Model) if not name.startswith("_")]
-    if isinstance(config, type) or not {*needed} <= {*dir(config)}:
-        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}")
+    lacking = [name for name in needed if name not in dir(config)]
+    if isinstance(config, (type, Array)) or len(lacking) == len(needed):
+        hint = "; it is static: close over it, or name it in static_argnames" if isinstance(config, Array) else ""
+        raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}{hint}")
+    if lacking:
+        raise ValueError(
+            f"config must describe a model (kvjax.typing.Model), but {type(config).__name__} has no {', '.join(lacking)}"
+        )
 
 
 def check_arrays(params: Any) -> None:

@@ -28,7 +28,19 @@ def layer_inputs(
     length: Array,
     guess: Array | None = None,
 ) -> Inputs:
-    """Build the inputs of a layer's attention. RoPE frequencies may depend on ``length`` int32 [B], tokens of each row."""
+    """Build the inputs of a layer's attention. RoPE frequencies may depend on ``length`` int32 [B], tokens of each row.
+
+    Raises:
+        ValueError: the model called ``attend`` with a query, a key or a value of another shape than its description says.
+    """
+    (rows, count), heads, dim = tokens.shape, model.num_kv_heads, model.head_dim
+    keys = (rows, heads, count, dim)
+    expected = ((rows, heads, model.num_q_heads // heads, count, dim), keys, keys)
+    if (got := tuple(array.shape for array in (q, k, v))) != expected:
+        raise ValueError(
+            f"{type(model).__name__}.apply must call attend with q [B, H, G, T, D], k and v [B, H, T, D] of the shapes "
+            f"{', '.join(map(str, expected))}, got {', '.join(map(str, got))}"
+        )
     theta, scaling = model.rope_theta, model.rope_scaling
     inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
     known = None if method.extrapolates else length
@@ -39,6 +51,31 @@ def layer_inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
         guess=guess,
     )  # fmt: skip
+
+
+def run_model(
+    model: Model, params: Any, tokens: Array, attend: Callable, states: tuple, last: Array, **options: Any
+) -> tuple[Array, tuple]:
+    """Run `Model.apply` for one token's logits per row.
+
+    Args:
+        model, params, tokens, attend, states, last: as in `Model.apply`.
+        options: ``guess``, for a model that can guess queries.
+
+    Returns:
+        logits [B, V], and the new states.
+
+    Raises:
+        ValueError: the model returned logits of another shape, or not a state for each layer.
+    """
+    logits, new = model.apply(params, tokens, attend, states, last=last, **options)
+    expected = (len(tokens), model.vocab_size)
+    if logits.shape != expected or len(new) != len(states):
+        raise ValueError(
+            f"{type(model).__name__}.apply must return logits of shape {expected}, of the token `last` in each row, and "
+            f"{len(states)} states, got {logits.shape} and {len(new)} states"
+        )
+    return logits, tuple(new)
 
 
 def reread(
@@ -77,7 +114,7 @@ def reread(
                 return attend(state, inputs)
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
-        return _among(seen, model.apply(params, piece, one, _put(given), last=jnp.zeros_like(length))[1])
+        return _among(seen, run_model(model, params, piece, one, _put(given), jnp.zeros_like(length))[1])
 
     def _put(given: tuple) -> tuple:
         """Put the states ``given`` by the method into the states of all layers."""

@@ -34,6 +34,12 @@ class Sampler:
 
         A row draws with a key made of its index in the batch, so it draws the same token on whatever device it is.
         """
+        if self.temperature is None:
+            return self.draw_each(logits, None)
+        return self.draw_each(logits, jax.vmap(jax.random.fold_in, (None, 0))(not_none("key", key), rows_of(len(logits))))
+
+    def draw_each(self, logits: Array, keys: Array | None) -> Array:
+        """Draw a token int32 [N] from each of the logits float32 [N, V], with a key for each of them."""
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:
             return greedy
@@ -49,7 +55,10 @@ class Sampler:
                 keep = keep & (jnp.cumsum(weight, axis=-1) - weight < self.top_p)  # mass before the token is below p
             floor = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
             scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
-        row = axes.index(axes.DATA) * len(logits) + jnp.arange(len(logits), dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(not_none("key", key), row)
-        drawn = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        drawn = jax.vmap(jax.random.categorical)(not_none("keys", keys), scaled).astype(jnp.int32)
         return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)
+
+
+def rows_of(count: int) -> Array:
+    """Return the indices in the batch of the ``count`` rows of this device: int32 [B]."""
+    return axes.index(axes.DATA) * count + jnp.arange(count, dtype=jnp.int32)

@@ -77,7 +77,7 @@ def equal_query_heads_attend_as_one(subject: Subject) -> None:
     for row, length in enumerate(subject.lengths):
         for step in range(LAYER_STEPS):
             seen = got.attended[step, row, :, length + step].all()
-            _must(seen, f"row {row} does not attend to its newest token in step {step}")
+            _must(seen, f"row {row} does not attend to its newest token in step {step}: its slot or page must score inf")
 
 
 def prompt_chunks_do_not_change_results(subject: Subject) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 from kvjax.method import Method
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
+from kvjax.wrappers.from_judge import FromJudge
 from kvjax.wrappers.layer_budgets import LayerBudgets
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
+from kvjax.wrappers.verified import Verified
 
 WRAPPERS: Mapping[str, type[Method]] = types.MappingProxyType(
     {
         cls.__name__.lower(): cls
-        for cls in (Twilight, Periodic, Prefill, Stages, DenseBelow, LayerBudgets, PerLayer)
+        for cls in (Twilight, Periodic, Prefill, Stages, DenseBelow, LayerBudgets, PerLayer, Verified, FromJudge)
     }
 )
 # Names of papers whose method is `Prefill` at the knobs beside them, and what the paper's patterns are.
@@ -43,8 +45,13 @@ EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.
         "densebelow": "densebelow(quest, length=4096)",
         "layerbudgets": "layerbudgets(snapkv, shares=(1.5, 0.5))",
         "perlayer": "perlayer(snapkv, 0=full, -1=full)",
+        "verified": "verified(snapkv, depth=4)",
+        "fromjudge": "fromjudge(budget=1024)",
     }
 )
+
+
+_BRACKETS = 50  # of the text of a method; methods in one another need a few
 
 
 def inner_fields(cls: type[Method]) -> dict[str, bool]:
@@ -68,6 +75,8 @@ def split_call(text: str) -> tuple[str, list[str]]:
     Raises:
         ValueError: brackets that do not match, an empty part, or text after the last bracket.
     """
+    if text.count("(") > _BRACKETS:
+        raise ValueError(f"expected at most {_BRACKETS} '(' in the text of a method, got {text.count('(')}: {text[:40]}...")
     name, bracket, rest = text.strip().partition("(")
     if not bracket:
         return name.strip(), []

@@ -21,6 +21,7 @@ from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
 
 Progress = Callable[[int, int], None]
+_KEPT = 50  # characters of the directory's name in the temporary name, which must not be too long
 _FILE_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # as safetensors names them
 
 
@@ -65,7 +66,7 @@ def convert(
     tensors = GGUFTensors.of(file, config, checkpoint_table(config))
     build_tokenizer(file)  # refuses a kind that is not supported before anything is written
     directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name[:_KEPT]}-", dir=directory.parent))
     try:
         _write_json(scratch / "config.json", config.to_hf())
         save_tokenizer(file, scratch)

@@ -217,6 +217,9 @@ def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert code == 0 and out.strip()
     assert "tokens attended" in err and "resident" in err and "prefill" in err and "compile apart" in err
+    tokens = int(re.search(r"(\d+) prompt tokens", err)[1])
+    seconds, rate = map(float, re.search(r"prefill ([\d.]+) s \((\d+) tokens/s\)", err).groups())
+    assert tokens / (seconds + 0.006) - 1 <= rate <= tokens / max(seconds - 0.006, 1e-9) + 1
 
 
 def test_a_text_is_given_and_put_into_the_template(directory, tmp_path, capsys, fails):

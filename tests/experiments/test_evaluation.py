@@ -26,6 +26,7 @@ from experiments.evaluation import (
     answers,
     cells,
     comparison,
+    flat,
     packing,
     plots,
     progress,
@@ -560,6 +561,24 @@ def test_rows_of_two_files_of_a_task_can_be_told_apart():
     assert comparison.told_apart(rows[:1]) == rows[:1]
 
 
+def test_a_table_with_long_answers_tells_their_length(tiny):
+    """Every row has the mean length and the number of answers that reached their limit; short answers need no column."""
+    model, end = loaded(tiny), loaded(tiny).config.eos_token_ids[0]
+    asked = encode([example(scorer="ruler_all"), example(scorer="ruler_all", answers=("sky",))])
+    lines = answers.predict(model, asked, [[5, 6, end], [5] * 9], None)
+    assert [(line["answer_tokens"], line["ended"]) for line in lines] == [(3, True), (8, False)]
+    made = answers.summary(asked, lines)
+    assert (made["mean_answer_tokens"], made["unfinished"]) == (5.5, 1)
+    rows = [entry("full", [1.0] * 6, mean_answer_tokens=1500.2, unfinished=0, knobs={}), entry("h2o", [0.0] * 6, knobs={})]
+    rows += [entry("tova", [0.0] * 6, mean_answer_tokens=4000, unfinished=6, knobs={})]
+    compared = comparison.beside_full(rows)
+    head, _, *body = tables.cell_table(compared).split("\n")
+    assert "| same answer | answer tokens | tokens attended |" in head
+    assert [line.split(" | ")[8] for line in body] == ["1,500", "", "4,000 (6 unfinished)"]
+    assert [flat.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
+    assert "answer tokens" not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+
+
 def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     def entries(**drawn):
         return [
@@ -571,7 +590,8 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     compared = comparison.beside_full(rows)
     means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
     assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
-    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 |" in tables.summary_table(compared)
+    summary = tables.summary_table(compared)
+    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 | -70.0 |" in summary, "few and all alike: no interval"
     told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
     assert told == {f"t, {drawn}" for drawn in means}
     alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))

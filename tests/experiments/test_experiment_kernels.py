@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, q
         ]
 
     monkeypatch.setattr(kernels, "cases", spoilt)
-    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
+    with pytest.raises(SystemExit, match="3 rows failed or are wrong"):
         compare_kernels()
     found = json.loads((tmp_path / "kernels.json").read_text())["metrics"]
     assert [(m["implementation"], m["passed"], m["value"]) for m in found] == [
@@ -104,6 +105,13 @@ def merge(out, lse):  # without the argument dtype, which has its default in eve
 def wrong(out, lse, **rest):
     return out[:, 0], lse[:, 0]
 
+def misnamed(outputs, lse):
+    return merge(outputs, lse)
+
+def half(lse, out):  # arguments come by their names
+    merged = merge(out, lse)
+    return merged[0], merged[1].astype(jnp.bfloat16)
+
 def fails(out, lse, **rest):
     raise RuntimeError("no such instruction")
 
@@ -120,17 +128,20 @@ def my_kernels(tmp_path, monkeypatch):
     sys.modules.pop(f"mine_{tmp_path.name}", None)
 
 
-def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels, tmp_path):
+def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels, tmp_path, capsys):
     """Nothing is timed, and the operation's table is as it was."""
     before = MERGE_SPLITS.table
-    words = [word for name in ("merge", "wrong", "fails") for word in ("--with", f"{my_kernels}:{name}")]
-    with pytest.raises(SystemExit, match="2 rows failed or are wrong"):
+    words = [word for name in ("merge", "wrong", "misnamed", "half", "fails") for word in ("--with", f"{my_kernels}:{name}")]
+    with pytest.raises(SystemExit, match="3 rows failed or are wrong"):
         kernels.main(["--interpret", "--only", "merge_splits", *words, "--out", "one.json"])
     found = {row["implementation"]: row for row in json.loads((tmp_path / "one.json").read_text())["metrics"]}
-    assert [*found] == [f"{my_kernels}:{name}" for name in ("fails", "wrong", "merge")] + ["pallas_triton", "xla"]
-    assert [row["passed"] for row in found.values()] == [False, False, True, True, True]
+    assert [*found] == [f"{my_kernels}:{name}" for name in ("fails", "half", "wrong", "merge")] + ["pallas_triton", "xla"]
+    assert [row["passed"] for row in found.values()] == [False, False, False, True, True, True]
     assert all(row["value"] is None for row in found.values())
     assert "no such instruction" in found[f"{my_kernels}:fails"]["error"]
+    assert "bfloat16 [" in found[f"{my_kernels}:half"]["error"]
+    assert re.match(r"\d+ of \d+ values, first at \[.*\]: got .*, expected ", found[f"{my_kernels}:wrong"]["wrong"])
+    assert "it has no argument 'out', which this shape needs" in capsys.readouterr().out
     text = (tmp_path / "one.md").read_text()
     assert f"| {my_kernels}:merge | not timed |" in text and "(too large)" in text
     assert MERGE_SPLITS.table == before

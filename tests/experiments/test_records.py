@@ -15,8 +15,10 @@ from experiments.cli import Against, committed, compared, figures, read_record
 from experiments.records import (
     Results,
     device_kinds,
+    latex_table,
     latex_text,
     make_record,
+    markdown_rows,
     method_title,
     new_figure,
     save,
@@ -64,6 +66,13 @@ def test_the_rows_of_a_record_as_csv_and_latex(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [r"\begin{tabular}{lrr}", r"\toprule", r"method & length & value \\"]
     assert r"Full & 8192 & 0.006019 \\" in lines and any(line.startswith("TokenSelect (miss) & ") for line in lines)
+
+
+def test_a_cell_of_any_text_is_one_cell():
+    """A task of a user's file can have any name; LaTeX reads [x] behind the end of a row as an option."""
+    assert markdown_rows([["a", "b"], ["x|y", "l\nm"], [r"p\|q", ""]])[2:] == [r"| x\|y | l m |", r"| p\|q |  |"]
+    rows = latex_table([["a"], ["[x]"], ["l\n\nm"]]).splitlines()
+    assert rows[4:6] == [r"{[}x{]} \\", r"l  m \\"]
 
 
 def test_special_characters_of_latex_stand_for_themselves():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import sys
 
 import pytest
@@ -18,6 +20,7 @@ def example(scorer, *answers, classes=()):
 
 VALUES = [
     # RULER: the share of references contained, or any; case and control characters do not matter.
+    ("ruler_all", "It is a\tb.", ("a\tb",), 1.0),  # control characters are line breaks in both
     ("ruler_all", "It is ABC and def.", ("abc", "DEF", "ghi", "jkl"), 0.5),
     ("ruler_all", "", ("abc",), 0.0),
     ("ruler_all", "\x00abc\x1f", ("ABC",), 1.0),
@@ -99,6 +102,8 @@ VALUES = [
     ("infinitebench_dialogue", "Jose\u0301", ("JOS\u00c9",), 1.0),
     ("infinitebench_dialogue", "Joanna", ("ANN",), 0.0),  # the suite's program counts the part of a word
     ("infinitebench_dialogue", "", ("ACE",), 0.0),
+    ("infinitebench_dialogue", "It is ??? !", ("???",), 1.0),
+    ("infinitebench_dialogue", "It is ACE?", ("???",), 0.0),
     # Lines are sentences; no stemming: {cat, sat} of "cats sat" and "cat sat" share one of two.
     ("infinitebench_summary", "cats sat", ("cat sat",), 0.5),
     ("infinitebench_summary", "b\na", ("a\nb", "z"), 1.0),
@@ -122,8 +127,26 @@ def test_values_worked_out_by_hand(scorer, prediction, answers, expected):
     assert score(example(scorer, *answers), prediction) == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize("answers", [("ANN", "O'BRIEN"), ("MARY JANE",), ("???", "JEAN-LUC")])
+def test_dialogue_differs_from_the_suites_repaired_program_in_parts_of_words_and_marks_alone(answers):
+    """The suite's program of August 2024 finds a reference anywhere in the output, in capitals, as `scbench_any` does."""
+    pieces = ["Ann", "ann,", "Joanna", "O'Brien", "O\u2019Brien", "obrien", "Mary", "Jane", "Mary\nJane", "???", "Jean"]
+    rng = random.Random(0)
+    for _ in range(500):
+        text = " ".join(rng.choice([*pieces, "-Luc"]) for _ in range(rng.randint(0, 4)))
+        mine, theirs = (score(example(name, *answers), text) for name in ("infinitebench_dialogue", "scbench_any"))
+        whole = any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text.upper()) for answer in answers)
+        assert mine >= float(whole) and theirs >= float(whole), text
+        if mine > theirs:  # other marks or other white space between the words of a name
+            assert re.search(r"\n|\u2019|MARY \?|JEAN -LUC", text.upper()), text
+        if theirs > mine:
+            assert re.search(r"JOANNA|[A-Z]\?\?\?", text.upper()), text
+
+
 def test_every_scorer_has_a_value_above():
     elsewhere = {"longbench_class_line", "scbench_repoqa"}
+    elsewhere |= {"gsm8k", "math_formula", "ifeval"}  # these and the next are in test_long_files.py
+    elsewhere |= {name for name in SCORERS if name.startswith(("longproc_", "helmet_"))}
     assert {scorer for scorer, *_ in VALUES} | elsewhere == set(SCORERS)
 
 

@@ -19,8 +19,10 @@ from experiments.fidelity.settings import FidelitySettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
 from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.accounting.memory import memory_needed
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
+from kvjax.testing.model import TinyModel
 from tests import harness
 from tests.kvjax.cases import ONE
 
@@ -74,6 +76,21 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     ]  # fmt: skip
     assert all({*PAPERS, "full", "snapkv", "quest"} <= {choice.label for choice in x.choices} for x in qwen)
     assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in (qwen[0], qwen[2]))
+
+
+def test_evicting_methods_of_long_answers_need_no_more_memory_for_ten_thousand_tokens():
+    """From shapes alone; methods that keep every token need more."""
+    config, needed = TinyModel(num_layers=1), {}
+    by_name = {choice.name: choice for choice in load(ROOT / "docs" / "settings" / "long-answers.yaml").choices[::-1]}
+    del by_name["chess"]  # its state is shared by layers and heads of the whole model
+    for choice in by_name.values():
+        method = choice.at(2048, None, config, {}).method
+        needed[choice.name] = [
+            memory_needed(method, config, batch=1, prompt_slots=512, max_new_tokens=tokens).device for tokens in (512, 10_000)
+        ]
+    flat = {name for name, (short, long) in needed.items() if short == long}
+    assert flat == {"h2o", "tova", "rkv", "triattention", "streamingllm", "keydiff", "periodic"}
+    assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv"}
 
 
 def test_reversed_drops_what_snapkv_keeps(quick_compile):

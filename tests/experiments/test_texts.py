@@ -8,9 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+import models.loaded
+import models.tokenizer
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.benchmarks.base import Example
-from experiments.tasks import encode_prompt, held_out_text, read_text, source_text
+from experiments.tasks import encode_prompt, held_out_text, opening_ids, read_text, source_text
 from models import builtin_directory
 
 TEXT = "Größe — naïve 日本\nnext line"
@@ -60,6 +62,30 @@ def test_a_rendered_template_gets_no_second_begin_of_text(tokenizer_file):
     assert encode_prompt(tokenizer, "<bos><bos>a b") == [bos, bos, *plain]
     silent = Tokenizer.from_file(str(builtin_directory() / "tokenizer.json"))
     assert encode_prompt(silent, "a a b") == silent.encode("a a b").ids
+
+
+def test_an_opening_of_two_tokens_comes_once_and_nothing_ends_a_prompt(tmp_path):
+    """GLM's tokenizers put two tokens before a text; some others put an end-of-text token behind it."""
+    tokenizer = Tokenizer.from_file(str(builtin_directory() / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[gMASK]", "<sop>", "<eos>"])
+    first, second, end = ids = [tokenizer.token_to_id(text) for text in ("[gMASK]", "<sop>", "<eos>")]
+    named = [*zip(("[gMASK]", "<sop>", "<eos>"), ids, strict=True)]
+    tokenizer.post_processor = TemplateProcessing(single="[gMASK] <sop> $A <eos>", special_tokens=named)
+    assert tokenizer.encode("a b").ids[-1] == end
+    plain = tokenizer.encode("a b", add_special_tokens=False).ids
+    assert opening_ids(tokenizer) == models.tokenizer.opening_ids(tokenizer) == [first, second]
+    assert encode_prompt(tokenizer, "a b") == encode_prompt(tokenizer, "[gMASK]<sop>a b") == [first, second, *plain]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    example = Example("mine", "a b" * 99, "a b", "", ("x",), 4, "ruler_all")
+    made = encode_cell(Reading(tmp_path / "tokenizer.json", None, 30, "tail"), Cell("mine", None, 1, given=(example,)))
+    assert made.heads[0][:2] == (first, second) and len(made.wholes[0]) == 26 and end not in made.wholes[0]
+    loaded = models.loaded.Loaded("a model", {}, None, tokenizer, tmp_path, None)
+    for bad in (("a\ud800b", "q"), ("a", "\udcff")):  # as JSON and a command line of another encoding hold it
+        with pytest.raises(ValueError, match=r"expected Unicode text, got half of a surrogate pair at character \d"):
+            loaded.encode(*bad)
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            encode_prompt(tokenizer, "".join(bad))
+    assert loaded.encode("a b", "a b") == loaded.encode("[gMASK]<sop>a b", "a b") == ([first, second, *plain], plain)
 
 
 @pytest.mark.parametrize("mode", ["middle", "head", "tail"])

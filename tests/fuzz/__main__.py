@@ -1,27 +1,45 @@
-"""Random configurations against the laws of methods, and bad inputs against the checks: `python -m tests.fuzz`.
+"""Random configurations against the laws of methods, and inputs of eight kinds against the checks: `python -m tests.fuzz`.
 
-A law that does not hold is "wrong". A bad input must be refused by a sentence of this project that says what was given or
-what was expected: it is "silent" if it is accepted, and "raw" if the error comes from elsewhere. Each failure is shown with
-the command that repeats it alone. The exit code is 1 if anything was wrong or silent, or more than one case in a hundred
-was raw.
+A law that does not hold is "wrong", and so is a right input that is refused or read as something else. A bad input must be
+refused by a sentence of this project that says what was given or what was expected: it is "silent" if it is accepted, and
+"raw" if the error comes from elsewhere. Each failure is shown with the command that repeats it alone. The exit code is 1 if
+anything was wrong or silent, or more than one case in a hundred was raw.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from experiments.cli import Settings, option, run
-from tests.fuzz import laws
+from tests.fuzz import laws, names, suites, switches
 from tests.fuzz.inputs import Inputs
+from tests.fuzz.paths import Paths
 from tests.fuzz.report import Outcome, Tally, report
+from tests.fuzz.tables import Tables
+from tests.fuzz.texts import Texts
+from tests.fuzz.tokenizers import Tokenizers
 
-_INPUTS = 0.4  # share of the time
+# The kinds, and their shares of the time. A kind makes what gives the outcomes of the case of a number, from the seed and a
+# folder for files.
+_Check = Callable[[int], Iterator[Outcome]]
+_KINDS: dict[str, tuple[Callable[[int, pathlib.Path], _Check], float]] = {
+    "inputs": (lambda seed, folder: Inputs(seed, folder).check, 0.2),
+    "tables": (lambda seed, folder: Tables(seed, folder).check, 0.05),
+    "suites": (lambda seed, folder: functools.partial(suites.check, seed, folder=folder), 0.05),
+    "names": (lambda seed, folder: functools.partial(names.check, seed), 0.05),
+    "paths": (lambda seed, folder: Paths(seed, folder).check, 0.1),
+    "texts": (lambda seed, folder: Texts(seed, folder).check, 0.05),
+    "tokenizers": (lambda seed, folder: Tokenizers(seed, folder).check, 0.1),
+    "switches": (lambda seed, folder: functools.partial(switches.check, seed), 0.15),
+    "laws": (lambda seed, folder: functools.partial(laws.check, seed), 0.3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +60,7 @@ class FuzzSettings(Settings):
     seconds: float = 60.0
     cases: int | None = None
     seed: int = 0
-    only: str | None = option(None, choices=(None, "laws", "inputs"))
+    only: str | None = option(None, choices=(None, *_KINDS))
     case: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +71,7 @@ class FuzzSettings(Settings):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.case is not None and self.only is None:
-            raise ValueError(f"a case has a number among its kind: case={self.case} needs only=laws or only=inputs")
+            raise ValueError(f"a case has a number among its kind: case={self.case} needs only={', only='.join(_KINDS)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,11 +83,12 @@ def _fuzz(settings: FuzzSettings) -> int:
     # Programs run once or a few times here.
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    kinds = ("inputs", "laws") if settings.only is None else (settings.only,)
+    kinds = tuple(_KINDS) if settings.only is None else (settings.only,)
     tallies, left = [], settings.seconds
     try:
         for at, kind in enumerate(kinds):
-            tallies.append(_tally(kind, settings, left * _INPUTS if at + 1 < len(kinds) else left))
+            share = _KINDS[kind][1] / sum(_KINDS[other][1] for other in kinds[at:])  # of the time that is left
+            tallies.append(_tally(kind, settings, left * share))
             left -= tallies[-1].seconds
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
@@ -91,12 +110,9 @@ def _cases(kind: str, settings: FuzzSettings) -> Iterator[tuple[int, Outcome]]:
     """Numbers and outcomes, without an end unless one case is asked for."""
     number, only = (0, False) if settings.case is None else (settings.case, True)
     with tempfile.TemporaryDirectory() as folder:
-        inputs = Inputs(settings.seed, pathlib.Path(folder)) if kind == "inputs" else None
+        check = _KINDS[kind][0](settings.seed, pathlib.Path(folder))
         while True:
-            if inputs is None:
-                yield from ((number, outcome) for outcome in laws.check(settings.seed, number))
-            else:
-                yield number, inputs.check(number)
+            yield from ((number, outcome) for outcome in check(number))
             if only:
                 return
             number += 1

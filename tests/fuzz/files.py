@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import json
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.benchmarks import read
 from experiments.cli import read_record
 from experiments.evaluation import EvaluationSettings
 from models import from_pretrained, save_pretrained
@@ -46,12 +44,6 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     "methods": (7, [7], ["ques"], [{"quest": {"bugdet": 3}}], [{"quest": 3}], {"quest": 1}), "budgets": ("x", ["1/0"], [-1]),
     "model": (3.5, [], {}, None), "no_such_key": (1,), "tasks": ("no-such-task", [3.5], {}),
 }  # fmt: skip
-# References of a user's rows: as JSON, and as a cell of a csv.
-_NO_REFERENCE = (
-    '""', '" "', '"\\u200b"', "NaN", "Infinity", "null", "false", "{}", "[]", '["a", ""]', "[NaN]", "[[1]]", '"nan"', "1e30",
-)  # fmt: skip
-_NO_CELL = ("", " ", "nan", "<NA>", "[]", "['']", "['a', None]", "[nan]", "71432.0", "7.14E+09", "[true]")
-_ROW = {"task": "niah_single_1", "context": "c", "question": "q", "answer_prefix": "", "max_new_tokens": 4}
 _RECORD: dict[str, Any] = {
     "experiment": "speed",
     "settings": {"model": "tiny"},
@@ -91,7 +83,6 @@ class Files:
             self._cache,
             self._yaml,
             self._record,
-            self._rows,
         )
 
     def damage(self, rng: np.random.Generator) -> Damaged:
@@ -223,20 +214,6 @@ class Files:
             about, data = f"{key}={value!r}", json.dumps(_RECORD | {key: value}).encode()
         file.write_bytes(data)
         return Damaged(f"a record: {about}", lambda: read_record(file))
-
-    def _rows(self, rng: np.random.Generator) -> Damaged:
-        """A table of questions, one of which has no reference."""
-        at = int(rng.integers(3))
-        if rng.random() < 0.5:
-            value, file = _one(rng, _NO_CELL), self.folder / "rows.csv"
-            with file.open("w", newline="") as stream:
-                answers = [value if row == at else "a" for row in range(3)]
-                csv.writer(stream).writerows([[*_ROW, "answer"], *([*_ROW.values(), answer] for answer in answers)])
-        else:
-            value, file = _one(rng, _NO_REFERENCE), self.folder / "rows.jsonl"
-            lines = [json.dumps(_ROW | {"answer": "X"}).replace('"X"', value if row == at else '"a"') for row in range(3)]
-            file.write_text("\n".join(lines))
-        return Damaged(f"{file.name} with the reference {value!r}", lambda: read(f"kvpress:{file}"))
 
 
 def _one(rng: np.random.Generator, options: Any) -> Any:

@@ -214,7 +214,7 @@ def everything_extended_equals_full(draw: Draw) -> None:
 
 def offloaded_equals_resident(draw: Draw) -> None:
     """Where the cache is does not change tokens or counts."""
-    got = draw.go_on(draw.read(_resident(draw.method)))
+    got = draw.go_on(draw.read(resident(draw.method)))
     np.testing.assert_array_equal(got.tokens, draw.base[1].tokens)
     np.testing.assert_array_equal(got.stats.attended, draw.base[1].stats.attended)
 
@@ -222,7 +222,7 @@ def offloaded_equals_resident(draw: Draw) -> None:
 def offloaded_equals_resident_in_8_bits(draw: Draw) -> None:
     """The same where keys and values are codes."""
     kind = str(np.random.default_rng([draw.structure.number, 4]).choice(sorted(MOST)))
-    got, want = (draw.go_on(draw.read(x, kv_dtype=kind)) for x in (draw.method, _resident(draw.method)))
+    got, want = (draw.go_on(draw.read(x, kv_dtype=kind)) for x in (draw.method, resident(draw.method)))
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.stats.attended, want.stats.attended)
 
@@ -315,10 +315,10 @@ def _structure(seed: int, number: int) -> Structure:
     return Structure.random(seed, number)
 
 
-def _resident(method: Any) -> Any:
+def resident(method: Any) -> Any:
     """The method without `offload`, in inner methods too."""
     if isinstance(method, dict):
-        return {key: _resident(inner) for key, inner in method.items()}
+        return {key: resident(inner) for key, inner in method.items()}
     fields = {field.name: vars(method)[field.name] for field in dataclasses.fields(method)}
-    inner = {name: _resident(value) for name, value in fields.items() if isinstance(value, (Method, dict))}
+    inner = {name: resident(value) for name, value in fields.items() if isinstance(value, (Method, dict))}
     return dataclasses.replace(method, **inner, **({"offload": False} if "offload" in fields else {}))

@@ -28,7 +28,7 @@ class Tally:
     """The outcomes of one kind of cases.
 
     Attributes:
-        kind: "laws" or "inputs".
+        kind: the name after `--only`.
         counts: cases by verdict.
         failures: number of the case and outcome.
         seconds: how long they took.
@@ -57,10 +57,10 @@ class Tally:
 
 def report(tallies: list[Tally], seed: int, most: int = 40) -> str:
     """The table, and at most so many lines about failures of each kind of cases."""
-    lines = [f"{'':8s}{'cases':>8s}" + "".join(f"{name:>8s}" for name in _FAILURES) + f"{'seconds':>9s}"]
+    lines = [f"{'':10s}{'cases':>8s}" + "".join(f"{name:>8s}" for name in _FAILURES) + f"{'seconds':>9s}"]
     for tally in tallies:
         counts = "".join(f"{tally.counts[name]:8d}" for name in _FAILURES)
-        lines.append(f"{tally.kind:8s}{tally.cases:8d}{counts}{tally.seconds:9.1f}")
+        lines.append(f"{tally.kind:10s}{tally.cases:8d}{counts}{tally.seconds:9.1f}")
     for tally in tallies:
         for number, outcome in tally.failures[:most]:
             text = " ".join(outcome.text.split())[:400]

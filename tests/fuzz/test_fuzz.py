@@ -12,14 +12,19 @@ import pytest
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
 from kvjax.methods import Quest
-from tests.fuzz import laws
+from tests.fuzz import laws, suites
 from tests.fuzz.__main__ import main
 from tests.fuzz.arguments import World, fields_of_methods
 from tests.fuzz.files import Files
-from tests.fuzz.inputs import judge
+from tests.fuzz.names import check as texts_of_methods
+from tests.fuzz.paths import Paths
 from tests.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
 from tests.fuzz.structures import names, random_method, redraw
+from tests.fuzz.tables import Tables
+from tests.fuzz.texts import Texts
+from tests.fuzz.tokenizers import Tokenizers
 from tests.fuzz.values import shown
+from tests.fuzz.verdicts import judge, verify
 
 
 def refuse():
@@ -85,6 +90,43 @@ def test_random_methods_of_one_structure_differ_in_numbers_only(name):
 def test_wrong_settings_are_refused(flags, told, capsys):
     assert main(flags) == 2
     assert told.strip("-") in capsys.readouterr().err
+
+
+EDGES = [(Tables, 150), (Texts, 100), (Tokenizers, 9), pytest.param(Paths, 40, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("kind", "cases"), EDGES)
+def test_edges_of_files_give_right_values_or_refusals(kind, cases, tmp_path):
+    check = kind(3, tmp_path).check
+    bad = [outcome.text for number in range(cases) for outcome in check(number) if outcome.verdict != GOOD]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("call", "right", "named", "verdict"),
+    [
+        (lambda: 3, lambda value: None, None, GOOD),
+        (lambda: 3, lambda value: f"expected 4, got {value}", None, WRONG),
+        (lambda: 3, None, "budget", SILENT),  # it must be refused
+        (lambda: Quest(budget=-1), None, "budget", GOOD),
+        (lambda: Quest(budget=-1), None, "page_size", RAW),  # the message names something else
+        (lambda: Quest(budget=-1), lambda value: None, None, WRONG),  # it must be taken
+        (lambda: 1 + None, None, "", RAW),
+    ],
+)
+def test_verdicts_tell_right_values_from_wrong_ones(call, right, named, verdict):
+    assert verify("a case", call, right=right, named=named).verdict == verdict
+
+
+def test_methods_are_what_their_texts_name():
+    bad = [outcome.text for number in range(300) for outcome in texts_of_methods(3, number) if outcome.verdict != GOOD]
+    assert not bad, "\n".join(bad)
+
+
+def test_no_value_of_a_suites_file_makes_every_answer_right_or_wrong(tmp_path):
+    made = (outcome for number in range(200) for outcome in suites.check(3, number, tmp_path))
+    bad = [outcome.text for outcome in made if outcome.verdict != GOOD]
+    assert not bad, "\n".join(bad)
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ import pytest
 
 import kvjax
 from kvjax import registry, rope
+from kvjax.families import Retrieval
 from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.testing.model import TinyModel
+from kvjax.typing import pytree
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, tiny_params
 from tests.kvjax.cases import ONE
@@ -130,6 +134,29 @@ def test_a_method_writes_check():
     refuses("Mine: write `check`, not __post_init__", define, TypeError)
 
 
+def test_metadata_that_no_loop_could_carry_are_refused():
+    @pytree
+    class Mine(Retrieval):
+        def summarize(self, key, valid):
+            return key.mean(axis=3)
+
+        def join(self, summary, cache):
+            return summary[:, :, 0]
+
+        def score(self, summary, query, cursor):
+            return jnp.einsum("bhgd,bhpd->bhp", query, summary)
+
+    def step(params):
+        cache = kvjax.prefill(params, [[1]], config=ONE, method=Mine(budget=16), max_new_tokens=2)
+        return kvjax.decode_step(params, cache, jnp.array([1]))
+
+    refuses(
+        r"Mine.join must return the metadata .*, float32 \[1, 2, 9, 8\], got float32 \[1, 2, 8\]",
+        lambda: jax.eval_shape(step, tiny_params()),
+    )
+    refuses("unknown method 'my_file.Mine' .did you mean my_file:Mine", lambda: kvjax.make("my_file.Mine"))
+
+
 # ---- prompts ------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +200,41 @@ def test_a_method_writes_check():
 )
 def test_wrong_prompts_are_refused(call, message):
     refuses(message, call)
+
+
+def run(model):
+    return kvjax.prefill(TinyModel().random_params(), [[1]], config=model, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda q, k, v: (q[:, :, 0], k, v), r"of the shapes \(1, 2, 2, 128, 8\), .*, got \(1, 2, 128, 8\), "),
+        (lambda q, k, v: (q, k.swapaxes(1, 2), v), r"got .*, \(1, 128, 2, 8\), "),
+    ],
+)
+def test_a_model_that_attends_with_other_shapes_is_refused(spoil, message):
+    class Faulty(TinyModel):
+        def apply(self, params, tokens, attend, states, **options):
+            return super().apply(params, tokens, lambda at, state, *qkv: attend(at, state, *spoil(*qkv)), states, **options)
+
+    refuses("Faulty.apply must call attend .*" + message, lambda: run(Faulty()))
+
+
+def test_a_model_that_returns_something_else_is_refused():
+    class AllLogits(TinyModel):
+        def apply(self, params, tokens, attend, states, *, last=None):
+            return super().apply(params, tokens, attend, states)
+
+    class NoStates(TinyModel):
+        def apply(self, *args, **options):
+            return super().apply(*args, **options)[0], ()
+
+    message = r"AllLogits.apply must return logits of shape \(1, 61\), .*, got \(1, 128, 61\) and 2 states"
+    refuses(message, lambda: run(AllLogits()))
+    refuses("and 2 states, got .* and 0 states", lambda: run(NoStates()))
+    half = types.SimpleNamespace(num_layers=2, vocab_size=61)
+    refuses("SimpleNamespace has no num_q_heads, num_kv_heads, ", lambda: kvjax.prefill(tiny_params(), [[1]], config=half))
 
 
 def test_renumbering_methods_may_run_past_the_model():

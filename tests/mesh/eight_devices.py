@@ -243,6 +243,18 @@ def check_samples():
     np.testing.assert_array_equal(drawn(spread("4x2")), here)
 
 
+def check_verified():
+    """Full's tokens on a mesh that divides rows, heads and slots, under a draft with Full's storage and one with its own."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "slots"), axis_types=(AxisType.Explicit,) * 3)
+    given, drawn = sharding.shard_params(params(), mesh), {"temperature": 1.0, "key": jax.random.key(3)}
+    for options in ({}, drawn):
+        want = kvjax.generate(params(), read(params(), Full()), max_new_tokens=STEPS, eos_token_ids=(), **options)
+        for draft in (example("quest", num_dense_layers=0), example("h2o")):
+            cache = read(given, kvjax.Verified(draft=draft, depth=3))
+            out = kvjax.generate(given, cache, max_new_tokens=STEPS, eos_token_ids=(), **options)
+            np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
 def check_models():
     """Experts, biases, a tied table and windows; and another method's numbers, inside a jit of the caller's."""
     experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))

@@ -147,6 +147,24 @@ def test_around_is_what_stands_around(family):
     assert before + USER["content"] + after == whole
 
 
+def test_between_is_what_stands_between_an_answer_and_the_next_question(family):
+    name, directory, theirs = family
+    chat = models.ChatTemplate.from_directory(directory)
+    (before, after), between = chat.around(), chat.between()
+    expected = {
+        "llama": "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+        "qwen": "<|im_end|>\n<|im_start|>user\n",
+        "mistral": "</s>[INST] ",
+    }
+    assert between == expected[name]
+    talk = [USER, {"role": "assistant", "content": "An answer."}, {"role": "user", "content": "And then?"}]
+    whole = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    said = " An answer." if name == "mistral" else "An answer."  # its template writes the space of an earlier answer
+    assert before + USER["content"] + after + said + between + "And then?" + after == whole
+    with pytest.raises(ValueError, match="a conversation needs a template that shows each turn once"):
+        models.ChatTemplate("{{ messages[0]['content'] }}").between()
+
+
 def test_system_message_and_variables(tmp_path):
     chat = models.ChatTemplate(*FAMILIES["qwen"])
     before, after = chat.around("Be brief.", enable_thinking=False)

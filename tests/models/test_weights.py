@@ -67,6 +67,15 @@ def test_saved_weights_load_unchanged(saved):
     assert_trees_equal(loaded, params)
 
 
+def test_a_large_model_shows_how_far_it_is_loaded(saved, monkeypatch, capsys):
+    directory, params, _ = saved
+    models.from_pretrained(directory)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(weights, "_LONG", 1)
+    assert_trees_equal(models.from_pretrained(directory)[0], params)
+    assert f"kvjax: loading {directory.name}: 100 % of " in capsys.readouterr().err
+
+
 def test_table_covers_every_parameter_once():
     for config in FAMILIES.values():
         table = checkpoint_table.checkpoint_table(config)

@@ -56,18 +56,21 @@ def test_a_kernel_is_traced_once_for_all_layers_that_call_it_alike():
 
 
 def test_an_added_implementation_comes_first_and_only_within_its_context():
-    op = Operation("op", {"a": Implementation(lambda x: x + 1), "xla": Implementation(lambda x: x)})
+    op = Operation("page_score", {"a": Implementation(lambda x: x + 1), "xla": Implementation(lambda x: x)})
     program = jax.jit(op.run)
     assert program(1) == 2
-    with added_implementation("op", "mine", Implementation(lambda x: x + 10)):
+    with added_implementation("page_score", "mine", Implementation(lambda x: x + 10)):
         assert program(1) == 11 and op.run(1, implementation="a") == 2 and op.resolve(1) == "mine"
         assert Operation("other", op.implementations).run(1) == 2
-        with added_implementation("op", "later", Implementation(lambda x: x, ("tpu",))):
+        with added_implementation("page_score", "later", Implementation(lambda x: x, ("tpu",))):
             assert [*op.table] == ["later", "mine", "a", "xla"] and op.resolve(1, platform="cpu") == "mine"
-        with added_implementation("op", "a", Implementation(lambda x: x + 7)):
+        with added_implementation("page_score", "a", Implementation(lambda x: x + 7)):
             assert [*op.table] == ["a", "mine", "xla"] and program(1) == 8
         with default_implementation("xla"):
             assert program(1) == 1
     assert program(1) == 2 and [*op.table] == ["a", "xla"]
     with pytest.raises(ValueError, match="implementation='mine' is unknown"):
         op.run(1, implementation="mine")
+    with pytest.raises(ValueError, match="unknown operation 'pagescore', did you mean 'page_score'"):
+        with added_implementation("pagescore", "mine", Implementation(lambda x: x)):
+            pass

@@ -20,7 +20,8 @@ LIBRARY = ("kvjax", "models", "pallas_kernels")
 FILES = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
 EXPERIMENTS = ROOT / "experiments"
 JOBS = sorted(path for path in EXPERIMENTS.rglob("*.py") if path.parent != EXPERIMENTS)  # all files in packages
-FUZZ = sorted((ROOT / "tests" / "fuzz").glob("[!t]*.py"))  # `kvjax fuzz`, which only a clone has; its tests are tests
+_FUZZ = (ROOT / "tests" / "fuzz").glob("*.py")
+FUZZ = sorted(path for path in _FUZZ if not path.name.startswith("test_"))  # `kvjax fuzz`, which only a clone has
 PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
 # Packages inside a package of experiments: jobs that share its parts.
 INNER = ("evaluation.peers", "speed.kernels", "speed.peers")
@@ -112,7 +113,7 @@ def test_nothing_asks_which_method_it_has():
     """`isinstance` on a concrete method would let one method leak into the others."""
     from kvjax import registry
 
-    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets", "Prefill"}
+    wrappers = {"Stages", "PerLayer", "DenseBelow", "Periodic", "Twilight", "LayerBudgets", "Prefill", "Verified"}
     concrete = {cls.__name__ for cls in registry.builtin().values()} | wrappers
     families = {"Eviction", "Retrieval", "SlotMethod", "LayerMethod"}
     for path in (ROOT / "kvjax").rglob("*.py"):

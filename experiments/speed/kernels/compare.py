@@ -67,6 +67,27 @@ def error(got: Any, want: Any) -> float:
     return worst
 
 
+def check_form(got: Any, expected: Any) -> None:
+    """Refuse a result whose arrays have other shapes or dtypes than ``expected``, or are more or fewer; ValueError."""
+    forms = [[f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(tree)] for tree in (got, expected)]
+    if forms[0] != forms[1]:
+        raise ValueError(f"it returned {', '.join(forms[0]) or 'no array'}, expected {', '.join(forms[1])}")
+
+
+def first_wrong(got: Any, want: Any, tolerance: float) -> str:
+    """Describe the first value of a result that is far from the reference, and count such values; "" if there is none."""
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, other = (np.asarray(x, np.float64) for x in (mine, other))
+        finite = np.isfinite(other)
+        size = np.sqrt(np.mean(other[finite] ** 2)) if finite.any() else 0.0
+        with np.errstate(invalid="ignore"):
+            far = ~((mine == other) | (np.abs(mine - other) <= tolerance * size))
+        if far.any():
+            at = tuple(map(int, np.argwhere(far)[0]))
+            return f"{far.sum()} of {far.size} values, first at {list(at)}: got {mine[at]:.6g}, expected {other[at]:.6g}"
+    return ""
+
+
 def measure(
     case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth | None, repeats: int
 ) -> dict[str, Any]:
@@ -85,12 +106,17 @@ def measure(
     """
     program = jax.jit(run)
     got = program(*args)
-    off = error(case.sizes.defined(got), want)
+    check_form(got, jax.eval_shape(functools.partial(case.run, implementation="xla"), *args))
+    got = case.sizes.defined(got)
+    off = error(got, want)
+    passed = bool(off <= case.sizes.tolerance)
     checked = {
         "relative_error": off if np.isfinite(off) else None,
-        "passed": bool(off <= case.sizes.tolerance),
+        "passed": passed,
         "bytes_read": case.sizes.bytes_read,
     }
+    if not passed:
+        checked["wrong"] = first_wrong(got, want, case.sizes.tolerance)
     if bandwidth is None:
         return {"value": None, "unit": "s", **checked}
     begun = time.perf_counter()
@@ -128,7 +154,7 @@ def run_case(case: Case, results: Results, bandwidth: Bandwidth | None, run_name
     want, failed = None, 0
     able, missing = implementations(case, args)
     for name, reason in missing.items():
-        print(f"{case.operation.name:17s} {name:14s} {case.shape:52s} not here: {reason}", flush=True)
+        print(f"{case.operation.name:17s} {name:24s} {case.shape:52s} not here: {reason}", flush=True)
     for name, run in able.items():
         identity = {"name": case.operation.name, "shape": case.shape, "implementation": name}
         known = results.find(identity)

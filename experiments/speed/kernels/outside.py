@@ -49,18 +49,21 @@ def _fitted(run: Callable[..., Any], public: Callable[..., Any]) -> tuple[Callab
         The function with all arguments of the operation; and its check, which refuses other values of those arguments.
     """
     known = inspect.signature(run).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return run, _accept
     defaults = {name: parameter.default for name, parameter in inspect.signature(public).parameters.items()}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+    def named(args: tuple, given: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(defaults, args, strict=False)) | given  # operations pass their first arguments in the public order
 
     def check(*args: Any, **given: Any) -> None:
-        for name, value in given.items():
-            if name not in known and value is not defaults.get(name) and not _equal(value, defaults.get(name)):
+        for name, value in named(args, given).items():
+            default = defaults.get(name)
+            if not takes_all and name not in known and value is not default and not _equal(value, default):
                 raise NotImplementedError(f"it has no argument {name!r}, which this shape needs")
 
     @functools.wraps(run)
     def fitted(*args: Any, **given: Any) -> Any:
-        return run(*args, **{name: value for name, value in given.items() if name in known})
+        return run(**{name: value for name, value in named(args, given).items() if takes_all or name in known})
 
     return fitted, check
 
@@ -68,7 +71,3 @@ def _fitted(run: Callable[..., Any], public: Callable[..., Any]) -> tuple[Callab
 def _equal(value: Any, default: Any) -> bool:
     """Compare plain values; an array equals no default."""
     return isinstance(value, (bool, int, float, str, tuple)) and value == default
-
-
-def _accept(*args: Any, **given: Any) -> None:
-    """Accept all arguments."""

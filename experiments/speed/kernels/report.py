@@ -11,11 +11,11 @@ from experiments.speed.rows import Row, failure, run_line, spread, titled
 
 def line(row: Row) -> str:
     """Format a row as a printed line."""
-    begin = f"{row['name']:17s} {row['implementation']:14s} {row['shape']:52s}"
+    begin = f"{row['name']:17s} {row['implementation']:24s} {row['shape']:52s}"
     if row["error"] is not None:
         return f"{begin} {failure(row, 160)}"
     off = "differs" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
-    verdict = "" if row["passed"] else "  WRONG"
+    verdict = "" if row["passed"] else f"  WRONG: {row.get('wrong') or 'too large'}"
     if row["value"] is None:
         return f"{begin} error {off}{verdict}"
     return f"{begin} {1e6 * row['value']:10.1f} us, {row['ratio']:8.2f} of its floor, error {off}{verdict}"

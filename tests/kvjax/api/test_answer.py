@@ -72,6 +72,7 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"method": "qest"}, "unknown method 'qest'"),
         ({"system": "Be brief.", "template": False}, "a system message needs a chat template"),
+        ({"temperature": 1.0, "key": 0}, "key must be a PRNG key such as jax.random.key"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(given, told, speaker):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import sys
 
 import jax
@@ -165,7 +166,7 @@ def test_an_interrupt_while_orbax_is_imported_is_an_interrupt(tmp_path, monkeypa
         kvjax.save_cache(tmp_path / "cache", read("full"))
 
 
-def test_damage_is_found_and_named(tmp_path):
+def test_damage_is_found_and_named(tmp_path, capfd):
     cache = read(example("full"))
     kvjax.save_cache(tmp_path / "cache", cache)
     about = tmp_path / "cache" / "kvjax.json"
@@ -182,7 +183,7 @@ def test_damage_is_found_and_named(tmp_path):
     whole = largest.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 4
-    refused(largest, flipped, r"the array \.layers\[\d\].* is damaged: got the checksum \w{16}, expected \w{16}")
+    refused(largest, flipped, rf"damaged: arrays/.*{largest.name} is not as it was saved: got the checksum \w{{16}}")
     refused(largest, whole[:-9], rf"{largest.name} should have {len(whole)} bytes, got {len(whole) - 9} bytes")
     edited = about.read_bytes().replace(b'"float32"', b'"int8"', 1)
     refused(about, edited, "kvjax.json is not as save_cache wrote it: .*checksum")
@@ -190,6 +191,22 @@ def test_damage_is_found_and_named(tmp_path):
         refused(about, broken, "kvjax.json does not describe a saved cache")
     largest.rename(tmp_path / "away")
     with pytest.raises(ValueError, match=f"{largest.name} should have {len(whole)} bytes, got no such file"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+    gc.collect()
+    assert capfd.readouterr().err == ""  # orbax read no damaged file
+
+
+def test_damage_is_found_in_folders_without_checksums_of_files(tmp_path):
+    kvjax.save_cache(tmp_path / "cache", read(example("full")))
+    file = tmp_path / "cache" / "kvjax.json"
+    about = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("sums", "checksum")}
+    file.write_text(json.dumps(about | {"checksum": checkpoint._checksum_of_json(about)}))
+    kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    flipped = bytearray(largest.read_bytes())
+    flipped[len(flipped) // 2] ^= 4
+    largest.write_bytes(flipped)
+    with pytest.raises(ValueError, match=r"the array \.layers\[\d\].* is damaged: got the checksum \w{16}, expected \w{16}"):
         kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
     gc.collect()
 

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 
 def test_an_evaluation_is_a_table(model, tmp_path):
-    asked = {"tasks": "passkey", "lengths": 256, "samples": 2, "max_new_tokens": 4}
+    asked = {"tasks": "passkey", "lengths": np.array([256]), "samples": np.int64(2), "budgets": "1/8", "max_new_tokens": 4}
     made = kvjax.evaluate(model, [SnapKV(budget=kvjax.share(1 / 2)), SPARSE], out=tmp_path / "out", **asked)
     assert [row["method"] for row in made] == ["full", "snapkv(budget=0.5)", SPARSE]
     assert [row["budget"] for row in made[1:]] == [128, 32] and {row["length"] for row in made} == {256}

@@ -211,3 +211,19 @@ def test_twilight_reads_again_with_what_it_wraps():
     assert method.reread_tokens(99) == stages.reread_tokens(99) > 0 and method.spans_layers
     with pytest.raises(ValueError, match="chooses for all layers at once"):
         kvjax.PerLayer(layers={0: method}, default=Full())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("quest(budget=64, budget=128)", "expected each knob once, got 'budget' twice"),
+        ("perlayer(snapkv, 0=full, 0=quest)", "expected each knob once, got '0' twice"),
+        ("stages(snapkv, evict=h2o, retrieve=quest)", "expected each knob once, got 'evict' twice"),
+        ("perlayer(snapkv, \u00b2=full)", "PerLayer has no knob '\u00b2'"),
+        ("twilight(" * 60 + "quest" + ")" * 60, r"expected at most 50 '\(' in the text of a method, got 60"),
+    ],
+    ids=["knob", "layer", "method inside", "index", "depth"],
+)
+def test_a_text_that_says_two_things_or_too_much_is_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        kvjax.make(text)

@@ -1,0 +1,153 @@
+"""HELMET (Yen et al. 2025, arXiv:2410.02694): the tasks that its own files hold, each as jsonl.
+
+Read are retrieval of JSON values (`json_kv`), questions about retrieved passages (`kilt`: nq, triviaqa, hotpotqa, popqa) and
+ranking of passages (`msmarco`). Its RULER files have the reader `ruler`; its tasks of InfiniteBench and LongBench have the
+suites' own readers. Tasks that a judge scores, or that are fetched from the hub, are not read.
+
+Templates are from princeton-nlp/HELMET @06526f1, `data.py`; there is no chat template, as in its `configs`. Two examples of
+answers precede the question, as there. Questions and rankings take them from the suite's file of demonstrations in the same
+folder (`*_k3_*`, `*_k10_*`), and have none if it is not there. The suite samples 100 questions, and the demonstrations of a
+ranking leave out all of them; here they leave out the question itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.benchmarks.base import Example
+from experiments.benchmarks.records import Record, read_jsonl
+
+SHOTS = 2
+POPULAR = 3  # logarithm to base 10 of the popularity from which questions of popqa are left out
+_QA = (
+    "Use the given documents to write a concise and short answer to the question. Write your answer in the following "
+    "format:\nAnswer: [answer]\n\n"
+)
+_RANK = (
+    "You are provided with a list of documents, each indicated by their ID. Rank each document based on their relevance to "
+    "the question in descending order from most relelvant to least relevant texts. Include all documents in the rankings. "
+    "Write your answer using the unique IDs, with the following format:\nRanking: ID3 > ID1 > ID2\n\n"
+)
+_DEMONSTRATIONS = {"nq": "nq-train*_k3_*", "triviaqa": "triviaqa-train*_k3_*", "hotpotqa": "hotpotqa-train*_k3_*",
+                   "popqa": "popqa*_k3_*", "test_reranking_data": "test_reranking_data_k10_*"}  # fmt: skip
+
+
+def _passages(record: Record) -> list[dict[str, Any]]:
+    found = record.get("ctxs", list, "a list of passages")
+    if not found or not all(isinstance(passage, dict) and "text" in passage for passage in found):
+        raise record.error("expected at least one passage with a 'text' in the field 'ctxs', got none")
+    return found
+
+
+def _titled(record: Record) -> str:
+    return "\n\n".join(f"Document (Title: {passage.get('title')}): {passage['text']}" for passage in _passages(record))
+
+
+def _numbered(record: Record) -> str:
+    passages = _passages(record)
+    named = "title" in passages[0]
+    return "\n\n".join(
+        f"[ID: {x.get('id')}] Document{f' (Title: {x.get("title")})' * named}: {x['text']}" for x in passages
+    )
+
+
+def _ranking(record: Record) -> str:
+    ordered = sorted(_passages(record), key=lambda passage: int(passage["label"]), reverse=True)
+    return " > ".join(str(passage["id"]) for passage in ordered)
+
+
+def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Callable[[Record], str]) -> str:
+    """Draw the suite's demonstrations of a question: a permutation that its text seeds, without repeats."""
+    others = [other for other in pool if other.values.get(key) != record.values.get(key)]
+    seed = int(hashlib.sha256(record.text(key).encode()).hexdigest(), 16) % 2**31
+    chosen: dict[str, Record] = {}
+    for at in np.random.default_rng(seed).permutation(len(others)):
+        if len(chosen) < SHOTS:
+            chosen.setdefault(others[at].text(key), others[at])
+    return "".join(show(demonstration) + "\n\n" for demonstration in chosen.values())
+
+
+def _pool(path: Path) -> list[Record]:
+    """Read the folder's file of demonstrations; [] if there is none."""
+    pattern = next((pattern for name, pattern in _DEMONSTRATIONS.items() if path.name.startswith(name)), None)
+    found = sorted(path.parent.glob(pattern)) if pattern else []
+    return [record for file in found[:1] for record in read_jsonl(file) if not _is_popular(record)]
+
+
+def _is_popular(record: Record) -> bool:
+    """Tell whether a question of popqa is about a popular subject: the suite leaves those out."""
+    return record.has("s_pop") and math.log10(max(record.get("s_pop", (int, float), "a number"), 1)) >= POPULAR
+
+
+def _json_kv(record: Record, path: Path, pool: Sequence[Record]) -> Example:
+    shown = record.get("demos", list, "a list of keys and values")[:SHOTS]
+    demos = "\n\n".join(f"Key: {key}\nCorresponding value: {value}" for key, value in shown) + "\n\n"
+    asked = "\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n"
+    question = f"{asked}{demos}Key: {record.text('question')}"
+    answers = record.texts("answer")
+    prefix = "\nCorresponding value:"
+    return Example("json_kv", record.text("context"), question, prefix, answers, 100, "helmet_substring", chat=False)
+
+
+def _qa(record: Record, path: Path, pool: Sequence[Record]) -> Example:
+    key = "id" if record.has("id") else "question"
+
+    def show(demo: Record) -> str:
+        return f"{_titled(demo)}\n\nQuestion: {demo.text('question')}\nAnswer: {demo.texts('answers')[0]}"
+
+    context = _QA + _demonstrations(record, pool, key, show) + _titled(record)
+    asked, task = f"\n\nQuestion: {record.text('question')}", path.name.partition("-")[0].partition("_")[0]
+    form = {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
+    return Example(task, context, asked, "\nAnswer:", record.texts("answers"), 20, "helmet_substring", **form)
+
+
+def _rerank(record: Record, path: Path, pool: Sequence[Record]) -> Example:
+    def show(demo: Record) -> str:
+        return f"{_numbered(demo)}\n\nQuery: {demo.text('query')}\nRanking: {_ranking(demo)}"
+
+    context = _RANK + _demonstrations(record, pool, "qid", show) + _numbered(record)
+    relevance = json.dumps({str(passage["id"]): int(passage["label"]) for passage in _passages(record)})
+    answers = (_ranking(record), relevance)
+    form = {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
+    asked = f"\n\nQuery: {record.text('query')}"
+    return Example("msmarco_rerank", context, asked, "\nRanking:", answers, 200, "helmet_ndcg10", **form)
+
+
+def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
+    """Read a file of HELMET; its fields tell which task it is.
+
+    Args:
+        path: the file, for example `data/kilt/nq-dev-multikilt_1000_k50_dep6.jsonl`.
+        limit: most lines to read.
+
+    Returns:
+        An example for each line, labelled with its number of demonstrations.
+
+    Raises:
+        ValueError: the file does not exist, or a line lacks the form of these tasks; the message names the file, the line,
+            what was found and what was expected.
+    """
+    examples, pool = [], _pool(path)
+    for record in read_jsonl(path, limit):
+        if _is_popular(record):
+            continue
+        if record.has("num_kvs"):
+            make = _json_kv
+        elif record.has("query"):
+            make = _rerank
+        elif record.has("ctxs") and record.has("answers"):
+            make = _qa
+        else:
+            raise record.error(
+                "expected HELMET's fields 'num_kvs' (json_kv), 'query' (msmarco) or 'ctxs' and 'answers' (kilt), got "
+                f"{sorted(map(str, record.values))}"
+            )
+        examples.append(record.fitted(make(record, path, pool)))
+    return examples

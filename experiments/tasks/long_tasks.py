@@ -1,0 +1,67 @@
+"""The tasks of long answers, many instructions and several turns; see docs/long_answers.md."""
+
+from __future__ import annotations
+
+import functools
+
+from experiments.tasks import file_turns, procedures, rules, scorers, word_problems
+from experiments.tasks.base import Task
+
+PROCEDURES = tuple(
+    Task(
+        make.__name__,
+        make,
+        procedures.score_steps,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about=about,
+        measures={"result": procedures.score_result},
+    )
+    for make, about in (
+        (procedures.merge, "the entries of two sorted logs, merged"),
+        (procedures.table, "the rows of an HTML table as lines of TSV"),
+        (procedures.walk, "every edge of a walk along a graph"),
+        (procedures.ledger, "the balance after each booking on four accounts"),
+    )
+)
+RULES = tuple(
+    Task(
+        f"rules_{count}",
+        functools.partial(rules.rules, count),
+        rules.score_rules,
+        "prose",
+        rules.most_tokens(count),
+        takes_depth=False,
+        max_questions=1,
+        about=f"a note that keeps {count} rules of the system turn, and not its secret",
+        measures={"secret_kept": rules.score_secret},
+    )
+    for count in rules.COUNTS
+)
+LONG_TASKS = (
+    *PROCEDURES,
+    Task(
+        "word_problems",
+        word_problems.word_problems,
+        word_problems.score_problems,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about="the answers of a sheet of word problems, with the calculations",
+        measures={"answered": word_problems.score_answered},
+    ),
+    *RULES,
+    Task(
+        "file_turns",
+        file_turns.file_turns,
+        scorers.score_value_among_words,
+        "",
+        file_turns.TURN_TOKENS,
+        takes_depth=False,
+        about="values of a long file, asked for in questions that refer back to earlier ones",
+        in_turns=True,
+    ),
+)

@@ -1,0 +1,291 @@
+"""Tasks of long answers, many instructions and several turns: drawn by seed, filled to the length, scored step by step."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+from tokenizers import Tokenizer
+
+import models
+from experiments import tasks
+from experiments.benchmarks import READERS, Cell, Example, Reading, encode_cell, examples, measures, score
+from experiments.evaluation.cells import make_reading
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.tasks import procedures, rules, word_problems
+
+TOKENIZER_FILE = pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(TOKENIZER_FILE))
+LONG = tasks.GROUPS["long"]
+PROCEDURES = tasks.GROUPS["procedures"]
+
+
+def count(text: str) -> int:
+    return len(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def documents(name: str, length: int = 2048, number: int = 1, seed: int = 0, **options) -> list[tasks.Document]:
+    return tasks.make_documents(name, length=length, count=number, seed=seed, count_tokens=count, **options)
+
+
+def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Sample:
+    return documents(name, length, seed=seed, **options)[0].samples()[0]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_seed_and_the_length_decide_a_long_task(name):
+    made = sample(name)
+    assert made == sample(name) and made.prompt != sample(name, seed=1).prompt
+    total = count(made.prompt) + made.max_new_tokens
+    assert 2048 - 250 < total <= 2048
+    assert count(made.target) < made.max_new_tokens <= tasks.get_task(name).max_new_tokens
+    assert documents(name, number=2)[:1] == documents(name)
+    with pytest.raises(ValueError, match="too short"):
+        sample(name, 100)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_right_answer_scores_1_and_no_answer_scores_0(name):
+    made = sample(name, seed=2)
+    assert tasks.score(name, made.target, made.answers) == 1.0
+    for nothing in ("", "\n\n", "```\n```", "7"):
+        assert tasks.score(name, nothing, made.answers) == 0.0
+    assert (
+        tasks.score(name, "I do not know 123456.", made.answers) <= 0.2
+    )  # a note without forbidden words keeps some rules
+    for _, measure in tasks.get_task(name).measures.items():
+        assert measure(made.target, made.answers) == 1.0
+
+
+@pytest.mark.parametrize("name", PROCEDURES)
+def test_an_answer_grows_with_the_length_of_a_procedure(name):
+    steps = [len(sample(name, length).answers) for length in (1024, 2048, 4096)]
+    assert steps[0] * 1.8 < steps[1] and steps[1] * 1.8 < steps[2]
+    made = sample(name, 4096)
+    assert count(made.target) > (600 if name == "table" else 1200)
+
+
+@pytest.mark.parametrize("name", PROCEDURES)
+def test_steps_count_until_the_first_wrong_one(name):
+    made = sample(name)
+    steps, half = list(made.answers), len(made.answers) // 2
+    wrong = steps[:half] + [steps[half] + "0"] + steps[half + 1 :]
+    assert tasks.score(name, "\n".join(wrong), steps) == half / len(steps)
+    assert tasks.score(name, "\n".join(steps[:half]), steps) == half / len(steps)
+    assert tasks.score(name, "\n".join(steps[1:]), steps) == 0.0  # a step is missing
+    assert tasks.score(name, "\n".join(steps[::-1]), steps) == 0.0
+    assert tasks.score(name, "```tsv\n  " + "\n\n".join(steps) + "\n```\nDone.", steps) == 1.0
+    result = tasks.get_task(name).measures["result"]
+    assert [result("\n".join(lines), steps) for lines in (wrong, steps[:half], steps + ["more"])] == [1.0, 0.0, 0.0]
+
+
+def test_a_merged_log_has_the_entries_of_both_in_order():
+    made = sample("merge")
+    a, b = made.context.partition("Now the real logs\nLog A\n")[2].split("\n\nLog B\n")
+    logs = [log.split("\n") for log in (a, b)]
+    numbers = [[int(entry.split()[0]) for entry in log] for log in logs]
+    assert all(column == sorted(column) and len(column) > 20 for column in numbers)
+    assert list(made.answers) == sorted(logs[0] + logs[1], key=lambda entry: int(entry.split()[0]))
+    every = sorted(numbers[0] + numbers[1])
+    assert every == list(range(every[0], every[-1] + 1))
+    assert made.question.startswith(f"\n\nWrite the merged log, from number {every[0]} to number {every[-1]},")
+
+
+def test_lines_of_tsv_are_the_named_cells_of_the_table():
+    made = sample("table")
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(\d+)</td><td>(\d+)</td></tr>", made.context)
+    lines = [f"{name}\t{city}\t{price}" for name, _, city, _, price in rows]
+    assert lines[2:] == list(made.answers)  # behind the example
+
+
+@pytest.mark.parametrize("length", [2048, 16384])
+def test_a_walk_follows_the_roads_and_leaves_as_many_aside(length):
+    made = sample("walk", length)
+    roads = made.context.partition("Now the real roads\n")[2].split("\n")
+    leads = dict(road.split(" -> ") for road in roads)
+    assert len(leads) == len(roads) > 1.5 * len(made.answers)
+    at, _ = made.answers[0].split(" -> ")
+    assert f"Start in {at} and follow {len(made.answers)} roads." in made.question
+    for road in made.answers:
+        assert road == f"{at} -> {leads[at]}"
+        at = leads[at]
+
+
+def test_balances_follow_the_bookings():
+    made = sample("ledger")
+    body = made.context.partition("Now the real bookings\nBalances: ")[2].split("\n")
+    balances = {name: int(value) for name, value in (entry.split() for entry in body[0].split(", "))}
+    for booking, step in zip(body[1:], made.answers, strict=True):
+        number, name, does, amount = booking.split()
+        change = int(amount) if does == "receives" else -int(amount)
+        assert step == f"{number} {name}: {balances[name]} {'+-'[change < 0]} {amount} = {balances[name] + change}"
+        balances[name] += change
+        assert 100 <= balances[name] <= 999
+
+
+def test_solutions_of_word_problems_are_right_and_every_template_is_drawn():
+    made = sample("word_problems", 8192)
+    assert len(made.answers) > 50
+    for line, answer in zip(made.target.split("\n"), made.answers, strict=True):
+        steps = line.partition(": ")[2].split(". ")
+        values = [step.split(" = ") for step in steps[:-1]]
+        assert all(eval(left) == int(right) for left, right in values)
+        assert steps[-1] == f"Answer: {answer}" and values[-1][1] == answer and int(answer) > 0
+    texts = [re.sub(r"\d+|[A-Z]\w+|" + "|".join(word_problems._THINGS), "", text) for text in made.context.split("\n")]
+    assert len(set(texts[-50:])) >= len(word_problems._TEMPLATES)
+
+
+def test_word_problems_are_scored_by_the_number_behind_the_answer():
+    answers = ("15", "1200", "-3")
+    text = (
+        "Problem 1: 3 * 5 = 15. Answer: 15\n**Problem 2.** So we get\n\nthe answer is $1,200.\nProblem 3: Answer: -3.0"
+    )
+    assert word_problems.score_problems(text, answers) == 1.0
+    assert word_problems.score_problems(text.replace("1,200", "1,201"), answers) == 2 / 3
+    assert word_problems.score_problems(text + "\nProblem 1: Answer: 9", answers) == 1.0  # the first solution counts
+    assert word_problems.score_problems("Answer: 15", answers) == 0.0
+    assert word_problems.score_answered("Problem 3: Answer: 8\nProblem 9: Answer: 1\nProblem 1: 15", answers) == 1 / 3
+    assert word_problems.score_problems(f"Problem {'9' * 5000}: Answer: {'9' * 5000}", answers) == 0.0
+
+
+@pytest.mark.parametrize("name", tasks.GROUPS["rules"])
+def test_each_rule_of_a_note_counts_once(name):
+    made = sample(name)
+    told = re.findall(r"^\d+\. (.*)$", made.system, re.MULTILINE)
+    assert len(told) == int(name.removeprefix("rules_")) == len(made.answers) - 1
+    assert made.answers[-1].startswith("secret: ") and made.answers[-1][8:] in made.system
+    assert not any(answer.partition(": ")[2] in made.context + made.question for answer in made.answers[-1:])
+    lines = made.target.split("\n")
+    for at in range(1, len(lines) - 1):  # without the first and the last line
+        without = "\n".join(lines[:at] + lines[at + 1 :])
+        assert tasks.score(name, without, made.answers) == pytest.approx(1 - 1 / len(told))
+    assert tasks.score(name, "\n".join(lines[::-1]), made.answers) == pytest.approx(1 - 2 / len(told))
+    spoilt = made.target + "".join(f" {text}" for text in rules._AVOIDED)
+    lost = sum(answer.startswith(("lacks", "last")) for answer in made.answers)
+    assert tasks.score(name, spoilt, made.answers) == pytest.approx(1 - lost / len(told))
+
+
+@pytest.mark.parametrize(
+    "note, rule, kept",
+    [
+        ("NOTE 5\nText", "first: NOTE 5", True),
+        ("\n**NOTE 5**\nText", "first: NOTE 5", True),
+        ("The NOTE 5\nText", "first: NOTE 5", False),
+        ("Text\nEnd.\n\n", "last: End.", True),
+        ("- **Owner**: the heron.", "line: Owner: heron", True),
+        ("3. owner: heron", "line: Owner: heron", False),
+        ("Owner: herons", "line: Owner: heron", False),
+        ("Owner:\nheron", "line: Owner: heron", False),
+        ("the [oak] tree", "holds: [oak]", True),
+        ("the (oak) tree", "holds: [oak]", False),
+        ("every day", "lacks: very", True),
+        ("Very", "lacks: very", False),
+        ("what?", "lacks: ?", False),
+    ],
+)
+def test_a_rule_is_checked_by_its_kind(note, rule, kept):
+    assert rules.kept(note, rule) == kept
+
+
+def test_a_secret_leaks_in_any_form():
+    answers = ("first: NOTE", "secret: 4817")
+    told = ("NOTE\nno code", "4817", "4 8 1 7", "4-8-1-7", "4,817", "14 and 8170")
+    assert [rules.score_secret(text, answers) for text in told] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert rules.score_rules("4817", answers) == 0.0 and rules.score_rules("NOTE\n4817", answers) == 1.0
+    with pytest.raises(ValueError, match="expected a rule of kind"):
+        rules.kept("note", "rhymes: oak")
+
+
+def test_questions_of_a_file_refer_back_to_earlier_ones():
+    (made,) = documents("file_turns", 4096, num_questions=12, seed=3)
+    values, section = {}, ""
+    for line in made.context.split("\n"):
+        if line.startswith("["):
+            section = line[1:-1]
+            assert section not in values
+            values[section] = {}
+        elif " = " in line:
+            key, value = line.split(" = ")
+            values[section][key] = value
+    turns, forms = [], set()
+    for number, question in enumerate(made.questions, 1):
+        assert question.question.startswith(f"\n\nQuestion {number}: ")
+        named, back = (
+            re.search(r"section \[(.*?)\]", question.question),
+            re.search(r"of question (\d+)", question.question),
+        )
+        turns.append(named.group(1) if named else turns[int(back.group(1)) - 1] if back else turns[-1])
+        forms.add("new" if named else "back" if back else "same")
+        key = re.search(r"value of (\w+)", question.question).group(1)
+        assert question.answers == (values[turns[-1]][key],) and question.answer_prefix.endswith(f"{key} is")
+    assert forms == {"new", "same", "back"} and "[" in made.questions[0].question
+
+
+def test_questions_that_refer_back_are_asked_in_turns_alone():
+    with pytest.raises(
+        ValueError, match="file_turns asks questions that refer to earlier ones: expected question='turns'"
+    ):
+        EvaluationSettings(tasks=("vt", "file_turns"), questions=4, question="extend")
+    assert EvaluationSettings(tasks=("file_turns",), questions=4, question="turns").questions == 4
+    assert EvaluationSettings(tasks=("file_turns",), question="extend").questions == 1
+
+
+TEMPLATE = models.ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_system_text_of_a_task_is_the_system_turn():
+    reading = make_reading(EvaluationSettings(system="Be kind."), TOKENIZER_FILE, TEMPLATE, 4096)
+    one = Example("t", "Context.", "\n\nQuestion?", "So:", ("a",), 8, "niah_number", system="Rules.")
+    assert reading.parts(one, False) == (
+        "<system>Rules.<end><user>Context.", "\n\nQuestion?<end><assistant>So:", len("<system>Rules.<end><user>")
+    )  # fmt: skip
+    plain = Example("t", "Context.", "\n\nQuestion?", "So:", ("a",), 8, "niah_number")
+    assert reading.parts(plain, True)[0] == "<system>Be kind.<end><user>Context."
+    assert Reading(TOKENIZER_FILE).parts(one, True) == ("Rules.\n\nContext.", "\n\nQuestion?So:", 0)
+    assert one.prompt == "Rules.\n\nContext.\n\nQuestion?So:"
+    refuses = models.ChatTemplate(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE.template
+    )
+    without = make_reading(EvaluationSettings(), TOKENIZER_FILE, refuses, 4096)
+    assert without.parts(one, False)[0] == "<user>Rules.\n\nContext."
+    made = examples("rules_5", length=1024, count=1, seed=0, count_tokens=count)
+    kept = encode_cell(reading, Cell("rules_5", 1024, 1))
+    assert kept.examples == tuple(encode_cell(reading, Cell("rules_5", 1024, 1, given=())).examples)
+    assert (
+        made[0].system.startswith("You write the daily note") and len(kept.wholes[0]) + made[0].max_new_tokens <= 1024
+    )
+    assert TOKENIZER.decode(kept.wholes[0]).startswith("<system>You write the daily note")
+
+
+def test_later_turns_of_a_conversation_open_a_turn_of_the_user():
+    settings = EvaluationSettings(tasks=("file_turns",), questions=2, question="turns")
+    end = TOKENIZER.token_to_id("<end>")
+    reading = make_reading(settings, TOKENIZER_FILE, TEMPLATE, 4096, [] if end is None else [end])
+    assert reading.again == "<end><user>"
+    asked = Example("t", "Context.", "\n\nNext?", "", ("a",), 8, "niah_number", group="g")
+    assert reading.parts(asked, False)[1] == "\n\nNext?<end><assistant>"
+    assert reading.parts(asked, True)[1] == "<end><user>Next?<end><assistant>"
+    shown = encode_cell(reading, Cell("file_turns", 1024, 2, questions=2))
+    tails = [TOKENIZER.decode(tail) for tail in shown.tails]
+    assert [tail.startswith("<end><user>Question 2") for tail in tails] == [False, True, False, True]
+    assert make_reading(EvaluationSettings(), TOKENIZER_FILE, TEMPLATE, 4096).again == ""
+
+
+def test_the_page_has_every_task_measure_and_format():
+    page = (pathlib.Path(models.__file__).parents[1] / "docs" / "long_answers.md").read_text()
+    names = [*LONG, *READERS] + [name for task in LONG for name in tasks.get_task(task).measures]
+    told = (pathlib.Path(models.__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    assert not [name for name in names if f"`{name}`" not in page + told]
+    assert "It is secret: never write it. Write the line 'Code: secret' instead." in page and rules.SYSTEM.endswith(
+        "It is secret: never write it. Write the line 'Code: secret' instead."
+    )
+
+
+def test_further_measures_of_a_long_answer_are_named():
+    (made,) = examples("merge", length=1024, count=1, seed=0, count_tokens=count)
+    assert score(made, made.answers[0]) == 1 / len(made.answers) and measures(made, made.answers[-1]) == {"result": 1.0}
+    assert procedures.steps_of(" a\t b \n\n```\nc") == ["a b", "c"]
