@@ -112,10 +112,11 @@ def _rows(model: Any, seed: int) -> tuple[np.ndarray, ...]:
 
 
 def cost_counts_what_is_attended(draw: Draw) -> None:
-    """The law of `kvjax.testing`, in rows that closed neither a buffer nor a sentence of fixed length with their last token.
+    """The law of `kvjax.testing`, in rows whose last token closed no buffer, and neither ended nor began a sentence.
 
     All tokens of a buffer are attended to. When it closes, they become tokens like others, of which only some are selected.
-    A step that ends a sentence attends to all that is stored. Pages of packed keys have holes: an upper bound.
+    A step that ends a sentence attends to all that is stored; in mode "code" so does a step that begins one. Pages of packed
+    keys have holes: an upper bound.
     """
     cost = np.asarray(draw.layer.cost(draw.plain.state, None).attended)
     seen = laws.seen_at_the_end(draw).mean(axis=1)
@@ -125,9 +126,8 @@ def cost_counts_what_is_attended(draw: Draw) -> None:
         return
     if knobs.get("buffer"):
         closed = draw.plain.kept[-1].sum(axis=-1).max(axis=1) % knobs["buffer"] == 0
-    if knobs.get("segment") == "chunk":
-        newest = np.asarray(draw.plain.state.cache.position).max(axis=(1, 2))
-        closed = (newest + 1) % knobs["chunk"] == 0
+    if knobs.get("segment") in ("chunk", "sentence"):
+        closed = np.asarray(draw.plain.state.aux.length)[:, 0] <= (knobs["mode"] == "code")
     np.testing.assert_allclose(cost[~closed], seen[~closed], rtol=1e-6)  # a mean in float32
 
 
