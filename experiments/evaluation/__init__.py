@@ -32,4 +32,5 @@ from experiments.evaluation.settings import at_budgets as at_budgets
 from experiments.evaluation.settings import check_choices as check_choices
 from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
+from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report

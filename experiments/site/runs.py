@@ -11,7 +11,7 @@ from typing import Any
 from experiments.answering import PAPERS
 from experiments.cli import read_record
 from experiments.evaluation import BASELINE, Compared, Entry, averages, beside_full, load, read_runs
-from experiments.evaluation.tables import against as gap
+from experiments.evaluation import against as gap
 from experiments.records import device_kinds, short_commit
 from kvjax import registry
 
