@@ -66,6 +66,7 @@ class WatchedLayer(LayerMethod):
     slot_block = None  # it needs every key on one device
     composable = False  # it has a state of its own
     slotted = False
+    common_prompt = False  # the same
 
     max_tokens = passes("inner", LayerMethod.max_tokens)
     rework = passes("inner", LayerMethod.rework)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.layers import guessing_layers, layer_methods, observe
-from kvjax.decoding.passes import layer_inputs, run_model
+from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.sampling import Sampler
 from kvjax.method import settle_due
 from kvjax.typing import EMPTY, Model, pytree
@@ -54,7 +54,8 @@ def run_step(
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options = {"guess": asked} if asked else {}  # a model need not know of guesses
     last = jnp.maximum(count - 1, 0)
-    logits, states = run_model(cache.model, params, tokens, attend, cache.layers, last, **options)
+    made = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)
+    logits, states = checked(cache.model, len(tokens), len(cache.layers), made)
     states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)

@@ -53,29 +53,20 @@ def layer_inputs(
     )  # fmt: skip
 
 
-def run_model(
-    model: Model, params: Any, tokens: Array, attend: Callable, states: tuple, last: Array, **options: Any
-) -> tuple[Array, tuple]:
-    """Run `Model.apply` for one token's logits per row.
-
-    Args:
-        model, params, tokens, attend, states, last: as in `Model.apply`.
-        options: ``guess``, for a model that can guess queries.
-
-    Returns:
-        logits [B, V], and the new states.
+def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple]) -> tuple[Array, tuple]:
+    """Check what `Model.apply` returned for one token's logits per row: logits [B, V], and a state for each layer.
 
     Raises:
-        ValueError: the model returned logits of another shape, or not a state for each layer.
+        ValueError: logits of another shape, or another number of states.
     """
-    logits, new = model.apply(params, tokens, attend, states, last=last, **options)
-    expected = (len(tokens), model.vocab_size)
-    if logits.shape != expected or len(new) != len(states):
+    logits, states = made
+    expected = (rows, model.vocab_size)
+    if logits.shape != expected or len(states) != layers:
         raise ValueError(
             f"{type(model).__name__}.apply must return logits of shape {expected}, of the token `last` in each row, and "
-            f"{len(states)} states, got {logits.shape} and {len(new)} states"
+            f"{layers} states, got {logits.shape} and {len(states)} states"
         )
-    return logits, tuple(new)
+    return logits, tuple(states)
 
 
 def reread(
@@ -114,7 +105,9 @@ def reread(
                 return attend(state, inputs)
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
-        return _among(seen, run_model(model, params, piece, one, _put(given), jnp.zeros_like(length))[1])
+        states = _put(given)
+        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length))
+        return _among(seen, checked(model, len(piece), len(states), made)[1])
 
     def _put(given: tuple) -> tuple:
         """Put the states ``given`` by the method into the states of all layers."""

@@ -33,7 +33,7 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import layer_inputs, reread, run_model
+from kvjax.decoding.passes import checked, layer_inputs, reread
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.method import LayerMethod, Method
 from kvjax.typing import EMPTY, Model
@@ -264,7 +264,8 @@ class _Run:
                 # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
                 return barrier((outs[0], finished))
 
-            new, states = run_model(self.model, params, piece, attend, states, jnp.clip(last, 0, chunk - 1))
+            made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+            new, states = checked(self.model, len(piece), self.model.num_layers, made)
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)

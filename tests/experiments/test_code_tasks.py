@@ -372,7 +372,9 @@ def test_scores_of_a_fact(prediction, answer, score):
 # Code as a haystack
 
 
-@pytest.mark.parametrize("name", ["niah_single_2", "niah_multivalue", "vt", "passkey"])
+@pytest.mark.parametrize(
+    "name", ["niah_single_2", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("niah_multivalue", "vt", "passkey"))]
+)
 def test_needles_hide_in_code(name):
     (made,) = samples(name, 3000, 1, haystack="code")
     assert 3000 - 250 < count(made.prompt) + made.max_new_tokens <= 3000

@@ -74,7 +74,7 @@ def test_record_is_complete(finished, directory):
 
 def test_figure_is_a_png(finished):
     data = (finished[1] / "demo.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and data.endswith(b"IEND\xaeB`\x82") and len(data) > 20_000
+    assert data.startswith(b"\x89PNG") and data.endswith(b"IEND\xaeB`\x82") and len(data) > 10_000
 
 
 def test_table_names_methods_and_marks_no_effect(finished):

@@ -39,7 +39,7 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
-from experiments.records import CompileClock, bootstrap_interval
+from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from experiments.training.subject import WholeModel
 from kvjax import registry
@@ -507,7 +507,7 @@ def test_settings_are_checked_by_name():
     refuses("question must be one of", question="before")
     refuses("questions must be above 1", question="turns")
     refuses("qa_1=file:PATH", tasks=["qa_1"])
-    refuses("unknown format 'longbnch' in 'longbnch:x', expected one of ruler", tasks=["longbnch:x"])
+    refuses("unknown format 'longbnch' in 'longbnch:x', expected one of questions, ruler", tasks=["longbnch:x"])
     refuses("depths must lie in", depths=[2.0])
     refuses("a budget is a share", budgets=["-3"])
     given = {"methods": ["papers", {"quest": {"budget": "1/8"}}], "budgets": ["1/4", 64]}
@@ -923,8 +923,9 @@ def test_a_grid_is_one_program(name, fixed, varied):
 def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 uses positions"):
         make(tiny, tmp_path / "a", lengths=(2100,))
-    one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100)
-    ((row, _),) = one.measure(one.cells[0], [kvjax.methods.Full()], "prefill", CompileClock())
+    one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["full"])
+    one.run()
+    (row,) = one.folder.rows
     assert (
         row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
     )
@@ -1067,16 +1068,16 @@ class WorstPages(Retrieval):
 @pytest.mark.thorough  # tests/experiments/test_lm_eval.py shows that the model needs its needles
 def test_a_broken_method_scores_worse(tmp_path):
     chosen = EvaluationSettings.from_mapping(
-        {"tasks": ["niah_single_2"], "lengths": [1024], "samples": 2, "workers": 0, "methods": ["quest"]}, "a test"
-    )
+        {
+            "tasks": ["niah_single_2"], "lengths": [1024], "samples": 2, "workers": 0,
+            "methods": [{"quest": {"budget": 128}}, f"{__name__}:WorstPages"],
+        }, "a test",
+    )  # fmt: skip
     one = runner.Runner(chosen, load_model("builtin"), tmp_path, progress=False)
-    (cell,) = one.cells
-    scores = {}
-    for name, method in (("quest", kvjax.methods.Quest(budget=128)), ("worst", WorstPages())):
-        ((row, predictions),) = one.measure(cell, [method], "prefill", CompileClock())
-        scores[name] = row["value"]
-        assert not row["no_effect"] and len(predictions) == 2
-    assert scores["quest"] == 100 and scores["worst"] == 0
+    one.run()
+    full, quest, worst = one.folder.rows
+    assert full["value"] == quest["value"] == 100 and worst["value"] == 0
+    assert not quest["no_effect"] and not worst["no_effect"] and worst["examples"] == 2
 
 
 # ---- figures of other records -------------------------------------------------------------------------------------

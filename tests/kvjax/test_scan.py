@@ -75,6 +75,7 @@ def decode(methods, q, guess, k, v, modes):
     return [run(method, ways) for method, ways in zip(methods, modes, strict=True)]
 
 
+@pytest.mark.slow
 def test_they_attend_to_what_the_oracles_attend_to():
     """NaN in empty slots and rows shorter than every region; on the device and, of two methods, in host memory too.
 

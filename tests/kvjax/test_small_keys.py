@@ -252,6 +252,7 @@ def test_every_page_of_packed_keys_is_think_alone(snap):
 
 
 @pytest.mark.parametrize("outside", [pytest.param(True, marks=pytest.mark.thorough), False])  # False runs both, at 0.5
+@pytest.mark.slow
 def test_top_p_of_packed_keys(outside):
     """`Twilight` around both stages is `Twilight` as the second; with all of the mass they are the stages alone."""
     under_test = subject("thin_pages")

@@ -108,6 +108,7 @@ for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
 EACH = [x.values[0] for x in ALL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("tova", "quest", "mosaickv"), pytest.param(EACH, marks=pytest.mark.thorough)], ids=len)
 def test_every_method_runs_as_plain_jax_without_back_ends_for_kernels(names):
     """In a new process without Triton's and Mosaic's modules, as if on a GPU, on a TPU, and on a CPU. One line says why."""

@@ -234,6 +234,7 @@ def test_candidates_alone_are_counted_and_ranked():
     assert not got[0].any() and got[-1].any()
 
 
+@pytest.mark.slow
 def test_what_a_reconstruction_reads_is_counted():
     """Without grids and chunks fewer vectors are read, and the mean reads the vectors of pages once more."""
     data, lengths = recording(25, 1, 1, 1, 4, batch=3, total=40), (38, 31, 6)
@@ -409,6 +410,7 @@ def same_vectors(grown, built, rows):
         pytest.param(120, {"hierarchy": False}, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_many_steps_equal_a_state_built_from_scratch(steps, reading):
     """The state after all steps is the one built from scratch, bit for bit, and every step is the oracle's."""
     lengths = (37, 6)

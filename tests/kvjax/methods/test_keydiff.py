@@ -34,6 +34,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("knobs", [{}, pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.thorough)])
+@pytest.mark.slow
 def test_sums_follow_prompts_extensions_and_steps(knobs):
     """Rows of different lengths, padding, rows that pause; blocks of several tokens and of one."""
     params, token = tiny_params(), jnp.arange(ROWS, dtype=jnp.int32)

@@ -114,6 +114,7 @@ def test_everything_kept_is_dense_attention(dim):
             assert got.attended[step, row].sum() == 2 * (length + step + 1)
 
 
+@pytest.mark.slow
 def test_query_heads_with_lists_of_their_own_equal_the_oracle():
     """Each query head attends to its own blocks; the accounting counts a block once that several heads read."""
     lengths = [7, 24, 40]

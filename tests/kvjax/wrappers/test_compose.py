@@ -17,6 +17,7 @@ from kvjax.methods import H2O, Full, KVzip, Quest, SnapKV, StreamingLLM
 from kvjax.slots import SlotMethod
 from kvjax.typing import pytree
 from kvjax.wrappers.compose import Answer, answers, passes
+from kvjax.wrappers.verified_layer import VerifiedLayer
 from tests.harness import WRAPPERS, example, read, stored, tiny_params
 from tests.kvjax.cases import ONE, N, go_on
 
@@ -168,7 +169,7 @@ def test_wrappers_answer_every_declaration(kind):
 
 
 def test_every_wrapper_is_asked():
-    assert {type(method) for method in WRAPPERS.values()} | {Watched, WatchedLayer} == {*KINDS}
+    assert {type(method) for method in WRAPPERS.values()} | {Watched, WatchedLayer, kvjax.Verified, VerifiedLayer} == {*KINDS}
 
 
 def test_a_new_declaration_reaches_every_wrapper(monkeypatch):

@@ -71,7 +71,11 @@ def blocks_of(method, q, k, v, inv_freq):
 RUN = jax.jit(blocks_of, static_argnums=0)
 
 
-@pytest.mark.parametrize("evict", [TriAttention(budget=9, interval=None), ExpectedAttention(budget=9, num_sink=2)])
+@pytest.mark.parametrize("evict", [
+        pytest.param(TriAttention(budget=9, interval=None), marks=pytest.mark.thorough),
+        ExpectedAttention(budget=9, num_sink=2),
+    ],
+)
 def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
     """Rows of other lengths get other numbers of tokens; a row that is not due keeps its moments to the bit."""
     q, k, v, inv_freq = tokens_of_rows()

@@ -65,6 +65,7 @@ def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=
     return got
 
 
+@pytest.mark.slow
 def test_every_head_attends_as_its_pattern_says():
     """All patterns in one layer; a ragged batch, whose rows end in the first chunk and within a block of the second."""
     compare((MIXED, MIXED), (27, 9), poison=True)

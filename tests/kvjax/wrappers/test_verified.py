@@ -16,7 +16,7 @@ from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
 from kvjax.families import AppendOnly
-from kvjax.methods import H2O, NTK, Full, InfLLM, Quest, SelfExtend, SnapKV, TokenSelect
+from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, InfLLM, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
 from pallas_kernels.host import on_host
@@ -28,6 +28,8 @@ N, DEPTH = 16, 3
 KINDS = registry.builtin()
 DRAFTS = [name for name in NAMES if KINDS[name].dense_prompt or (KINDS[name].evicts and not KINDS[name].slotted)]
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
+IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ
+MARKS = pytest.mark.thorough, pytest.mark.slow
 QUEST = example("quest")
 
 
@@ -56,7 +58,7 @@ def params(layers=1):
 
 def layers_of(method):
     """Two layers for methods that treat layers differently: others need fewer programs."""
-    return 2 if method.spans_layers or method.needs_guess or isinstance(method, Quest) else 1
+    return 2 if method.spans_layers or method.needs_guess or isinstance(method, Quest | DuoAttention | HeadKV) else 1
 
 
 def read(method, layers=1, rows=None, width=48, **options):
@@ -84,7 +86,7 @@ def place(out, name):
     return np.asarray(out.stats.counters[name])
 
 
-@pytest.mark.parametrize("name", [x if x in IN_DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in DRAFTS])
+@pytest.mark.parametrize("name", [x if x in IN_DEFAULT else pytest.param(x, marks=MARKS[x in IN_SLOW]) for x in DRAFTS])
 def test_ragged_rows_get_fulls_tokens(name):
     """In one call, and in two calls, of which the first ends in the middle of a pass; the cache goes on as Full's does."""
     draft = example(name)
