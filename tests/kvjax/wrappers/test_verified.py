@@ -30,6 +30,7 @@ DRAFTS = [name for name in NAMES if KINDS[name].dense_prompt or (KINDS[name].evi
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
 IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ
 MARKS = pytest.mark.thorough, pytest.mark.slow
+many = functools.partial(pytest.param, marks=pytest.mark.thorough)
 QUEST = example("quest")
 
 
@@ -211,7 +212,7 @@ def test_streams_sweeps_questions_and_saved_caches(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn")])
 @pytest.mark.parametrize("draft", [QUEST, SnapKV(budget=12, obs_window=5), H2O(budget=12)], ids=lambda x: type(x).__name__)
 def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
     layers = layers_of(draft)
@@ -222,7 +223,9 @@ def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("name", ["quest", "snapkv", "pqcache", "h2o", "retroinfer", "streamingllm", "chess"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", *(many(x) for x in ("quest", "pqcache", "h2o", "retroinfer", "streamingllm", "chess"))]
+)
 def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
     """Rejected tokens have replaced older ones in the ring of 64 copies, and these are there again.
 
@@ -241,7 +244,10 @@ def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stages", "thinned", "per_layer", "dense_below", "periodic", "layer_budgets", "twilight"])
+@pytest.mark.parametrize(
+    "name",
+    ["stages", "per_layer", *(many(x) for x in ("thinned", "dense_below", "periodic", "layer_budgets", "twilight"))],
+)
 def test_wrappers_can_draft(name):
     out = go_on(read(verified(any_example(name)), 2), 2)
     np.testing.assert_array_equal(out.tokens, full(2).tokens)
