@@ -80,8 +80,9 @@ def problem(opened: Any, name: str) -> str:
         return f"wrong dtype {name}: got I8 without the scales {name}{SCALE}, expected scales or one of {', '.join(_SCALES)}"
     scales = opened.get_slice(name + SCALE)
     found, dtype = tuple(scales.get_shape()), scales.get_dtype()
-    fits = len(shape) > 1 and len(found) == len(shape) and found[:-1] == shape[:-1] and found[-1] > 0
-    if not fits or shape[-1] % found[-1] or dtype not in _SCALES:
+    blocks = found[-1] if found else 0
+    fits = len(shape) > 1 and found[:-1] == shape[:-1] and blocks > 0 and shape[-1] % blocks == 0
+    if not fits or dtype not in _SCALES:
         expected = f"one of {', '.join(_SCALES)} for each block of a row"
         return f"wrong scales {name}{SCALE}: got {dtype} {found} for a tensor {shape}, expected {expected}"
     return ""

@@ -213,7 +213,7 @@ def test_streams_sweeps_questions_and_saved_caches(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn")])
-@pytest.mark.parametrize("draft", [QUEST, SnapKV(budget=12, obs_window=5), H2O(budget=12)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("draft", [QUEST, many(SnapKV(budget=12, obs_window=5)), many(H2O(budget=12))])
 def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
     layers = layers_of(draft)
     want = go_on(read(Full(), layers, kv_dtype=kv_dtype), layers)
@@ -222,7 +222,7 @@ def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", [None, many("int8")])
 @pytest.mark.parametrize(
     "name", ["snapkv", *(many(x) for x in ("quest", "pqcache", "h2o", "retroinfer", "streamingllm", "chess"))]
 )
@@ -277,7 +277,9 @@ class _Windowed(TinyModel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [Quest(budget=512, num_dense_layers=0), SnapKV(budget=512), H2O(budget=512)])
+@pytest.mark.parametrize(
+    "draft", [Quest(budget=512, num_dense_layers=0), many(SnapKV(budget=512)), many(H2O(budget=512))]
+)
 def test_no_pass_copies_the_cache(draft):
     """In the compiled loop no instruction copies an array of the size of a layer's keys. Full's own steps are not in it."""
     slots, room = 8192, 64
