@@ -18,6 +18,9 @@ from pallas_kernels.numerics import merge_pair
 __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
 
 
+_JOINED = frozenset(("partials", "gap", "rotation", "parts", "mass"))  # the arguments that `_joined` adds
+
+
 def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
     """Extend an implementation without ``partials``, ``gap``, ``rotation``, ``parts`` and ``mass`` to all arguments.
 
@@ -55,24 +58,13 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _one_query_of_one_width(check: Callable[..., None]) -> Callable[..., None]:
     """Extend the check of an implementation that `_joined` extends: for one query per head, and keys as wide as values."""
 
-    def checked(
-        query,
-        key,
-        value,
-        *,
-        partials=None,
-        gap=None,
-        rotation=None,
-        query_position=None,
-        parts=False,
-        mass=False,
-        **options,
-    ):
+    def checked(query, key, value, *, query_position=None, **options):
         if query_position is not None:
             raise NotImplementedError(f"got {query.shape[3]} queries per head with positions, expected one without")
         if key.shape != value.shape:
             widths = f"keys of {key.shape[3]} numbers and values of {value.shape[3]}"
             raise NotImplementedError(f"got {widths}, expected one width")
+        options = {name: given for name, given in options.items() if name not in _JOINED}
         check(query, key, value, **options)
 
     return checked
@@ -92,6 +84,35 @@ DENSE_DECODE = Operation(
         "xla": Implementation(_joined(reference.dense_decode)),
     },
 )
+
+
+def _check_shapes(query, key, value, position, limit, partials, gap, rotation, query_position):
+    """Refuse arguments of `dense_decode` whose shapes disagree, and integers of another dtype than int32."""
+    several = query_position is not None
+    expected = (*query.shape[:2], key.shape[2] if key.ndim == 4 else -1, query.shape[-1])
+    agree = query.ndim - several == value.ndim == 4 and key.shape == expected and key.shape[:3] == value.shape[:3]
+    if not agree or position.shape != key.shape[:3] or limit.shape != key.shape[:1]:
+        members = "[B, H, G, T, E]" if several else "[B, H, G, E]"
+        raise ValueError(
+            f"dense_decode: got query {query.shape}, key {key.shape}, value {value.shape}, position {position.shape}, "
+            f"limit {limit.shape}, expected {members}, [B, H, S, E], [B, H, S, D], [B, H, S], [B]"
+        )
+    if several and (query_position.shape, str(query_position.dtype)) != ((query.shape[0], query.shape[3]), "int32"):
+        raise ValueError(
+            f"dense_decode: got query_position {query_position.dtype} {query_position.shape}, "
+            f"expected int32 [B, T], {(query.shape[0], query.shape[3])}"
+        )
+    whole = (*query.shape[:-1], value.shape[3])
+    if partials is not None and [x.shape for x in partials] != [whole, whole[:-1]]:
+        members = "[B, H, G, T, D] and [B, H, G, T]" if several else "[B, H, G, D] and [B, H, G]"
+        raise ValueError(f"dense_decode: got partials {[x.shape for x in partials]}, expected {members}, {whole}")
+    if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
+        raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
+    if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
+        raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
+    angles = None if rotation is None else (rotation.inv_freq.shape, rotation.origin.shape)
+    if angles not in (None, ((key.shape[3] // 2,), (key.shape[0], 2))):
+        raise ValueError(f"dense_decode: got inv_freq and origin {angles}, expected [E/2] and [B, 2]")
 
 
 def dense_decode(
@@ -152,34 +173,10 @@ def dense_decode(
         ValueError: shapes or dtypes disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    several = query_position is not None
-    expected = (*query.shape[:2], key.shape[2] if key.ndim == 4 else -1, query.shape[-1])
-    agree = query.ndim - several == value.ndim == 4 and key.shape == expected and key.shape[:3] == value.shape[:3]
-    if not agree or position.shape != key.shape[:3] or limit.shape != key.shape[:1]:
-        members = "[B, H, G, T, E]" if several else "[B, H, G, E]"
-        raise ValueError(
-            f"dense_decode: got query {query.shape}, key {key.shape}, value {value.shape}, position {position.shape}, "
-            f"limit {limit.shape}, expected {members}, [B, H, S, E], [B, H, S, D], [B, H, S], [B]"
-        )
-    if several and (query_position.shape, str(query_position.dtype)) != ((query.shape[0], query.shape[3]), "int32"):
-        raise ValueError(
-            f"dense_decode: got query_position {query_position.dtype} {query_position.shape}, "
-            f"expected int32 [B, T], {(query.shape[0], query.shape[3])}"
-        )
-    whole = (*query.shape[:-1], value.shape[3])
-    if partials is not None and [x.shape for x in partials] != [whole, whole[:-1]]:
-        members = "[B, H, G, T, D] and [B, H, G, T]" if several else "[B, H, G, D] and [B, H, G]"
-        raise ValueError(f"dense_decode: got partials {[x.shape for x in partials]}, expected {members}, {whole}")
-    if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
-        raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
-    if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
-        raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
-    angles = None if rotation is None else (rotation.inv_freq.shape, rotation.origin.shape)
-    if angles not in (None, ((key.shape[3] // 2,), (key.shape[0], 2))):
-        raise ValueError(f"dense_decode: got inv_freq and origin {angles}, expected [E/2] and [B, 2]")
+    _check_shapes(query, key, value, position, limit, partials, gap, rotation, query_position)
     if parts and mass:
         raise ValueError("dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass")
-    if several and mass:
+    if query_position is not None and mass:
         raise ValueError("dense_decode: got query_position and mass, expected one of them: column_mass has several queries")
     if not query.dtype == key.dtype == value.dtype:
         dtypes = [str(x.dtype) for x in (query, key, value)]
