@@ -48,8 +48,8 @@ def _attend(query, key, value, asked, held, first, *, scale):
     )
     # KV heads are rows: each has a bias of its own, which its query heads share.
     shape = (rows * heads, 1, tokens + more, held.shape[2])
-    hidden = jnp.finfo(query.dtype).min / 4  # finite, because a query may see nothing
-    bias = jnp.where(visible(asked[:, None, :, None], held[:, :, None], first[:, None, :, None]), 0, hidden)
+    hidden = float(jnp.finfo(query.dtype).min) / 4  # finite, because a query may see nothing
+    bias = jnp.where(visible(asked[:, None, :, None], held[:, :, None], first[:, None, :, None]), 0.0, hidden)
     out, lse = _cudnn.fused_attention(
         query.reshape(rows * heads, group, tokens + more, dim),
         *(x.reshape(rows * heads, 1, held.shape[2], dim) for x in (key, value)),
