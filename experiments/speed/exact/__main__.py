@@ -31,7 +31,7 @@ from experiments.speed.rows import finish, note_run, now
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Measure exact decoding: tokens per pass of every draft, and its speed beside Full."
-    return run(_exact, ExactSettings, ExactCommand, Against, prog="kvjax exact", about=about, argv=argv, models=True)
+    return run(_exact, ExactSettings, ExactCommand, Against, prog="kvjax exact", about=about, argv=argv, compiles=True)
 
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:

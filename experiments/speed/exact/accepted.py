@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.answering import LoadedModel
 from experiments.records import Results
-from experiments.speed.exact.caches import Drafting, Programs, groups_of, same_share
+from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs, same_share
 from experiments.speed.exact.drafts import Draft, make_drafts
 from experiments.speed.exact.samplers import ByRow
 from experiments.speed.exact.settings import ExactSettings
@@ -25,7 +25,7 @@ def measure_accepted(settings: ExactSettings, model: LoadedModel, results: Resul
     """Measure the rows that the record does not have, length by length; Full's own tokens are made once for each length."""
     for length in settings.lengths:
         jobs = [
-            (draft, depth, identity)
+            Job(Drafting(draft.method, depth), draft.label, draft.at, identity)
             for draft in make_drafts(model, settings, length, say)
             for depth in settings.depths
             if results.find(identity := _identity(draft, depth, length, settings)) is None
@@ -43,49 +43,34 @@ def _identity(draft: Draft, depth: int, length: int, settings: ExactSettings) ->
 
 
 def _measure(
-    settings: ExactSettings, model: LoadedModel, results: Results, say: Say, length: int, jobs: Sequence[tuple]
+    settings: ExactSettings, model: LoadedModel, results: Results, say: Say, length: int, jobs: Sequence[Job]
 ) -> None:
-    begun = time.monotonic()
     prompts = make_prompts(model, settings, length, settings.samples)
     copies, rows = len(settings.temperatures), len(prompts.kinds)
     say(f"{length} tokens: {rows} prompts, {copies} temperatures, {len(jobs)} rows to measure")
     sampler = ByRow(temperature=jnp.tile(jnp.asarray(settings.temperatures, jnp.float32), rows))
-    key = jax.random.key(settings.seed)
-    ways = [(Drafting(draft.method, depth), draft, depth, identity) for draft, depth, identity in jobs]
-    # The budgets of a draft read the prompts one after the other, with the same programs.
-    readings = [
-        group
-        for at in sorted({draft.at for _, draft, _, _ in ways})
-        for group in groups_of([way for way in ways if way[1].at == at], settings.group, lambda way: way[0].together)
-    ]
     sizes = {"room": settings.tokens, "steps": settings.tokens, "copies": copies, "chunk_size": settings.chunk_size}
-    with Programs(model, sampler=sampler, ends=True, **sizes) as programs:
-        alone = [Drafting(None)]
-        handles = [programs.ahead(each, prompts) for each in (alone, *[[way[0] for way in group] for group in readings])]
-        programs.wait(handles.pop(0))
-        (cache,) = programs.read(alone, prompts)
-        end, stats = programs.decode(programs.fork(cache), key)
-        full = jax.device_get((end.tokens, end.num_tokens, stats.full_bytes_read))
-        del cache, end
-        say(f"{time.monotonic() - begun:7.1f} s  Full: {int(full[1].sum())} tokens in {len(full[1])} rows")
-        for group, handle in zip(readings, handles, strict=True):
-            try:
-                programs.wait(handle)
-                caches = programs.read([way[0] for way in group], prompts)
-            except Exception as problem:  # the other groups are still wanted
-                say(f"{', '.join(way[1].label for way in group)} failed: {type(problem).__name__}: {problem}"[:500])
-                continue
-            for (_, draft, depth, identity), cache in zip(group, caches, strict=True):
-                started = time.monotonic()
-                end, stats = jax.block_until_ready(programs.decode(programs.fork(cache), key))
-                seconds = time.monotonic() - started
-                row = {**identity, **_figures(prompts, settings, depth, end, stats, full), "seconds": round(seconds, 3)}
-                results.add(row, identity)
-                say(f"{time.monotonic() - begun:7.1f} s  {line(row)}  ({seconds:.1f} s)")
-            del caches
+    full: list[tuple] = []
+
+    def measure(job: Job, cache: Any) -> None:
+        copy = jax.block_until_ready(programs.fork(cache))
+        started = time.perf_counter()
+        end, stats = jax.block_until_ready(programs.decode(copy))
+        seconds = time.perf_counter() - started
+        if not job.identity:
+            full.append(jax.device_get((end.tokens, end.num_tokens)))
+            say(f"Full: {int(full[0][1].sum())} tokens in {rows * copies} rows ({seconds:.1f} s)")
+            return
+        row = {**job.identity, **_figures(prompts, settings, end, stats, full[0]), "seconds": round(seconds, 3)}
+        results.add(row, job.identity)
+        say(f"{line(row)}  ({seconds:.1f} s)")
+
+    key = jax.random.key(settings.seed)
+    with Programs(model, sampler=sampler, key=key, ends=True, **sizes) as programs:
+        run_jobs(programs, jobs, prompts, settings.group, say, measure)
 
 
-def _figures(prompts: Prompts, settings: ExactSettings, depth: int, end: Any, stats: Any, full: tuple) -> dict[str, Any]:
+def _figures(prompts: Prompts, settings: ExactSettings, end: Any, stats: Any, full: tuple) -> dict[str, Any]:
     """Count what became of drafted tokens, for each kind of text and temperature, and the bytes of a draft step."""
     shared = jax.device_get(end.cache.shared)
     counts, read = jax.device_get((end.num_tokens, stats.bytes_read))
@@ -109,13 +94,12 @@ def _figures(prompts: Prompts, settings: ExactSettings, depth: int, end: Any, st
     drafted, accepted = shared.drafted.sum(axis=0), shared.accepted.sum(axis=0)
     kept = [float(x) for x in accepted / np.maximum(drafted, 1)]
     return {
-        "value": tokens_per_pass(kept, min(4, depth)),
+        "value": tokens_per_pass(kept, min(4, len(kept))),
         "unit": "tokens per pass of at most 4 drafted tokens",
         "kept": [round(x, 4) for x in kept],
         "same": round(float(same.mean()), 4),
         "draft_bytes": float(step.mean()),
         "full_bytes": float(whole.mean()),
-        "weight_bytes": 0,
         "cells": cells,
     }
 
@@ -137,9 +121,11 @@ def bytes_per_token(row: dict[str, Any], kept: Sequence[float], depth: int) -> f
 
 def line(row: dict[str, Any]) -> str:
     """Format a row for people."""
-    depths = [depth for depth in (2, 4, 8) if depth <= row["depth"]] or [row["depth"]]
-    told = ", ".join(
-        f"{tokens_per_pass(row['kept'], depth):.2f} at {depth} ({100 * bytes_per_token(row, row['kept'], depth) / row['full_bytes']:.0f} % of the bytes)"
-        for depth in depths
+    told = []
+    for depth in [depth for depth in (2, 4, 8) if depth <= row["depth"]] or [row["depth"]]:
+        share = 100 * bytes_per_token(row, row["kept"], depth) / row["full_bytes"]
+        told.append(f"{tokens_per_pass(row['kept'], depth):.2f} at {depth} ({share:.0f} % of the bytes)")
+    return (
+        f"{row['method']:30s} {row['length']:6d} depth {row['depth']}: tokens per pass {', '.join(told)}; "
+        f"same as Full {100 * row['same']:.0f} %"
     )
-    return f"{row['method']:30s} {row['length']:6d} depth {row['depth']}: tokens per pass {told}; same as Full {100 * row['same']:.0f} %"

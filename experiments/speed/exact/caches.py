@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from kvjax.wrappers.verified import Verified
 from kvjax.wrappers.verified_layer import Pair, Passes
 
 _MOST_THREADS = 8
+_TOLD = 500  # letters of an error
 
 
 def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
@@ -56,7 +57,8 @@ def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
         rate=jnp.ones((batch,), jnp.float32),
         rest=jnp.zeros((batch,), jnp.int32),
     )
-    return dataclasses.replace(full, method=dataclasses.replace(method, draft=draft.method), layers=tuple(layers), shared=shared)
+    own = dataclasses.replace(method, draft=draft.method)
+    return dataclasses.replace(full, method=own, layers=tuple(layers), shared=shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +100,29 @@ class Programs:
         copies: of each row, after the prompt is read.
         chunk_size: prompt tokens of a pass.
         sampler: draws the tokens; see `experiments.speed.exact.samplers`.
+        key: for every call that decodes; None if the sampler needs none.
         ends: whether the model's end-of-text tokens end a row.
     """
 
     def __init__(
-        self, model: LoadedModel, *, room: int, steps: int, copies: int, chunk_size: int, sampler: Any, ends: bool
+        self,
+        model: LoadedModel,
+        *,
+        room: int,
+        steps: int,
+        copies: int,
+        chunk_size: int,
+        sampler: Any,
+        key: Array | None,
+        ends: bool,
     ) -> None:
-        self._model, self._sampler, self._copies = model, sampler, copies
+        self._model, self._sampler, self._key, self._copies = model, sampler, key, copies
         self._sizes: dict[str, Any] = {
             "model": model.config, "max_new_tokens": room, "chunk_size": chunk_size, "plan": None, "kv_dtype": None
         }  # fmt: skip
         self._eos = jnp.asarray(model.config.eos_token_ids if ends else (), jnp.int32)
         self._static = {"steps": steps, "stop_early": ends}
+        self._begun: dict[Any, concurrent.futures.Future] = {}
         # A kernel's language may have a compiler in Python that takes one thread.
         self._tracer = concurrent.futures.ThreadPoolExecutor(1)
         self._pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2)))
@@ -122,8 +135,11 @@ class Programs:
         self._pool.shutdown(cancel_futures=True)
 
     def ahead(self, ways: Sequence[Drafting], prompts: Prompts) -> concurrent.futures.Future:
-        """Begin to compile what `read`, `fork` and `decode` run for these ways; `wait` takes the result."""
-        return self._tracer.submit(self._compile, ways, prompts)
+        """Begin to compile what `read`, `fork` and `decode` run for these ways, once; `wait` takes the result."""
+        key = tuple(jax.tree.structure(way.method) for way in ways), prompts.tokens.shape
+        if key not in self._begun:
+            self._begun[key] = self._tracer.submit(self._compile, ways, prompts)
+        return self._begun[key]
 
     @staticmethod
     def wait(begun: concurrent.futures.Future) -> None:
@@ -139,10 +155,10 @@ class Programs:
         """Copy a cache, each row as often as this object was told."""
         return repeat_program(cache, copies=self._copies)
 
-    def decode(self, cache: Cache, key: Array) -> tuple[Decoded, Stats]:
+    def decode(self, cache: Cache) -> tuple[Decoded, Stats]:
         """Decode; consumes the cache."""
-        done = jnp.zeros((cache.batch,), bool)
-        return generate_program(self._model.params, cache, self._sampler, key, self._eos, done, None, **self._static)
+        given = self._sampler, self._key, self._eos, jnp.zeros((cache.batch,), bool)
+        return generate_program(self._model.params, cache, *given, None, **self._static)
 
     def _given(self, ways: Sequence[Drafting], prompts: Prompts) -> tuple:
         return self._model.params, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), _readers(ways)
@@ -153,7 +169,7 @@ class Programs:
         for cache in _caches(ways, traced.out_info.caches):
             forked = repeat_program.trace(cache, copies=self._copies)
             begun.append(self._pool.submit(forked.lower().compile))
-            given = forked.out_info, self._sampler, jax.random.key(0), self._eos
+            given = forked.out_info, self._sampler, self._key, self._eos
             done = jax.ShapeDtypeStruct((forked.out_info.batch,), jnp.bool_)
             decoder = generate_program.trace(self._model.params, *given, done, None, **self._static)
             begun.append(self._pool.submit(decoder.lower().compile))
@@ -181,18 +197,70 @@ def _caches(ways: Sequence[Drafting], made: Sequence[Cache]) -> list[Cache]:
     return [way.cache(made[0], by_draft.get(id(way.draft), made[0])) for way in ways]
 
 
-def groups_of(ways: Iterable[Any], size: int, together: Any) -> list[list[Any]]:
-    """Divide ways to decode into groups of at most ``size`` that read prompts together; who must read alone is alone."""
-    groups: list[list[Any]] = []
-    open_group: list[Any] | None = None
-    for way in ways:
-        if not together(way):
-            groups.append([way])
-        elif open_group is not None and len(open_group) < size:
-            open_group.append(way)
-        else:
-            open_group = [way]
-            groups.append(open_group)
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A row to measure.
+
+    Attributes:
+        way: how to decode.
+        label: the draft's name in tables.
+        at: which of the draft's budgets this is; jobs of equal numbers read prompts together.
+        identity: the fields that tell the row from all others.
+    """
+
+    way: Drafting
+    label: str = "Full"
+    at: int = 0
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run_jobs(
+    programs: Programs,
+    jobs: Sequence[Job],
+    prompts: Prompts,
+    size: int,
+    say: Callable[[str], None],
+    measure: Callable[[Job, Cache], None],
+) -> None:
+    """Read the prompts for Full and all jobs, and call ``measure`` with Full's job first, and then with each job.
+
+    A job that fails is told, and the other jobs go on.
+
+    Args:
+        programs: reads and decodes.
+        jobs: what to measure.
+        prompts: the prompts.
+        size: the most jobs that read the prompts together.
+        say: tells a person.
+        measure: takes a job, and a cache that it must not consume.
+    """
+    begun = [(group, programs.ahead([job.way for job in group], prompts)) for group in _groups(jobs, size)]
+    for group, handle in begun:
+        try:
+            programs.wait(handle)
+            caches = programs.read([job.way for job in group], prompts)
+        except Exception as problem:
+            if any(job.way.draft is None for job in group):
+                raise
+            say(f"{', '.join(job.label for job in group)} failed: {type(problem).__name__}: {problem}"[:_TOLD])
+            continue
+        for job in group:
+            try:
+                measure(job, caches.pop(0))  # which frees its arrays before the next group reads
+            except (jax.errors.JaxRuntimeError, ValueError) as problem:
+                if job.way.draft is None:
+                    raise
+                say(f"{job.label} failed: {type(problem).__name__}: {problem}"[:_TOLD])
+
+
+def _groups(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Divide Full's job and all others into groups that read prompts together; a draft that must read alone is alone."""
+    groups, last = [[Job(Drafting(None))]], min(job.at for job in jobs)
+    for job in sorted(jobs, key=lambda job: (job.at, not job.way.together)):
+        if not job.way.together or job.at != last or len(groups[-1]) > size:
+            groups.append([])
+        groups[-1].append(job)
+        last = job.at
     return groups
 
 

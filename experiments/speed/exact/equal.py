@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import numpy as np
 
 from experiments.answering import LoadedModel, pad
 from experiments.records import Results
-from experiments.speed.exact.caches import Drafting, Programs, groups_of
+from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs
 from experiments.speed.exact.drafts import make_drafts
 from experiments.speed.exact.settings import ExactSettings
 from experiments.speed.exact.texts import Prompts
@@ -35,35 +34,34 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
             "tokens": settings.tokens, "prompts": settings.prompts,
         }  # fmt: skip
         if results.find(identity) is None:
-            jobs.append((Drafting(draft.method, depth), draft, identity))
+            jobs.append(Job(Drafting(draft.method, depth), draft.label, draft.at, identity))
     if not jobs:
         return
-    begun = time.monotonic()
-    batches = _batches(model, settings, length)
     sizes = {"room": settings.tokens, "steps": settings.tokens, "copies": 1, "chunk_size": settings.chunk_size}
-    groups = groups_of(jobs, settings.group, lambda job: job[0].together)
-    with Programs(model, sampler=Sampler(), ends=False, **sizes) as programs:
-        handles = [programs.ahead(each, batches[0][1]) for each in ([Drafting(None)], *[[x[0] for x in g] for g in groups])]
-        programs.wait(handles.pop(0))
-        key = jax.random.key(0)
-        full = [np.asarray(programs.decode(programs.read([Drafting(None)], batch)[0], key)[0].tokens) for _, batch in batches]
-        say(f"{time.monotonic() - begun:7.1f} s  Full: {settings.prompts} prompts")
-        for group, handle in zip(groups, handles, strict=True):
-            programs.wait(handle)
-            differ, passes = np.zeros(len(group), int), np.zeros(len(group))
-            for (real, batch), want in zip(batches, full, strict=True):
-                for at, cache in enumerate(programs.read([job[0] for job in group], batch)):
-                    end, _ = programs.decode(programs.fork(cache), key)
-                    differ[at] += int((np.asarray(end.tokens) != want)[:real].any(axis=1).sum())
-                    passes[at] += int(np.asarray(end.cache.shared.passes)[:real].sum())
-            for (_, _, identity), wrong, count in zip(group, differ, passes, strict=True):
-                told = {"value": int(wrong), "unit": "prompts whose tokens differ"}
-                per_pass = settings.prompts * settings.tokens / count
-                results.add({**identity, **told, "tokens_per_pass": per_pass}, identity)
-                say(
-                    f"{time.monotonic() - begun:7.1f} s  {identity['method']:30s} {wrong} of {settings.prompts} prompts "
-                    f"differ, {per_pass:.2f} tokens per pass"
-                )
+    differ, passes = np.zeros(len(jobs), int), np.zeros(len(jobs), int)
+    with Programs(model, sampler=Sampler(), key=None, ends=False, **sizes) as programs:
+        for number, (real, prompts) in enumerate(_batches(model, settings, length)):
+            full: list[np.ndarray] = []
+
+            def measure(job: Job, cache: Any, real: int = real, full: list[np.ndarray] = full) -> None:
+                end, _ = programs.decode(programs.fork(cache))
+                tokens = np.asarray(end.tokens)[:real]
+                if not job.identity:
+                    full.append(tokens)
+                    return
+                at = jobs.index(job)
+                differ[at] += int((tokens != full[0]).any(axis=1).sum())
+                passes[at] += int(np.asarray(end.cache.shared.passes)[:real].sum())
+
+            run_jobs(programs, jobs, prompts, settings.group, say, measure)
+            say(f"batch {number + 1}: {int(differ.sum())} of all answers differ so far")
+    for job, wrong, count in zip(jobs, differ.tolist(), passes.tolist(), strict=True):
+        if not count:
+            continue
+        per_pass = settings.prompts * settings.tokens / count
+        told = {"value": wrong, "unit": "prompts whose tokens differ", "tokens_per_pass": per_pass}
+        results.add({**job.identity, **told}, job.identity)
+        say(f"{job.label:30s} {wrong} of {settings.prompts} prompts differ, {per_pass:.2f} tokens per pass")
 
 
 def _batches(model: LoadedModel, settings: ExactSettings, length: int) -> list[tuple[int, Prompts]]:

@@ -1,4 +1,4 @@
-"""Samplers of `experiments.speed.exact`: rows with temperatures of their own, and draws that agree as often as they are told."""
+"""Samplers: rows with temperatures of their own, and draws that agree with a draft as often as they are told."""
 
 from __future__ import annotations
 

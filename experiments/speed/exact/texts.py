@@ -68,4 +68,5 @@ def _of_kind(model: LoadedModel, settings: ExactSettings, length: int, samples: 
         # `answers` leaves room for the right answer alone, and all rows must have room for the tokens of the settings.
         around = chat.around() if chat else None
         found = streams.answers(model, asked, length - settings.tokens, around)
-    return [row[: min(size, length - settings.tokens)].tolist() for row, size in zip(found.prompts, found.lengths, strict=True)]
+    sizes = [min(size, length - settings.tokens) for size in found.lengths.tolist()]
+    return [row[:size].tolist() for row, size in zip(found.prompts, sizes, strict=True)]

@@ -1,25 +1,27 @@
-"""Tokens per second of Verified beside Full: on real text, where every drafted token is wrong, and in a large model's shape."""
+"""Tokens per second of Verified beside Full: on real text, with drafts that are always wrong, in a large model's shape."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import kvjax
 from experiments.answering import LoadedModel
 from experiments.records import Results, knobs_of
 from experiments.speed.exact.accepted import tokens_per_pass
-from experiments.speed.exact.caches import Drafting, Programs, groups_of, same_share
-from experiments.speed.exact.drafts import Draft, make_drafts
-from experiments.speed.exact.samplers import ByRow, Forced
+from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs, same_share
+from experiments.speed.exact.drafts import make_drafts
+from experiments.speed.exact.samplers import Forced
 from experiments.speed.exact.settings import ExactSettings
 from experiments.speed.exact.texts import Prompts, make_prompts
 from experiments.speed.filled_cache import filled_cache
@@ -27,6 +29,7 @@ from experiments.speed.settings import MODELS
 from experiments.speed.variants import setting
 from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
+from kvjax.decoding.sampling import Sampler
 from kvjax.method import Method
 from kvjax.methods import Full
 from models import random_params
@@ -36,23 +39,16 @@ Say = Callable[[str], None]
 
 def measure_speed(settings: ExactSettings, model: LoadedModel, results: Results, say: Say) -> None:
     """Time Verified beside Full on real text, greedily: the same tokens, in the same run."""
-
-    def sampler(batch: int) -> ByRow:
-        return ByRow(temperature=jnp.zeros((batch,), jnp.float32))
-
-    for length in settings.lengths:
-        for batch in settings.batches:
-            for depth in settings.depths:
-                _beside_full("speed", settings, model, results, say, (length, batch, depth), sampler(batch))
+    for length, batch, depth in itertools.product(settings.lengths, settings.batches, settings.depths):
+        _beside_full("speed", settings, model, results, say, (length, batch, depth), (Sampler(), None))
 
 
 def measure_rejected(settings: ExactSettings, model: LoadedModel, results: Results, say: Say) -> None:
     """Time Verified beside Full where no drafted token is kept: first calls, and later calls, which know the draft."""
-    for length in settings.lengths:
-        for batch in settings.batches:
-            for depth in settings.depths:
-                never = Forced(rates=jnp.zeros((depth,), jnp.float32), rows=batch)
-                _beside_full("rejected", settings, model, results, say, (length, batch, depth), never)
+    for length, batch, depth in itertools.product(settings.lengths, settings.batches, settings.depths):
+        never = Forced(rates=jnp.zeros((depth,), jnp.float32), rows=batch)
+        drawn = never, jax.random.key(settings.seed)
+        _beside_full("rejected", settings, model, results, say, (length, batch, depth), drawn)
 
 
 def _beside_full(
@@ -62,7 +58,7 @@ def _beside_full(
     results: Results,
     say: Say,
     sizes: tuple[int, int, int],
-    sampler: Any,
+    drawn: tuple[Any, Array | None],
 ) -> None:
     """Time Full and every draft that the record lacks at a length, a number of rows, and a depth."""
     length, batch, depth = sizes
@@ -73,53 +69,40 @@ def _beside_full(
             "tokens": settings.tokens, "texts": list(settings.texts),
         }  # fmt: skip
         if results.find(identity) is None:
-            jobs.append((Drafting(draft.method, depth, 0.5), draft, identity))
+            jobs.append(Job(Drafting(draft.method, depth, 0.5), draft.label, draft.at, identity))
     if not jobs:
         return
-    begun = time.monotonic()
     made = make_prompts(model, settings, length, math.ceil(batch / len(settings.texts)))
     prompts = Prompts(made.tokens[:batch], made.lengths[:batch], made.kinds[:batch])
-    readings = [
-        group
-        for at in sorted({draft.at for _, draft, _ in jobs})
-        for group in groups_of([job for job in jobs if job[1].at == at], settings.group, lambda job: job[0].together)
-    ]
+    full: dict[str, Any] = {}
+
+    def measure(job: Job, cache: Any) -> None:
+        own = _timed(programs, cache, settings)
+        if not job.identity:
+            full.update(own)
+            say(f"Full, {batch} x {length}: {batch * settings.tokens / full['first']:.1f} tokens/s")
+            return
+        row = {**job.identity, **_compared(own, full, batch, settings.tokens)}
+        results.add(row, job.identity)
+        say(line(row))
+
     given = {"room": 2 * settings.tokens, "steps": settings.tokens, "copies": 1, "chunk_size": settings.chunk_size}
-    with Programs(model, sampler=sampler, ends=False, **given) as programs:
-        alone = [Drafting(None)]
-        handles = [programs.ahead(each, prompts) for each in (alone, *[[job[0] for job in group] for group in readings])]
-        programs.wait(handles.pop(0))
-        (cache,) = programs.read(alone, prompts)
-        full = _timed(programs, cache, settings)
-        del cache
-        say(f"{time.monotonic() - begun:7.1f} s  Full, {batch} x {length}: {batch * settings.tokens / full['first']:.1f} tokens/s")
-        for group, handle in zip(readings, handles, strict=True):
-            try:
-                programs.wait(handle)
-                caches = programs.read([job[0] for job in group], prompts)
-            except Exception as problem:  # the other groups are still wanted
-                say(f"{', '.join(job[1].label for job in group)} failed: {type(problem).__name__}: {problem}"[:500])
-                continue
-            for (_, _, identity), cache in zip(group, caches, strict=True):
-                own = _timed(programs, cache, settings)
-                row = identity | _compared(own, full, batch, settings.tokens)
-                results.add(row, identity)
-                say(f"{time.monotonic() - begun:7.1f} s  {line(row)}")
-            del caches
+    with Programs(model, sampler=drawn[0], key=drawn[1], ends=False, **given) as programs:
+        run_jobs(programs, jobs, prompts, settings.group, say, measure)
 
 
 def _timed(programs: Programs, cache: Any, settings: ExactSettings) -> dict[str, Any]:
-    """Time a first call of `Programs.decode` and a second that goes on, each by the median; the very first call is left out."""
-    key, first, later, end = jax.random.key(settings.seed), [], [], None
+    """Time a call of `Programs.decode` and the call that goes on, each by the median; the first time is left out."""
+    first, later, end = [], [], None
     tokens = counts = stats = None
     for at in range(settings.repeats + 1):
         end = None  # frees the last copy before the next one is made
         copy = jax.block_until_ready(programs.fork(cache))
         begun = time.perf_counter()
-        end, stats = jax.block_until_ready(programs.decode(copy, key))
+        end, stats = jax.block_until_ready(programs.decode(copy))
         between = time.perf_counter()
         tokens, counts = end.tokens, end.num_tokens
-        end, stats = jax.block_until_ready(programs.decode(end.cache, key))
+        end, stats = jax.block_until_ready(programs.decode(end.cache))
         if at:
             first.append(between - begun)
             later.append(time.perf_counter() - between)
@@ -170,10 +153,9 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
     for length, batch in settings.sized():
         full = None
         for choice in settings.drafts:
-            knobs = dict(choice.knobs)
             try:
-                chosen = setting(choice.name, length, config, _in_tokens(knobs, length)).method
-                jobs = [(depth, _rates(settings, results, choice.label, choice.name, depth)) for depth in settings.depths]
+                chosen = setting(choice.name, length, config, choice.knobs).method
+                jobs = [(depth, _rates(settings, results, choice.label, depth)) for depth in settings.depths]
                 kvjax.Verified(draft=chosen, depth=max(settings.depths)).for_layer(0, config.num_layers)
             except ValueError as error:
                 say(f"{choice.label} is left out: {error}")
@@ -202,11 +184,7 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
                 say(line({**row, "same": 1.0}) + f"; kept {source}: {tokens_per_pass(kept, depth):.2f} tokens per pass")
 
 
-def _in_tokens(knobs: dict[str, Any], length: int) -> dict[str, Any]:
-    return knobs  # shares are read by `experiments.answering.paper_method`
-
-
-def _rates(settings: ExactSettings, results: Results, label: str, name: str, depth: int) -> tuple[list[float], str]:
+def _rates(settings: ExactSettings, results: Results, label: str, depth: int) -> tuple[list[float], str]:
     """Return the share of drafted tokens kept at each place, and where it comes from.
 
     Raises:
@@ -220,7 +198,9 @@ def _rates(settings: ExactSettings, results: Results, label: str, name: str, dep
         row for row in results.metrics if row["name"] == "accepted" and row["method"] == label and row["depth"] >= depth
     ]
     if not rows:
-        raise ValueError(f"the record has no acceptance of {label} at depth {depth}: measure it first, or pass --acceptance")
+        raise ValueError(
+            f"the record has no acceptance of {label} at depth {depth}: measure it first, or pass --acceptance"
+        )
     row = max(rows, key=lambda row: row["length"])
     return row["kept"][:depth], f"measured at {row['length']} tokens"
 
@@ -231,9 +211,7 @@ def _in_shape(
     """Time calls that go on and on with the same cache; the first call is left out."""
     length, batch = sizes
     room = settings.tokens * (settings.repeats + 1) + 8
-    cache = filled_cache(
-        method, config, length=length, batch=batch, max_new_tokens=room, weights=fingerprint(params)
-    )
+    cache = filled_cache(method, config, length=length, batch=batch, max_new_tokens=room, weights=fingerprint(params))
     run = functools.partial(shard_map.decode_and_measure, steps=settings.tokens, stop_early=False)
     program = jax.jit(run, donate_argnums=1)
     rest = sampler, jax.random.key(settings.seed), jnp.zeros((0,), jnp.int32), jnp.zeros((batch,), bool)
