@@ -163,6 +163,8 @@ def _turn(x: jax.Array, angle: jax.Array, factor: float | np.ndarray) -> jax.Arr
     """Rotate ``x`` [..., D] by ``angle`` float32 [..., D/2], which has as many axes, and scale it by ``factor`` or [D/2]."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if isinstance(factor, np.ndarray) or factor != 1:
+        if isinstance(factor, np.ndarray):
+            factor = factor.reshape((1,) * (angle.ndim - 1) + factor.shape)
         cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -170,6 +172,8 @@ def _turn(x: jax.Array, angle: jax.Array, factor: float | np.ndarray) -> jax.Arr
 
 
 def _scale(x: jax.Array, factor: float | np.ndarray) -> jax.Array:
+    if isinstance(factor, np.ndarray):
+        factor = factor.reshape((1,) * (x.ndim - 1) + factor.shape)
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 

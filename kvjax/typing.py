@@ -205,7 +205,7 @@ def layer_ropes(model: Model) -> tuple[Rope, ...]:
     """Return the rotation of each layer.
 
     A model need not know of rotations per layer: without a member ``ropes``, or with an empty one, all channels of all layers
-    rotate by the model's ``rope_theta`` and ``rope_scaling``. Else it has for each layer an object with the attributes of `Rope`.
+    rotate by the model's ``rope_theta`` and ``rope_scaling``. Else it has an object for each layer, with `Rope`'s attributes.
 
     Raises:
         ValueError: the model names rotations of another number of layers, or a number of channels that is odd or outside of

@@ -245,6 +245,9 @@ class ModelConfig:
         """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.
 
         Raises:
-            ValueError: no family of ``transformers`` has this combination of switches.
+            ValueError: no family of ``transformers``, or not the one in ``family``, has this combination of switches.
         """
-        return hf_config.write(vars(self))
+        hf = hf_config.write(vars(self))
+        if self.family and self.from_hf(hf) != self:
+            raise ValueError(f"no config.json of model_type {self.family!r} has all parts of this model: {self}")
+        return hf

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels import axes
 
+from .families import FAMILIES
 from .rope_scaling import LongRopeScaling, RopeRule
 
 # The function on the gate of a gated MLP, by its name in config.json.
@@ -76,6 +77,8 @@ def check_parts(config: Any) -> None:
         value = vars(config)[name]
         if value not in known:
             raise ValueError(f"ModelConfig: {name} must be one of {', '.join(known)}, got {value!r}")
+    if config.family not in ("", *FAMILIES):
+        raise ValueError(f"ModelConfig: family must be '' or one of {', '.join(FAMILIES)}, got {config.family!r}")
     for name in ("query_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier", "logit_softcap"):
         value = vars(config)[name]
         if value is None and name in ("query_scale", "logit_softcap"):

@@ -156,8 +156,8 @@ class Attention(nn.Module):
             scales = [Scale(config, width, name=name)() for name, width in widths.items()]
             qkv = wide_qk_norm(qkv, *scales, config.rms_norm_eps)
         if config.query_scale is not None:  # attention divides by sqrt(D), under every method
-            row = jnp.arange(group + 2)[:, None]
-            qkv = qkv * jnp.where(row < group, config.query_scale * math.sqrt(dim), 1.0).astype(qkv.dtype)
+            of_query = jnp.arange(group + 2).reshape(1, 1, 1, -1, 1) < group
+            qkv = qkv * jnp.where(of_query, config.query_scale * math.sqrt(dim), 1.0).astype(qkv.dtype)
         guess = ()
         if before is not None:
             qkv, ahead = jnp.split(qkv, 2, axis=1)
