@@ -227,6 +227,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": fields["tie_word_embeddings"],
         "attention_bias": fields["qkv_bias"],
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+        "pad_token_id": None,  # the default of some classes lies outside of a small vocabulary
         "torch_dtype": fields["dtype"],
         **{key: None for key in ("attn_logit_softcapping",) if key in family.defaults},
     }
