@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.typing import Rope
+
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, long: bool = False) -> np.ndarray:
     """Compute the angle per position of each rotated pair, in radians: float32 [D/2].
@@ -67,6 +69,25 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
     return frequency.astype(np.float32)
 
 
+def frequencies(rope: Rope, head_dim: int, *, long: bool = False) -> np.ndarray:
+    """Compute the angle per position of each pair of channels in a layer, in radians: float32 [D/2], 0 for pairs that stay.
+
+    A model that rotates the first R of D channels, and one that rotates neighbouring channels, is read with its channels in
+    another order (`models.channel_order`). The rotated pairs are then the first R/2 pairs of the halves layout.
+
+    Args:
+        rope: the rotation of the layer; `inverse_frequencies` has the rules.
+        head_dim: size D of a head.
+        long: see `inverse_frequencies`.
+    """
+    if rope.rotated in (None, head_dim):
+        return inverse_frequencies(head_dim, rope.theta, rope.scaling, long=long)
+    made = np.zeros(head_dim // 2, np.float32)
+    if rope.rotated:
+        made[: rope.rotated // 2] = inverse_frequencies(rope.rotated, rope.theta, rope.scaling, long=long)
+    return made
+
+
 def attention_factor(scaling: Any = None) -> float:
     """Compute the factor on cosine and sine, whose square scales the logits; 1 for all rules but YaRN and longrope."""
     kind = _kind(scaling)
@@ -88,9 +109,9 @@ def depends_on_length(scaling: Any = None) -> bool:
 
 
 def prepare(
-    query: jax.Array, key: jax.Array, position: jax.Array, length: jax.Array | None, *, theta: float, scaling: Any
+    query: jax.Array, key: jax.Array, position: jax.Array, length: jax.Array | None, rope: Rope
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply to queries and keys what RoPE does besides the rotation by `inverse_frequencies`; see the module docstring.
+    """Apply to queries and keys what RoPE does besides the rotation by `frequencies`; see the module docstring.
 
     It commutes with that rotation. It costs nothing for a model without a rule, or with a rule that a table holds.
 
@@ -99,16 +120,22 @@ def prepare(
         key: [B, H, T, D], before RoPE.
         position: int32 [B, T] or [1, T].
         length: int32 [B] or [1], tokens of each row, these tokens included; None: always the frequencies of a short text.
-        theta: base of the frequencies.
-        scaling: as in `inverse_frequencies`.
+        rope: the rotation of the layer.
 
     Returns:
         Query and key in their shapes and dtypes.
     """
-    factor = attention_factor(scaling)
-    if length is None or not depends_on_length(scaling):
-        return (query, key) if factor == 1 else (_scale(query, factor), _scale(key, factor))
-    shift = _shift(query.shape[-1], theta, scaling, length)
+    dim = query.shape[-1]
+    factor: Any = attention_factor(rope.scaling)
+    if factor != 1 and rope.rotated not in (None, dim):  # channels that do not rotate are not scaled either
+        factor = np.where(np.arange(dim // 2) < rope.rotated // 2, np.float32(factor), np.float32(1))
+    if length is None or not depends_on_length(rope.scaling):
+        if isinstance(factor, np.ndarray):
+            factor = np.tile(factor, 2)
+        elif factor == 1:
+            return query, key
+        return _scale(query, factor), _scale(key, factor)
+    shift = _shift(rope, dim, length)
     angle = position[..., None].astype(jnp.float32) * shift[:, None]  # [B, T, D/2]
     return _turn(query, angle[:, None, None], factor), _turn(key, angle[:, None], factor)
 
@@ -132,17 +159,21 @@ def _kind(scaling: Any) -> str | None:
     return None if scaling is None else scaling.rope_type
 
 
-def _turn(x: jax.Array, angle: jax.Array, factor: float) -> jax.Array:
-    """Rotate ``x`` [..., D] by ``angle`` float32 [..., D/2], which has as many axes, and scale it by ``factor``."""
+def _turn(x: jax.Array, angle: jax.Array, factor: float | np.ndarray) -> jax.Array:
+    """Rotate ``x`` [..., D] by ``angle`` float32 [..., D/2], which has as many axes, and scale it by ``factor`` or [D/2]."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if factor != 1:
+    if isinstance(factor, np.ndarray) or factor != 1:
+        if isinstance(factor, np.ndarray):
+            factor = factor.reshape((1,) * (angle.ndim - 1) + factor.shape)
         cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out.astype(x.dtype)
 
 
-def _scale(x: jax.Array, factor: float) -> jax.Array:
+def _scale(x: jax.Array, factor: float | np.ndarray) -> jax.Array:
+    if isinstance(factor, np.ndarray):
+        factor = factor.reshape((1,) * (x.ndim - 1) + factor.shape)
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
@@ -162,14 +193,15 @@ def _yarn_keep(head_dim: int, theta: float, scaling: Any) -> np.ndarray:
     return 1.0 - np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
 
 
-def _shift(head_dim: int, theta: float, scaling: Any, length: jax.Array) -> jax.Array:
+def _shift(rope: Rope, head_dim: int, length: jax.Array) -> jax.Array:
     """Compute what a text of ``length`` int32 [B] tokens adds to the frequencies of a short text: float32 [B, D/2]."""
+    scaling, dim = rope.scaling, head_dim if rope.rotated is None else rope.rotated
     old = scaling.original_max_position_embeddings
-    short = inverse_frequencies(head_dim, theta, scaling)
+    short = frequencies(rope, head_dim)
     if scaling.rope_type == "longrope":
-        difference = inverse_frequencies(head_dim, theta, scaling, long=True) - short
+        difference = frequencies(rope, head_dim, long=True) - short
         return jnp.where(length[:, None] > old, jnp.asarray(difference)[None], 0.0)
     # The base grows by `growth` to the power D / (D - 2), so the slowest frequency is divided by just `growth`.
     growth = jnp.maximum(scaling.factor * length.astype(jnp.float32) / old - (scaling.factor - 1), 1.0)
-    power = -np.arange(0, head_dim, 2, dtype=np.float32) / max(head_dim - 2, 1)
+    power = -np.arange(0, head_dim, 2, dtype=np.float32) / max(dim - 2, 1)  # a pair that stays has no frequency to change
     return jnp.asarray(short)[None] * jnp.expm1(jnp.log(growth)[:, None] * jnp.asarray(power)[None])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast, dataclass_transform, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, dataclass_transform, runtime_checkable
 
 import jax
 from jax.tree_util import GetAttrKey
@@ -96,7 +96,9 @@ class Model(Protocol):
     description. All members are read-only, so a frozen dataclass can have them as fields.
 
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
-    layer in tokens, and None for a layer that attends in full. See `kvjax.decoding.sliding_window`.
+    layer in tokens, and None for a layer that attends in full. See `layer_windows` and `kvjax.decoding.sliding_window`.
+
+    A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.method.LayerMethod.needs_guess` use it.
@@ -155,3 +157,68 @@ class Model(Protocol):
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
         ...
+
+
+@runtime_checkable
+class _Windowed(Protocol):
+    """A model that says which of its layers have a window; see `Model`."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+def layer_windows(model: Model) -> tuple[int | None, ...]:
+    """Return the window in tokens of each layer, None for a layer that attends in full.
+
+    Raises:
+        ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
+    """
+    windows = model.windows if isinstance(model, _Windowed) else ()  # a model need not know of windows
+    if not windows:
+        return (None,) * model.num_layers
+    wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]
+    if len(windows) != model.num_layers or wrong:
+        raise ValueError(
+            f"the model's windows must be a whole number of tokens or None for each of {model.num_layers} layers, "
+            f"got {windows!r:.80}"
+        )
+    return tuple(windows)
+
+
+class Rope(NamedTuple):
+    """The rotation of one layer's queries and keys; `kvjax.rope` has the functions."""
+
+    theta: float  # base of the frequencies
+    scaling: Any = None  # the rule that stretches them, or None
+    rotated: int | None = None  # channels that rotate: the pairs (i, i + D/2) with i below rotated / 2. None: all; 0: no RoPE
+
+
+@runtime_checkable
+class _Roped(Protocol):
+    """A model whose layers say how they rotate; see `layer_ropes`."""
+
+    @property
+    def ropes(self) -> tuple[Any, ...]: ...
+
+
+def layer_ropes(model: Model) -> tuple[Rope, ...]:
+    """Return the rotation of each layer.
+
+    A model need not know of rotations per layer: without a member ``ropes``, or with an empty one, all channels of all layers
+    rotate by the model's ``rope_theta`` and ``rope_scaling``. Else it has an object for each layer, with `Rope`'s attributes.
+
+    Raises:
+        ValueError: the model names rotations of another number of layers, or a number of channels that is odd or outside of
+            [0, D].
+    """
+    ropes = model.ropes if isinstance(model, _Roped) else ()
+    if not ropes:
+        return (Rope(model.rope_theta, model.rope_scaling),) * model.num_layers
+    made = tuple(Rope(each.theta, each.scaling, each.rotated) for each in ropes)
+    wrong = [x.rotated for x in made if x.rotated is not None and x.rotated not in range(0, model.head_dim + 1, 2)]
+    if len(made) != model.num_layers or wrong:
+        raise ValueError(
+            f"the model's ropes must be an object for each of {model.num_layers} layers, which rotates None (all) or an even "
+            f"number of at most {model.head_dim} channels, got {ropes!r:.80}"
+        )
+    return made

@@ -10,6 +10,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .experts import tensor_names
+from .families import FAMILIES, Family, channel_order
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -23,7 +24,8 @@ class Leaf:
     """A parameter and the file tensors from which it is joined.
 
     Each file tensor is reshaped to its ``fold``. All are then concatenated along ``axis``, and a matrix is transposed from
-    the file's [out, in] to our [in, out].
+    the file's [out, in] to our [in, out]. A name that stands there several times is one file tensor, with the rows of all
+    of these parts one after the other.
     """
 
     path: str  # 'layers_0/attention/qkv/kernel'
@@ -33,14 +35,29 @@ class Leaf:
     transpose: bool = False
     stack: int = 0  # E: joined matrices are cut into E of equal size, [E, in, out]; 0 = one matrix
     pair: bool = False  # out is gate and up, each on its own: [in, 2, F]
+    # For each tensor, which of its channels is channel i here, along axis 2 of its fold or the only axis; () = the same.
+    orders: tuple[tuple[int, ...], ...] = ()
+    offset: float = 0.0  # the file has the parameter less this number
 
     def file_shape(self, index: int) -> tuple[int, ...]:
         """Compute the shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
+        name = self.names[index]
+        rows = sum(self._rows(part) for part, other in enumerate(self.names) if other == name)
+        return (rows, *self._part_shape(index)[1:])
+
+    def _part_shape(self, index: int) -> tuple[int, ...]:
         fold = self.folds[index]
         # Embeddings are the only matrices that are not transposed; their fold is their shape.
         if self.transpose:
             return (math.prod(fold[:-1]), fold[-1])
         return fold if self.path.endswith("embedding") else (math.prod(fold),)
+
+    def _rows(self, index: int) -> int:
+        return self._part_shape(index)[0]
+
+    def _first(self, index: int) -> int:
+        """Return the first row of part ``index`` in its file tensor."""
+        return sum(self._rows(part) for part in range(index) if self.names[part] == self.names[index])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,14 +69,33 @@ class Leaf:
         return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
-        folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
+        """Join the file tensors into the parameter: a view or one copy, in the file's dtype.
+
+        Args:
+            tensors: a file tensor for each name; or, of a name that stands there several times, the rows of each part.
+        """
+        parts = [self._own(tensor, index) for index, tensor in enumerate(tensors)]
+        folded = [self._ordered(part.reshape(fold), i) for i, (part, fold) in enumerate(zip(parts, self.folds, strict=True))]
+        if self.offset:
+            folded = [(part.astype(np.float32) + self.offset).astype(part.dtype) for part in folded]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
         if not self.transpose:
             return whole if self.path.endswith("embedding") else whole.reshape(-1)
         stack = (self.stack,) if self.stack else ()
         turned = whole.reshape(*stack, -1, whole.shape[-1]).swapaxes(-1, -2)
         return turned.reshape(*turned.shape[:-1], 2, -1) if self.pair else turned
+
+    def _own(self, tensor: np.ndarray, index: int) -> np.ndarray:
+        """Take the rows of part ``index`` of a whole file tensor."""
+        rows, first = self._rows(index), self._first(index)
+        return tensor if len(tensor) == rows else tensor[first : first + rows]
+
+    def _ordered(self, part: np.ndarray, index: int, back: bool = False) -> np.ndarray:
+        """Put the channels of a part into our order, or back into the file's."""
+        order = self.orders[index] if self.orders else ()
+        if not order:
+            return part
+        return part.take(np.argsort(order) if back else np.array(order), axis=min(2, part.ndim - 1))
 
     def part(self, index: Index) -> tuple[Leaf, list[Index]]:
         """Select what to read of the file's tensors for a part of the parameter, and the leaf that joins the slices.
@@ -71,75 +107,102 @@ class Leaf:
         Returns:
             The leaf of the part, and for each file tensor the slices to read.
         """
-        shapes = [self.file_shape(i) for i in range(len(self.names))]
+        shapes = [self._part_shape(i) for i in range(len(self.names))]
+        first = [self._first(i) for i in range(len(self.names))]
         divided = [dim - len(index) for dim, at in enumerate(index) if at != slice(None)]
         if not divided:
-            return self, [(slice(None),) * len(shape) for shape in shapes]
+            whole = [(slice(None),) * len(shape) for shape in shapes]
+            if len(set(self.names)) < len(self.names):
+                whole = [(slice(at, at + shape[0]), *rest[1:]) for at, shape, rest in zip(first, shapes, whole, strict=True)]
+            return self, whole
         start, stop = index[divided[0]].start or 0, index[divided[0]].stop
         if self.transpose and not self.pair and divided == [-2]:
             folds = tuple((*fold[:-1], stop - start) for fold in self.folds)
-            return dataclasses.replace(self, folds=folds), [(slice(None), slice(start, stop))] * len(shapes)
+            columns = [(slice(at, at + shape[0]), slice(start, stop)) for at, shape in zip(first, shapes, strict=True)]
+            return dataclasses.replace(self, folds=folds), columns
         unit = sum(fold[1] * fold[2] for fold in self.folds) if self.axis else 1  # columns of a KV head
         start, stop = start // unit, stop // unit
         where = []
-        for shape, fold in zip(shapes, self.folds, strict=True):
+        for at, shape, fold in zip(first, shapes, self.folds, strict=True):
             rows = shape[0] // fold[0]  # rows of the file for one row of the fold
-            where.append((slice(start * rows, stop * rows), *[slice(None)] * (len(shape) - 1)))
+            where.append((slice(at + start * rows, at + stop * rows), *[slice(None)] * (len(shape) - 1)))
         return dataclasses.replace(self, folds=tuple((stop - start, *fold[1:]) for fold in self.folds)), where
 
-    def split(self, param: np.ndarray) -> list[np.ndarray]:
-        """Split the parameter into contiguous file tensors: the inverse of `join`."""
+    def split(self, param: np.ndarray) -> dict[str, np.ndarray]:
+        """Split the parameter into contiguous file tensors, by name: the inverse of `join`."""
         sizes = [fold[self.axis] for fold in self.folds]
         joined = (*self.folds[0][: self.axis], sum(sizes), *self.folds[0][self.axis + 1 :])
         flat = param.reshape(*param.shape[:-2], -1) if self.pair else param
         turned = flat.swapaxes(-1, -2) if self.transpose else flat
         whole = turned.reshape(joined)
         parts = np.split(whole, np.cumsum(sizes)[:-1], axis=self.axis)
-        return [np.ascontiguousarray(part.reshape(self.file_shape(i))) for i, part in enumerate(parts)]
+        if self.offset:
+            parts = [(part.astype(np.float32) - self.offset).astype(part.dtype) for part in parts]
+        parts = [self._ordered(part, i, back=True).reshape(self._part_shape(i)) for i, part in enumerate(parts)]
+        made: dict[str, list[np.ndarray]] = {}
+        for name, part in zip(self.names, parts, strict=True):
+            made.setdefault(name, []).append(part)
+        return {name: np.ascontiguousarray(np.concatenate(own) if own[1:] else own[0]) for name, own in made.items()}
+
+
+_LLAMA = Family(name="", class_name="")  # the names of all families that are not in `FAMILIES`
 
 
 def checkpoint_table(config: ModelConfig) -> list[Leaf]:
-    """List every parameter of ``config``'s model with its file tensors, in the order of a forward pass."""
-    hidden, dim = config.hidden_size, config.head_dim
-    heads, group = config.num_kv_heads, config.group_size
+    """List every parameter of ``config``'s model with its file tensors, layer by layer."""
+    hidden, family = config.hidden_size, FAMILIES.get(config.family, _LLAMA)
     leaves = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
     for layer in range(config.num_layers):
         ours, theirs = f"layers_{layer}", f"model.layers.{layer}"
-        attention = f"{theirs}.self_attn"
-        # Query head kv * G + g belongs to KV head kv, so [H, G, D] is a plain reshape of the file's rows.
-        counts = {"q_proj": group, "k_proj": 1, "v_proj": 1}
-        leaves += [
-            Leaf(f"{ours}/attention_norm/scale", (f"{theirs}.input_layernorm.weight",), ((hidden,),)),
-            Leaf(
-                f"{ours}/attention/qkv/kernel", tuple(f"{attention}.{name}.weight" for name in counts),
-                tuple((heads, count, dim, hidden) for count in counts.values()), axis=1, transpose=True,
-            ),
-            Leaf(f"{ours}/attention/out/kernel", (f"{attention}.o_proj.weight",),
-                 ((hidden, heads * group * dim),), transpose=True),
-            Leaf(f"{ours}/mlp_norm/scale", (f"{theirs}.post_attention_layernorm.weight",), ((hidden,),)),
-            *_mlp(config, layer),
-        ]  # fmt: skip
-        if config.qkv_bias:
-            leaves.append(Leaf(
-                f"{ours}/attention/qkv/bias", tuple(f"{attention}.{name}.bias" for name in counts),
-                tuple((heads, count, dim) for count in counts.values()), axis=1,
-            ))  # fmt: skip
-        if config.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                leaves.append(Leaf(f"{ours}/attention/{name}/scale", (f"{attention}.{name}.weight",), ((dim,),)))
-    leaves.append(Leaf("final_norm/scale", ("model.norm.weight",), ((hidden,),)))
+        norms = [
+            Leaf(f"{ours}/{norm}/scale", (f"{theirs}.{name}.weight",), ((hidden,),), offset=family.norm_offset)
+            for norm, name in family.norms.items()
+        ]
+        leaves += [*_attention(config, family, layer), *_mlp(config, family, layer), *norms]
+    leaves.append(Leaf("final_norm/scale", ("model.norm.weight",), ((hidden,),), offset=family.norm_offset))
     if not config.tie_word_embeddings:
         leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))
     return leaves
 
 
-def _mlp(config: ModelConfig, layer: int) -> list[Leaf]:
+def _attention(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
+    """List the parameters of a layer's attention."""
+    ours, theirs = f"layers_{layer}/attention", f"model.layers.{layer}.self_attn"
+    hidden, dim, heads, group = config.hidden_size, config.head_dim, config.num_kv_heads, config.group_size
+    # Query head kv * G + g belongs to KV head kv, so [H, G, D] is a plain reshape of the file's rows.
+    counts = {"q_proj": group, "k_proj": 1, "v_proj": 1}
+    rotated = next((rope.rotated for rope in config.ropes if rope.rotated != 0), None)
+    order = channel_order(dim, dim if rotated is None else rotated, family.interleaved)
+    orders = (order, order, ()) if order else ()
+    files = ["qkv_proj"] * 3 if family.fused_qkv else list(counts)
+    leaves = [
+        Leaf(f"{ours}/qkv/kernel", tuple(f"{theirs}.{name}.weight" for name in files),
+             tuple((heads, count, dim, hidden) for count in counts.values()), axis=1, transpose=True, orders=orders),
+        Leaf(f"{ours}/out/kernel", (f"{theirs}.o_proj.weight",), ((hidden, heads * group * dim),), transpose=True),
+    ]  # fmt: skip
+    if config.qkv_bias:
+        leaves.append(Leaf(
+            f"{ours}/qkv/bias", tuple(f"{theirs}.{name}.bias" for name in files),
+            tuple((heads, count, dim) for count in counts.values()), axis=1, orders=orders,
+        ))  # fmt: skip
+    for name, count in (("q_norm", group), ("k_norm", 1)):
+        own, fold, axis = ("", (dim,), 0) if config.qk_norm else ("all_", (heads, count, dim), 1)
+        if config.qk_norm or config.wide_qk_norm:
+            leaves.append(Leaf(
+                f"{ours}/{own}{name}/scale", (f"{theirs}.{name}.weight",), (fold,), axis, orders=orders[:1],
+                offset=family.norm_offset,
+            ))  # fmt: skip
+    return leaves
+
+
+def _mlp(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
     """List the parameters of a layer's MLP, which may be experts."""
     ours, theirs = f"layers_{layer}/mlp", f"model.layers.{layer}"
     hidden, experts = config.hidden_size, config.experts
     if experts is None or layer not in experts.layers:
         count, inner = 0, config.intermediate_size
-        both = [f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        files = ["gate_up_proj"] * 2 if family.fused_gate_up else ["gate_proj", "up_proj"]
+        both = [f"{theirs}.mlp.{name}.weight" for name in files]
         down = [f"{theirs}.mlp.down_proj.weight"]
         leaves = []
     else:

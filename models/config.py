@@ -1,7 +1,7 @@
 """The configuration of a decoder, frozen and hashable. The model and the code that attends for the model read it.
 
-The families that this library runs (Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Yi) have the same architecture.
-Every difference between them is a field below. `models.hf_config` translates from and to Hugging Face's ``config.json``.
+The families that this library runs have the same architecture, made of the same parts. Every difference between them is a
+field below, whose default is what Llama has. `models.hf_config` translates from and to Hugging Face's ``config.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flax.errors import (
 
 from . import hf_config
 from .experts import Experts
-from .rope_scaling import LongRopeScaling, RopeRule
+from .parts import LayerRope, check_parts, check_rope
+from .rope_scaling import RopeRule
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
@@ -71,10 +72,21 @@ class ModelConfig:
     tie_word_embeddings: bool = False  # the LM head is the embedding
     qkv_bias: bool = False  # Qwen2: bias on q, k and v, none on the output
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
+    wide_qk_norm: bool = False  # OLMo 2: RMSNorm over all query heads together, and over all key heads
     experts: Experts | None = None  # Qwen3-MoE, Mixtral: layers whose MLP is a mixture of experts
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
     windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, None = none; () = none in any layer
     dtype: str = "float32"  # dtype of computation; parameters can be stored in another
+    ropes: tuple[LayerRope, ...] = ()  # rotation of each layer; () = rope_theta and rope_scaling in every layer
+    norm: str = "rms"  # "rms", or "layer" for LayerNorm without a bias (Cohere); rms_norm_eps is added to either's variance
+    norm_place: str = "before"  # what a layer normalises, see `models.parts.NORM_PLACES`
+    activation: str = "silu"  # on the gate of the MLP, see `models.parts.ACTIVATIONS`
+    query_scale: float | None = None  # on the product of query and key; None = 1 / sqrt(head_dim)
+    embedding_multiplier: float = 1.0  # on the embedded tokens
+    residual_multiplier: float = 1.0  # on what attention and MLP add to the residual stream
+    logits_multiplier: float = 1.0  # on the logits
+    logit_softcap: float | None = None  # c: logits become c * tanh(logits / c), after the multiplier
+    family: str = ""  # model_type of its files (`models.families`); "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
 
@@ -101,16 +113,13 @@ class ModelConfig:
             value = fields[name]
             if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
                 raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
-        for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
+        for name in ("tie_word_embeddings", "qkv_bias", "qk_norm", "wide_qk_norm"):
             if type(fields[name]) is not bool:
                 raise ValueError(f"ModelConfig: {name} must be True or False, got {fields[name]!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeRule):
             raise ValueError(f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
-        if isinstance(self.rope_scaling, LongRopeScaling) and len(self.rope_scaling.long_factor) != self.head_dim // 2:
-            raise ValueError(
-                f"ModelConfig: short_factor and long_factor must have head_dim / 2 = {self.head_dim // 2} numbers, "
-                f"got {len(self.rope_scaling.long_factor)}"
-            )
+        if not self.ropes:
+            check_rope("ModelConfig", self.rope_scaling, self.head_dim)
         if self.experts is not None and not isinstance(self.experts, Experts):
             raise ValueError(f"ModelConfig: experts must be an Experts or None, got {self.experts!r}")
         if self.experts is not None and self.experts.layers[-1] >= self.num_layers:
@@ -118,6 +127,7 @@ class ModelConfig:
                 f"ModelConfig: experts.layers must be below num_layers={self.num_layers}, got {self.experts.layers[-1]}"
             )
         self._check_windows()
+        check_parts(self)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
@@ -219,7 +229,7 @@ class ModelConfig:
         """Translate a Hugging Face ``config.json``.
 
         Args:
-            hf: the file as a dict; its ``model_type`` is llama (Yi too), qwen2, qwen3, mistral, qwen3_moe or mixtral.
+            hf: the file as a dict; its ``model_type`` is one of `models.hf_config.MODEL_TYPES` (Yi's is llama).
             dtype: dtype of computation, or None for the file's dtype. float16 becomes float32, because bfloat16 would
                 drop some of its bits.
 
@@ -235,6 +245,9 @@ class ModelConfig:
         """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.
 
         Raises:
-            ValueError: no family of ``transformers`` has this combination of switches.
+            ValueError: no family of ``transformers``, or not the one in ``family``, has this combination of switches.
         """
-        return hf_config.write(vars(self))
+        hf = hf_config.write(vars(self))
+        if self.family and self.from_hf(hf) != self:
+            raise ValueError(f"no config.json of model_type {self.family!r} has all parts of this model: {self}")
+        return hf

@@ -75,7 +75,19 @@ _OR_NULL: dict[str, _Kind] = {
     "dtype": _TEXT,
     "torch_dtype": _TEXT,
     "quantization_config": _OBJECT,
-}
+    "hidden_activation": _TEXT,
+    "no_rope_layer_interval": _COUNT,
+    "original_max_position_embeddings": _COUNT,
+    "use_bidirectional_attention": _BOOL,
+    **dict.fromkeys(
+        (
+            "layer_norm_eps", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+            "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+            "logits_scaling", "logit_scale",
+        ),
+        _NUMBER,
+    ),
+}  # fmt: skip
 _OF_ROPE: dict[str, _Kind] = {
     "rope_theta": _NUMBER,
     "factor": _NUMBER,
@@ -105,9 +117,11 @@ def check_types(hf: Mapping[str, Any]) -> None:
             _check(key, hf[key], kind)
     for name in ("rope_parameters", "rope_scaling"):
         rope = hf.get(name) or {}
-        for key, kind in _OF_ROPE.items():
-            if rope.get(key) is not None:
-                _check(f"{name}.{key}", rope[key], kind)
+        nested = [(f"{name}.{kind}", of_kind) for kind, of_kind in rope.items() if _is_object(of_kind)]  # of a kind of layers
+        for place, values in ((name, rope), *nested):
+            for key, kind in _OF_ROPE.items():
+                if values.get(key) is not None:
+                    _check(f"{place}.{key}", values[key], kind)
 
 
 def _check(key: str, value: Any, kind: _Kind) -> None:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import experts, hf_windows, rope_scaling
+from . import experts, hf_families, hf_windows, rope_scaling
 from .config_checks import check_types, eos_ids
+from .families import FAMILIES, MISSING
+from .hf_families import SIZES, declared_dtype
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
             "mixtral": "Mixtral"}  # names of transformers' classes  # fmt: skip
-MODEL_TYPES = tuple(_CLASSES)
-_SIZES = {  # key of the file -> our field
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_q_heads",
-    "max_position_embeddings": "max_position_embeddings",
-}
+MODEL_TYPES = (*_CLASSES, *FAMILIES)
+# Parts that only families have -> their values in all other models.
+_OF_FAMILIES = {"wide_qk_norm": False, "ropes": (), "norm": "rms", "norm_place": "before", "activation": "silu",
+                "query_scale": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_multiplier": 1.0,
+                "logit_softcap": None}  # fmt: skip
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
@@ -35,9 +33,13 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
             supported.
     """
     model_type = hf.get("model_type")
+    if model_type in FAMILIES:
+        return hf_families.read(hf)
+    if model_type in MISSING:
+        raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"unsupported model_type {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")
-    required = list(_SIZES) if model_type == "llama" else [*_SIZES, "num_key_value_heads"]
+    required = list(SIZES) if model_type == "llama" else [*SIZES, "num_key_value_heads"]
     absent = [key for key in required if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
@@ -52,7 +54,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     theta, rule = rope_scaling.read(hf, default_theta=1e6 if model_type == "mixtral" else 1e4)
     context = positions if rule is None else rule.context(positions)
     return {
-        **{field: hf[key] for key, field in _SIZES.items()},
+        **{field: hf[key] for key, field in SIZES.items()},
         "max_position_embeddings": context,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": head_dim,
@@ -65,14 +67,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "experts": experts.read(hf),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
         "windows": hf_windows.read(hf, context),
-        "dtype": _dtype(hf),
+        "dtype": declared_dtype(hf),
     }
-
-
-def _dtype(hf: dict[str, Any]) -> str:
-    """Return the declared dtype, from its new or old key. float16 becomes float32, the only dtype that holds it exactly."""
-    declared = hf.get("dtype", hf.get("torch_dtype")) or "float32"
-    return "float32" if declared == "float16" else declared
 
 
 def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
@@ -98,6 +94,11 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: no supported family has the switches (q/k norm and QKV bias both on) or the windows.
     """
+    if fields["family"]:
+        return hf_families.write(fields)
+    own = [name for name, default in _OF_FAMILIES.items() if fields[name] != default]
+    if own:
+        raise ValueError(f"a model with {own[0]}={fields[own[0]]!r:.60} needs the family of its files, got family=''")
     if fields["qk_norm"] and fields["qkv_bias"]:
         raise ValueError("no Hugging Face family has both qk_norm and qkv_bias, got both True")
     if fields["qk_norm"]:
@@ -114,7 +115,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     hf = {
         "architectures": [_CLASSES[model_type] + "ForCausalLM"],
         "model_type": model_type,
-        **{key: fields[field] for key, field in _SIZES.items()},
+        **{key: fields[field] for key, field in SIZES.items()},
         "num_key_value_heads": fields["num_kv_heads"],
         "head_dim": fields["head_dim"],
         "hidden_act": "silu",

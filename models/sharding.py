@@ -23,6 +23,8 @@ from .config import ModelConfig
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,
     "qkv/bias": -1,
+    "all_q_norm/scale": -1,
+    "all_k_norm/scale": -1,
     "out/kernel": -2,
     "gate_up/kernel": -1,
     "down/kernel": -2,

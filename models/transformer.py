@@ -6,9 +6,10 @@ returns the attention output. So rotary positions, caches and masks belong to th
 Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV head, D head_dim, V tokens)::
 
     embed/embedding [V, d]      final_norm/scale [d]      lm_head/embedding [V, d] (absent when tied)
-    layers_{i}/attention_norm/scale [d]                   layers_{i}/mlp_norm/scale [d]
+    layers_{i}/attention_norm/scale [d]                   layers_{i}/mlp_norm/scale [d]    (norm_place: before or both)
+    layers_{i}/attention_out_norm/scale [d]               layers_{i}/mlp_out_norm/scale [d]     (norm_place: after or both)
     layers_{i}/attention/qkv/kernel [d, H*(G+2)*D]        layers_{i}/attention/qkv/bias [H*(G+2)*D] (qkv_bias)
-    layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm)
+    layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm), or all_q_norm/scale [H*G*D], all_k_norm/scale [H*D]
     layers_{i}/attention/out/kernel [H*G*D, d]
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
@@ -27,6 +28,7 @@ Layers are a Python loop, because a scan over stacked weights would copy every w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -40,6 +42,7 @@ from pallas_kernels.add_norm import add_norm, rms_norm
 from .config import ModelConfig
 from .experts import Experts, mix, route
 from .one_row import multiplied
+from .parts import ACTIVATIONS, final_logits, layer_norm, wide_qk_norm
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
@@ -85,18 +88,20 @@ class Scale(nn.Module):
         return stored(self, "norm/scale", self.config, (self.width,))
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
+class Norm(nn.Module):
+    """A norm over the last axis, computed in float32: by the root mean square, or LayerNorm."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
         """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum."""
-        scale = stored(self, "norm/scale", self.config, (x.shape[-1],))
-        if update is not None:
-            return add_norm(x, update, scale, self.config.rms_norm_eps)
-        return rms_norm(x, scale, self.config.rms_norm_eps)
+        scale, eps = stored(self, "norm/scale", self.config, (x.shape[-1],)), self.config.rms_norm_eps
+        if self.config.norm == "layer":
+            total = x if update is None else x + update
+            normed = layer_norm(total, scale, eps)
+            return normed if update is None else (total, normed)
+        return rms_norm(x, scale, eps) if update is None else add_norm(x, update, scale, eps)
 
 
 class Dense(nn.Module):
@@ -146,6 +151,13 @@ class Attention(nn.Module):
             of_query, of_key = (Scale(config, dim, name=name)()[None] for name in ("q_norm", "k_norm"))
             scale = jnp.where(row < group, of_query, of_key)
             qkv = jnp.where(row > group, qkv, rms_norm(qkv, scale, config.rms_norm_eps))
+        if config.wide_qk_norm:
+            widths = {"all_q_norm": heads * group * dim, "all_k_norm": heads * dim}
+            scales = [Scale(config, width, name=name)() for name, width in widths.items()]
+            qkv = wide_qk_norm(qkv, *scales, config.rms_norm_eps)
+        if config.query_scale is not None:  # attention divides by sqrt(D), under every method
+            of_query = jnp.arange(group + 2).reshape(1, 1, 1, -1, 1) < group
+            qkv = qkv * jnp.where(of_query, config.query_scale * math.sqrt(dim), 1.0).astype(qkv.dtype)
         guess = ()
         if before is not None:
             qkv, ahead = jnp.split(qkv, 2, axis=1)
@@ -173,7 +185,7 @@ class Kernel(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated SiLU MLP. The projections gate and up are fused."""
+    """A gated MLP. The projections gate and up are fused."""
 
     config: ModelConfig
 
@@ -185,7 +197,7 @@ class MLP(nn.Module):
         both = multiplied(
             lambda x: jnp.einsum("btd,dgf->btgf", x, kernel), x.astype(config.dtype), 2 * config.intermediate_size
         )
-        gated = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+        gated = ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :]
         return axes.total(multiplied(Dense(config, config.hidden_size, name="down"), gated, config.hidden_size))
 
 
@@ -208,7 +220,7 @@ class MixtureMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP of normalised inputs, whose outputs are added to the residual stream."""
+    """One layer: attention and MLP, whose outputs are added to the residual stream (`ModelConfig.norm_place`)."""
 
     config: ModelConfig
     layer: int
@@ -230,14 +242,30 @@ class Block(nn.Module):
             The stream after this layer's attention, this layer's own last update, the new state, and this layer's attention
             input. The last update is not added yet: one launch in the next layer computes the sum and its norm.
         """
-        norm = RMSNorm(self.config, name="attention_norm")
-        x, given = (x, norm(x)) if update is None else norm(x, update)
-        update, state = Attention(self.config, self.layer, name="attention")(given, attend, state, before)
-        x, normed = RMSNorm(self.config, name="mlp_norm")(x, update)
-        experts = self.config.experts
-        if experts is not None and self.layer in experts.layers:
-            return x, MixtureMLP(self.config, experts, name="mlp")(normed), state, given
-        return x, MLP(self.config, name="mlp")(normed), state, given
+        config, layer = self.config, self.layer
+        x, given = self._enter("attention_norm", x, update)
+        update, state = Attention(config, layer, name="attention")(given, attend, state, before)
+        mixed = config.experts is not None and layer in config.experts.layers
+        mlp = MixtureMLP(config, config.experts, name="mlp") if mixed else MLP(config, name="mlp")
+        if config.norm_place == "parallel":
+            return x, self._leave("", update + mlp(given)), state, given
+        x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))
+        return x, self._leave("mlp_out_norm", mlp(normed)), state, given
+
+    def _enter(self, name: str, x: jax.Array, update: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Add the last update to the stream; return the sum, and what attention or MLP reads."""
+        if self.config.norm_place == "after":
+            x = x if update is None else x + update
+            return x, x
+        norm = Norm(self.config, name=name)
+        return (x, norm(x)) if update is None else norm(x, update)
+
+    def _leave(self, name: str, update: jax.Array) -> jax.Array:
+        """Return what attention or MLP adds to the stream."""
+        if self.config.norm_place in ("after", "both"):
+            update = Norm(self.config, name=name)(update)
+        multiplier = self.config.residual_multiplier
+        return update if multiplier == 1 else update * multiplier
 
 
 class Table(nn.Module):
@@ -252,6 +280,11 @@ class Table(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Look up the vectors [B, T, d] of token ids int [B, T]. An id past the vocabulary gives NaN."""
+        multiplier = self.config.embedding_multiplier
+        x = self._looked_up(tokens)
+        return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
+
+    def _looked_up(self, tokens: jax.Array) -> jax.Array:
         if not axes.is_split(axes.MODEL):
             return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
         rows = len(self.embedding)
@@ -264,7 +297,8 @@ class Table(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits float32 [..., V] of hidden states [..., d]."""
         table = self.embedding.astype(self.config.dtype)
-        return axes.joined(jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32), x.ndim - 1)
+        made = axes.joined(jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32), x.ndim - 1)
+        return final_logits(made, self.config.logits_multiplier, self.config.logit_softcap)
 
 
 class Transformer(nn.Module):
@@ -316,6 +350,6 @@ class Transformer(nn.Module):
         if last is not None:
             at = last[:, None, None]
             x, update = (None if y is None else jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (x, update))
-        _, x = RMSNorm(config, name="final_norm")(x, update)
+        _, x = Norm(config, name="final_norm")(x, update)
         head = table if config.tie_word_embeddings else Table(config, name="lm_head")
         return head.logits(x), tuple(new_states)

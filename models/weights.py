@@ -263,7 +263,7 @@ def save_pretrained(
     for leaf in checkpoint_table(config):
         host = on_host(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
         if jax.process_index() == 0 or not shared:
-            tensors.update(zip(leaf.names, leaf.split(host), strict=True))
+            tensors.update(leaf.split(host))
     try:
         if tensors:
             _write(directory, tensors, words, hf)

@@ -12,6 +12,7 @@ import numpy as np
 
 import models
 from kvjax import rope
+from kvjax.typing import layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
 
@@ -37,13 +38,14 @@ SHIPPED = ModelConfig(  # with the vocabulary of the tokenizer that ships
 
 def dense_attend(config: ModelConfig):
     """The model's ``attend`` for whole right-padded sequences; the layer's state passes through."""
-    inv_freq = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    ropes = layer_ropes(config)
     windows = config.windows or (None,) * config.num_layers
 
     def attend(layer, state, q, k, v):
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
         length = jnp.full((1,), q.shape[-2], jnp.int32)
-        q, k = rope.prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
+        inv_freq = rope.frequencies(ropes[layer], config.head_dim)
+        q, k = rope.prepare(q, k, position[None], length, ropes[layer])
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
         return causal_attention(q, k, v, window=windows[layer]), state
 

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.methods.pariskv import hashing
-from kvjax.rope import inverse_frequencies, prepare, rotate
-from kvjax.typing import Model, pytree
+from kvjax.rope import frequencies, prepare, rotate
+from kvjax.typing import Model, layer_ropes, layer_windows, pytree
 from pallas_kernels.attend.causal_attention import causal_attention
 
 KMEANS_STEPS = 25
@@ -42,12 +41,12 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
     Returns:
         The rotated mean query of each group, float32 [L, H, C, D], and the rotated keys, float32 [L, H, T, D].
     """
-    inv_freq = jnp.asarray(inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
-    position, windows = jnp.arange(tokens.shape[0], dtype=jnp.int32), layer_windows(config)
+    position, windows, ropes = jnp.arange(tokens.shape[0], dtype=jnp.int32), layer_windows(config), layer_ropes(config)
     length = jnp.full((1,), tokens.shape[0], jnp.int32)
 
     def attend(layer: int, state: None, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        q, k = prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
+        inv_freq = jnp.asarray(frequencies(ropes[layer], config.head_dim))
+        q, k = prepare(q, k, position[None], length, ropes[layer])
         q, k = rotate(q, position, inv_freq), rotate(k, position, inv_freq)
         mean = q[0][:, :, at].astype(jnp.float32).mean(axis=1)
         return causal_attention(q, k, v, window=windows[layer]), (mean, k[0].astype(jnp.float32))

@@ -34,11 +34,10 @@ from experiments.cli import run
 from experiments.insight.beside_full import BesideFull
 from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
-from kvjax.typing import pytree
+from kvjax.typing import layer_windows, pytree
 from models.progress import progress_bar
 
 _ENDS = ("\n", ". ", "! ", "? ")  # ends of sentences

@@ -30,11 +30,10 @@ from experiments.insight.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax import Pattern
 from kvjax.attention.patterns import FILE, Table, to_file
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
-from kvjax.typing import pytree, static
+from kvjax.typing import layer_windows, pytree, static
 from models import gguf_files
 from models.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention

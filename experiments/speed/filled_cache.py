@@ -25,8 +25,8 @@ from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, laye
 from kvjax.decoding.prefill import prompt_blocks
 from kvjax.mesh.sharding import Plan
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
-from kvjax.rope import inverse_frequencies
-from kvjax.typing import EMPTY
+from kvjax.rope import frequencies
+from kvjax.typing import EMPTY, layer_ropes
 from models import ModelConfig
 from pallas_kernels.formats.quantised import Quantised, stored_like, vectors, with_vectors
 from pallas_kernels.host import on_host, to_host
@@ -148,7 +148,7 @@ def one_layer_cache(
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
-    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:])
+    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:])
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
     specs = tuple(
         dataclasses.replace(spec, offloaded=offloaded)
@@ -213,7 +213,7 @@ def _observe(cache: Cache) -> Cache:
 
 
 def _frequencies(model: ModelConfig) -> Array:
-    return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+    return jnp.asarray(frequencies(layer_ropes(model)[-1], model.head_dim))
 
 
 def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:

@@ -20,8 +20,9 @@ from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.decoding.layers import layer_methods
 from kvjax.method import Inputs, LayerMethod, Method, Step, settle_due
 from kvjax.methods.tokenselect import TokenSelect, TokenState
-from kvjax.rope import inverse_frequencies
+from kvjax.rope import frequencies
 from kvjax.slots import SlotMethod, SlotState
+from kvjax.typing import layer_ropes
 from models import ModelConfig
 from pallas_kernels.attend.gather_attention import gather_attention
 
@@ -101,7 +102,7 @@ def _inputs(model: ModelConfig, cache: Cache, queries: int, seed: int) -> Inputs
         value=v,
         position=at,
         tokens=at % model.vocab_size,
-        inv_freq=jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)),
+        inv_freq=jnp.asarray(frequencies(layer_ropes(model)[-1], model.head_dim)),
         shared=cache.shared,
         start=cache.length[0] if queries > 1 else None,
     )

@@ -15,7 +15,8 @@ from kvjax.cache import Cache
 from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import layer_methods
 from kvjax.method import Inputs
-from kvjax.rope import inverse_frequencies
+from kvjax.rope import frequencies
+from kvjax.typing import layer_ropes
 from pallas_kernels.host import has_copy, on_host
 
 
@@ -61,7 +62,7 @@ def traffic(cache: Cache, seed: int = 0) -> Traffic:
         value=value,
         position=cache.length[:, None],
         tokens=jnp.ones((cache.batch, 1), jnp.int32),  # token 1 ends no sentence
-        inv_freq=jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)),
+        inv_freq=jnp.asarray(frequencies(layer_ropes(model)[hosted[-1]], model.head_dim)),
         shared=cache.shared,
     )
     chosen = np.asarray(jax.jit(methods[hosted[-1]].chosen)(state, inputs))

@@ -17,7 +17,8 @@ from experiments.training.data import FIRST_QUESTION_ROLE, LM_ROLE
 from experiments.training.mixture import ROW_TASKS
 from experiments.training.subject import Subject
 from kvjax import rope
-from models.transformer import Block, RMSNorm, Table
+from kvjax.typing import layer_ropes
+from models.transformer import Block, Norm, Table
 from pallas_kernels.attend.causal_attention import causal_attention
 
 FINAL_SHARE = 0.05  # of the peak, reached at the end of the cosine
@@ -74,17 +75,20 @@ def forward(
         float32 [B, N, V].
 
     Raises:
-        ValueError: a layer has a sliding window, so that layers differ.
+        ValueError: a layer has a sliding window, or layers rotate differently, so that layers differ.
     """
     if any(config.windows):
         raise ValueError(f"training scans over equal layers, expected a model without windows, got {config.windows}")
-    inverse = rope.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    kinds = layer_ropes(config)
+    if len(set(kinds)) > 1:
+        raise ValueError(f"training scans over equal layers, expected one kind of RoPE in all layers, got {set(kinds)}")
+    inverse = rope.frequencies(kinds[0], config.head_dim)
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     length = jnp.full((1,), tokens.shape[1], jnp.int32)  # padding counts: rows of one batch are treated as equally long
 
     def attend(layer: int, state: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         del layer
-        q, k = rope.prepare(q, k, position[None], length, theta=config.rope_theta, scaling=config.rope_scaling)
+        q, k = rope.prepare(q, k, position[None], length, kinds[0])
         q, k = rope.rotate(q, position, inverse), rope.rotate(k, position, inverse)
         return causal_attention(q, k, v, implementation=implementation), state
 
@@ -95,7 +99,7 @@ def forward(
     x = Table(config).apply({"params": params["embed"]}, tokens, method="embed")
     (x, update), _ = jax.lax.scan(run, (x, jnp.zeros_like(x)), params["layers"])
     x, update = (jnp.take_along_axis(y, at[:, :, None], axis=1) for y in (x, update))
-    _, x = RMSNorm(config).apply({"params": params["final_norm"]}, x, update)
+    _, x = Norm(config).apply({"params": params["final_norm"]}, x, update)
     head = params["embed" if config.tie_word_embeddings else "lm_head"]
     return Table(config).apply({"params": head}, x, method="logits")
 

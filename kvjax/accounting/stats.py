@@ -16,10 +16,9 @@ from kvjax.accounting.memory import placed_bytes
 from kvjax.cache import Cache
 from kvjax.cache.quantised import row_bytes
 from kvjax.decoding.layers import layer_methods
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.method import num_bytes
-from kvjax.typing import pytree, static
+from kvjax.typing import layer_windows, pytree, static
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums of bytes in float32

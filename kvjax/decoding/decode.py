@@ -48,8 +48,9 @@ def run_step(
     length = cache.length + count if length is None else length
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
-        inputs = layer_inputs(cache.model, methods[layer], q, k, v, position, tokens, cache.shared, None, length, guess)
-        return run_shared(type(methods[layer]).attend, methods[layer], state, inputs)
+        method, shared = methods[layer], cache.shared
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess)
+        return run_shared(type(method).attend, method, state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options = {"guess": asked} if asked else {}  # a model need not know of guesses

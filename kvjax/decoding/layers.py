@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.decoding.sliding_window import SlidingWindow, layer_windows
+from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
 from kvjax.method import LayerMethod, Method, with_inner
 from kvjax.registry import classes
-from kvjax.typing import Model
+from kvjax.typing import Model, layer_windows
 from pallas_kernels import axes
 from pallas_kernels.machine import current_machine
 

@@ -8,15 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import Inputs, LayerMethod, Method, Reading
-from kvjax.rope import inverse_frequencies, prepare
-from kvjax.typing import EMPTY, Model
+from kvjax.rope import frequencies, prepare
+from kvjax.typing import EMPTY, Model, layer_ropes, layer_windows
 from pallas_kernels.dispatch import run_shared
 
 
 def layer_inputs(
     model: Model,
+    layer: int,
     method: LayerMethod,
     q: Array,
     k: Array,
@@ -41,12 +41,12 @@ def layer_inputs(
             f"{type(model).__name__}.apply must call attend with q [B, H, G, T, D], k and v [B, H, T, D] of the shapes "
             f"{', '.join(map(str, expected))}, got {', '.join(map(str, got))}"
         )
-    theta, scaling = model.rope_theta, model.rope_scaling
-    inv_freq = jnp.asarray(inverse_frequencies(model.head_dim, theta, scaling))
+    rope = layer_ropes(model)[layer]
+    inv_freq = jnp.asarray(frequencies(rope, model.head_dim))
     known = None if method.extrapolates else length
     if guess is not None:
-        guess, _ = prepare(guess, k, position, known, theta=theta, scaling=scaling)
-    q, k = prepare(q, k, position, known, theta=theta, scaling=scaling)
+        guess, _ = prepare(guess, k, position, known, rope)
+    q, k = prepare(q, k, position, known, rope)
     return Inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
         guess=guess,
@@ -100,7 +100,7 @@ def reread(
 
         def one(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             # The frequencies are the same as for the prompt's keys.
-            inputs = layer_inputs(model, layers[layer], q, k, v, position, piece, shared, None, length)
+            inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length)
             if layer in seen:
                 return attend(state, inputs)
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state

@@ -246,8 +246,9 @@ class _Run:
                 outs, made = [], []
                 for at, (layers, state, own) in enumerate(zip(each, mine, all_shared, strict=True)):
                     if holders[at] == at or not stores_only(state):
-                        inputs = layer_inputs(self.model, layers[layer], q, k, v, position, piece, own, start, length)
-                        out, state = run_shared(type(layers[layer]).attend, layers[layer], state, inputs)
+                        method, model = layers[layer], self.model
+                        inputs = layer_inputs(model, layer, method, q, k, v, position, piece, own, start, length)
+                        out, state = run_shared(type(method).attend, method, state, inputs)
                         outs.append(out)
                     made.append(state)
                 new = sized.common.restore_layer(layer, tuple(made))

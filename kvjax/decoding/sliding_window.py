@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,38 +26,12 @@ from kvjax.cache.storage import LayerCache, LayerSpec, empty_cache
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.slots import cost_of_all
-from kvjax.typing import Model, pytree, static
+from kvjax.typing import pytree, static
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.numerics import product_precision
 
 _LOGITS = 1 << 20  # the most logits, queries x keys, that the prompt's attention holds at once per query head
-
-
-@runtime_checkable
-class _Windowed(Protocol):
-    """A model that says which of its layers have a window; see `kvjax.typing.Model`."""
-
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-
-
-def layer_windows(model: Model) -> tuple[int | None, ...]:
-    """Return the window in tokens of each layer, None for a layer that attends in full.
-
-    Raises:
-        ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
-    """
-    windows = model.windows if isinstance(model, _Windowed) else ()  # a model need not know of windows
-    if not windows:
-        return (None,) * model.num_layers
-    wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]
-    if len(windows) != model.num_layers or wrong:
-        raise ValueError(
-            f"the model's windows must be a whole number of tokens or None for each of {model.num_layers} layers, "
-            f"got {windows!r:.80}"
-        )
-    return tuple(windows)
 
 
 @pytree

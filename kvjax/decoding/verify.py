@@ -32,9 +32,8 @@ from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.sampling import Sampler, rows_of
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import LayerMethod, settle_due
-from kvjax.typing import EMPTY
+from kvjax.typing import EMPTY, layer_windows
 from kvjax.wrappers.verified import Verified, noted
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
@@ -270,7 +269,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
 
     def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
         method = methods[layer]
-        inputs = layer_inputs(cache.model, method, q, k, v, position, tokens, cache.shared, None, length)
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length)
         if windows[layer] is None:
             judge = cast("VerifiedLayer", method)
             out, state, mass = run_shared(type(judge).judge, judge, state, inputs)

@@ -14,10 +14,10 @@ from kvjax.api.fork import fork
 from kvjax.api.generate import generate
 from kvjax.cache import LayerCache
 from kvjax.decoding.decode import run_step
-from kvjax.decoding.sliding_window import layer_windows
 from kvjax.method import with_inner
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
+from kvjax.typing import layer_windows
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:

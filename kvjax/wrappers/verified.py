@@ -10,7 +10,7 @@ from jax import Array
 from kvjax.cache import Cache, LayerSpec
 from kvjax.method import LayerMethod, Method, Reading, check_method
 from kvjax.rope import depends_on_length
-from kvjax.typing import Model, pytree, static, traced
+from kvjax.typing import Model, layer_ropes, pytree, static, traced
 from kvjax.wrappers.compose import answers, passes
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer, draft_of, with_draft
 
@@ -95,10 +95,11 @@ class Verified(Method):
         _check_prompt(draft, name)
 
     def check_sizes(self, model: Model) -> None:
-        if depends_on_length(model.rope_scaling):
+        changing = [rope.scaling for rope in layer_ropes(model) if depends_on_length(rope.scaling)]
+        if changing:
             raise ValueError(
                 "Verified: expected a model whose RoPE frequencies do not change with the length, because one pass has "
-                f"tokens of several lengths, got rope_type {model.rope_scaling.rope_type!r}"
+                f"tokens of several lengths, got rope_type {changing[0].rope_type!r}"
             )
 
     @property

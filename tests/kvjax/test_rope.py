@@ -13,6 +13,7 @@ from kvjax import rope
 from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
+from kvjax.typing import Rope
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
 from tests.oracles import mosaickv
@@ -34,7 +35,7 @@ def turned(scaling, theta, position, length):
     key = np.zeros((ROWS, 1, TOKENS, DIM), np.float32)
     key[..., : DIM // 2] = 1
     key, position, length = jnp.asarray(key), jnp.asarray(position, jnp.int32), np.broadcast_to(length, ROWS)
-    query, key = rope.prepare(key[:, :, None], key, position, jnp.asarray(length, jnp.int32), theta=theta, scaling=scaling)
+    query, key = rope.prepare(key[:, :, None], key, position, jnp.asarray(length, jnp.int32), Rope(theta, scaling))
     np.testing.assert_array_equal(query[:, :, 0], key)
     out = np.asarray(rope.rotate(key, position[:, None], rope.inverse_frequencies(DIM, theta, scaling)), np.float64)[:, 0]
     return out[..., : DIM // 2] + 1j * out[..., DIM // 2 :]
@@ -101,7 +102,7 @@ def given(scaling, method):
     )  # fmt: skip
     key, position = jnp.ones((ROWS, 1, TOKENS, DIM)), jnp.full((ROWS, TOKENS), 40, jnp.int32)
     length = jnp.full((ROWS,), 41, jnp.int32)
-    return layer_inputs(model, method, key[:, :, None], key, key, position, position, None, None, length)
+    return layer_inputs(model, 0, method, key[:, :, None], key, key, position, position, None, None, length)
 
 
 @pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["longrope", "dynamic"])

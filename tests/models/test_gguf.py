@@ -37,7 +37,7 @@ def tensors_of(params, config):
     """The parameters under their names in Hugging Face checkpoints."""
     flat = flatten_dict(params, sep="/")
     for leaf in checkpoint_table(config):
-        yield from zip(leaf.names, leaf.split(np.asarray(flat[leaf.path])))
+        yield from leaf.split(np.asarray(flat[leaf.path])).items()
 
 
 def digest(array):

@@ -82,10 +82,10 @@ from kvjax.methods.chess.page_tree import (
     score_nodes,
 )
 from kvjax.methods.chess.state import Pages, all_active, arrays_of_list, note_entropy
-from kvjax.rope import depends_on_length, inverse_frequencies
+from kvjax.rope import depends_on_length, frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.typing import layer_ropes, layer_windows, not_none, pytree, static, traced
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
 # The paper's equation 4 as it is printed, over keys as its engine stores them: `Chess(**PRINTED)`.
@@ -270,16 +270,21 @@ class Chess(Method):
         fan = (self.pages_per_chunk, self.chunks_per_grid) if self.hierarchy else None
         return Shape(page_size=self.page_size, fan=fan)
 
-    def _unrotate(self, cache: Cache) -> Array | None:
+    def _unrotate(self, cache: Cache) -> list[Array] | None:
+        """Return the frequencies of each layer of ``cache``, whose layers are the model's without a window."""
         if self.page_vec_rope == "post":
             return None
         model = cache.model
-        if depends_on_length(model.rope_scaling):
+        pairs = zip(layer_ropes(model), layer_windows(model), strict=True)
+        ropes = [rope for rope, window in pairs if window is None]
+        changing = [rope.scaling for rope in ropes if depends_on_length(rope.scaling)]
+        if changing:
             raise ValueError(
                 "Chess: page_vec_rope='pre' needs frequencies that do not change with the length, "
-                f"got rope_type {model.rope_scaling.rope_type!r}, expected page_vec_rope='post'"
+                f"got rope_type {changing[0].rope_type!r}, expected page_vec_rope='post'"
             )
-        return jnp.asarray(inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+        made = {rope: jnp.asarray(frequencies(rope, model.head_dim)) for rope in ropes}
+        return [made[rope] for rope in ropes]
 
     def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:
         """Add the next page, in rows where it is complete: its vector joins the tree, and it may trigger a new list."""

@@ -89,7 +89,7 @@ class Nodes:
 
 
 def page_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None, normalize: bool
 ) -> Array:
     """Compute page vectors from the stored keys.
 
@@ -97,7 +97,7 @@ def page_vectors(
         layers: storage of every layer; a slot is a position.
         pages: int32 [B, P], pages to summarise; an incomplete page has the mean of its tokens so far.
         page_size: tokens in a page.
-        inv_freq: float32 [D/2] to undo the rotation of the keys first; None leaves them rotated.
+        inv_freq: for each layer float32 [D/2], to undo the rotation of the keys first; None leaves them rotated.
         normalize: whether to scale the mean key of each layer and KV head to length 1.
 
     Returns:
@@ -107,12 +107,12 @@ def page_vectors(
 
 
 def _own_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: Array | None, normalize: bool
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None, normalize: bool
 ) -> Array:
     """Compute `page_vectors` with zeros for pages on other devices."""
     slots = page_slots(pages, page_size)
     vectors = []
-    for cache in layers:
+    for layer, cache in enumerate(layers):
         index, inside = here(slots, slots < cache.row_slots, cache)
         index = jnp.where(inside, index, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
@@ -120,7 +120,7 @@ def _own_vectors(
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
         key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
         if inv_freq is not None:
-            key = rotate(key, -slots[:, None], inv_freq)
+            key = rotate(key, -slots[:, None], inv_freq[layer])
         shape = (*key.shape[:2], pages.shape[1], page_size)
         count = present.reshape(*shape, 1).sum(axis=3).astype(jnp.float32)
         mean = key.reshape(*shape, -1).sum(axis=3) / jnp.maximum(count, 1.0)  # [B, H, P, D]
@@ -130,7 +130,7 @@ def _own_vectors(
     return jnp.stack(vectors, axis=2).reshape(*pages.shape, -1)
 
 
-def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: Array | None, normalize: bool) -> Nodes:
+def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: list[Array] | None, normalize: bool) -> Nodes:
     """Build the whole tree over the first ``complete`` int32 [B] pages from the stored keys."""
     cache, dtype = layers[0], layers[0].key.dtype
     count, chunks, grids = shape.counts(cache.row_slots)

@@ -16,7 +16,8 @@ from kvjax.accounting.stats import step_cost
 from kvjax.cache import LayerCache
 from kvjax.decoding.decode import run_extend, run_step
 from kvjax.decoding.layers import layer_methods
-from kvjax.decoding.sliding_window import SlidingWindow, layer_windows, window_attention
+from kvjax.decoding.sliding_window import SlidingWindow, window_attention
+from kvjax.typing import layer_windows
 from tests.harness import (
     ALL,
     METHODS,

@@ -1,0 +1,166 @@
+"""The families of models whose layers have other parts than Llama's, and how their files name and store the parameters.
+
+A family is data: the parts that all its models have, and the defaults of transformers' class for keys that a ``config.json``
+may lack. `models.hf_families` translates the files, and `models.checkpoint_table` reads the tensors. The older families
+(Llama, Mistral, Qwen, Mixtral) are in `models.hf_config`.
+
+Source: the classes of transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+# Our norms of a layer, by the names of the file's tensors, for each `models.config.ModelConfig.norm_place`.
+_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_AFTER = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+_GEMMA = {"attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+          "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
+_GLM4 = {"attention_norm": "input_layernorm", "attention_out_norm": "post_self_attn_layernorm",
+         "mlp_norm": "post_attention_layernorm", "mlp_out_norm": "post_mlp_layernorm"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the files of one ``model_type`` say and how they store it."""
+
+    name: str  # for people
+    class_name: str  # prefix of transformers' classes
+    parts: Mapping[str, Any] = types.MappingProxyType({})  # fields of ModelConfig that all models of the family have
+    defaults: Mapping[str, Any] = types.MappingProxyType({})  # keys that a file may lack -> value in transformers' class
+    numbers: Mapping[str, str] = types.MappingProxyType({})  # further keys of the file -> field, see `hf_families`
+    norms: Mapping[str, str] = types.MappingProxyType(_BEFORE)  # our norm -> name in the file
+    norm_offset: float = 0.0  # the file's norm weights are the factors less this number
+    fused_qkv: bool = False  # one tensor has the rows of q, k and v
+    fused_gate_up: bool = False  # one tensor has the rows of gate and up
+    interleaved: bool = False  # RoPE rotates neighbouring channels
+    windows: str = "none"  # layers with a window: "none", "all" or "some"
+    optional_window: bool = False  # a null sliding_window means full attention in layers that would have a window
+    two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
+    rotates: str = "all"  # layers with RoPE: "all", "windows" (of a model that has windows) or "listed"
+    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
+
+
+_GEMMA_PARTS = {"norm_place": "both"}
+_GEMMA_NUMBERS = {"query_pre_attn_scalar": "query_scale", "final_logit_softcapping": "logit_softcap"}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
+_COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
+_COHERE_NORMS = {"attention_norm": "input_layernorm"}
+_COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
+
+FAMILIES = {
+    "gemma2": Family(
+        name="Gemma 2, without its soft cap in attention", class_name="Gemma2", parts=_GEMMA_PARTS, numbers=_GEMMA_NUMBERS,
+        norms=_GEMMA, norm_offset=1.0, windows="some",
+        defaults={
+            **_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3_text": Family(
+        name="Gemma 3 (text)", class_name="Gemma3", parts={**_GEMMA_PARTS, "qk_norm": True}, numbers=_GEMMA_NUMBERS,
+        norms=_GEMMA, norm_offset=1.0, windows="some", two_ropes=True,
+        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+    ),
+    "olmo2": Family(
+        name="OLMo 2", class_name="Olmo2", parts={"norm_place": "after", "wide_qk_norm": True}, norms=_AFTER,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "olmo3": Family(
+        name="OLMo 3", class_name="Olmo3", parts={"norm_place": "after", "wide_qk_norm": True}, norms=_AFTER, windows="some",
+        two_ropes=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "smollm3": Family(
+        name="SmolLM3", class_name="SmolLM3", rotates="listed", windows="some", optional_window=True,
+        defaults={
+            "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
+        },
+    ),
+    "phi3": Family(
+        name="Phi-3, Phi-4", class_name="Phi3", fused_qkv=True, fused_gate_up=True, windows="all",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
+    ),
+    "glm": Family(
+        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, qkv_bias_key=True,
+        defaults=_GLM_DEFAULTS,
+    ),
+    "glm4": Family(
+        name="GLM-4 (0414)", class_name="Glm4", parts={"norm_place": "both"}, norms=_GLM4, fused_gate_up=True,
+        interleaved=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
+    ),
+    "granite": Family(
+        name="Granite 3, dense", class_name="Granite",
+        numbers={
+            "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
+            "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
+        },
+        defaults={
+            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "cohere": Family(
+        name="Command R", class_name="Cohere", parts=_COHERE_PARTS, norms=_COHERE_NORMS, interleaved=True,
+        numbers={"logit_scale": "logits_multiplier"}, defaults={**_COHERE_DEFAULTS, "rope_theta": 5e5},
+    ),
+    "cohere2": Family(
+        name="Command R7B, Command A", class_name="Cohere2", parts=_COHERE_PARTS, norms=_COHERE_NORMS, interleaved=True,
+        windows="some", rotates="windows", numbers={"logit_scale": "logits_multiplier"},
+        defaults={**_COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "exaone4": Family(
+        name="EXAONE 4", class_name="Exaone4", parts={"norm_place": "after", "qk_norm": True}, norms=_AFTER, windows="some",
+        optional_window=True, rotates="windows",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "seed_oss": Family(
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, defaults={"head_dim": 128, "attention_bias": True},
+    ),
+}  # fmt: skip
+
+# Types that people ask for and that this decoder cannot run: the part that is missing.
+MISSING = {
+    "gpt_oss": "sink logits in attention",
+    "qwen3_next": "layers of linear attention (the gated delta rule)",
+    "qwen3_5_text": "layers of linear attention (the gated delta rule)",
+    "gemma3": "an encoder of images; its text model has model_type 'gemma3_text'",
+    "gemma3n_text": "keys and values shared between layers",
+    "gemma4_text": "keys and values shared between layers",
+    "llama4_text": "attention in chunks",
+    "deepseek_v2": "latent attention (MLA)",
+    "deepseek_v3": "latent attention (MLA)",
+    "glm4_moe_lite": "latent attention (MLA)",
+    "kimi_k2": "latent attention (MLA)",
+    "glm4_moe": "experts with a shared expert",
+    "granitemoe": "experts of Granite's kind",
+    "granitemoehybrid": "layers of a state-space model",
+    "minimax_m2": "experts whose router has a bias",
+    "hunyuan_v1_dense": "norms of queries and keys after RoPE",
+    "arcee": "an MLP without a gate",
+}
+
+
+def channel_order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...]:
+    """Return which channel of the file is channel i of a query or key here; () if the order is the same.
+
+    Attention only sees products of queries and keys, which do not change if both have their channels in another order. Here
+    the pair i is the channels i and i + D/2, and the first pairs rotate. In files it is i and i + R/2, or 2 i and 2 i + 1.
+
+    Args:
+        head_dim: D.
+        rotated: R, the channels that rotate, the first R in the file.
+        interleaved: whether neighbours are a pair.
+    """
+    if not rotated or (rotated == head_dim and not interleaved):
+        return ()
+    half, rest = rotated // 2, (head_dim - rotated) // 2
+    first = [2 * i if interleaved else i for i in range(half)]
+    second = [2 * i + 1 if interleaved else i + half for i in range(half)]
+    tail = list(range(rotated, head_dim))
+    return (*first, *tail[:rest], *second, *tail[rest:])

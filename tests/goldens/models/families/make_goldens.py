@@ -1,0 +1,163 @@
+"""Golden outputs of the ``transformers`` PyTorch classes on tiny random models of the families in `models.families`.
+
+Run with torch and transformers installed, from any directory::
+
+    python make_goldens.py [NAME ...]
+
+A file holds no weights: `weights` draws them again from the names and shapes of the checkpoint's tensors. It holds
+
+* ``config``, the JSON text that transformers writes, and ``shapes``, a JSON object of the tensors' names and shapes;
+* ``tokens`` int64 [ROWS, LENGTH], and ``prompts`` int64 [ROWS], how many tokens of each row are its prompt;
+* ``hidden`` float32 [L, 4, d], the residual stream of row 0 after each layer, at the last four tokens;
+* ``logits`` float32 [LENGTH, V] of row 0 in one pass;
+* ``decoded`` float32 [ROWS, STEPS, V], of each row alone: after its prompt, and after each of the next tokens, which come one at
+  a time and find the earlier keys in a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+SEED = 20261127
+LENGTH, STEPS = 24, 9
+PROMPTS = (15, 9, 3)  # longer and shorter than the window
+WINDOW = 6
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": None,
+    "eos_token_id": 7, "attn_implementation": "eager", "tie_word_embeddings": False,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+    "attention_factor": 1.2,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 12,
+    "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 5.0],
+}  # fmt: skip
+WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MODELS = {  # name -> (class prefix in transformers, the name of its config's class, what differs from TINY)
+    "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
+                                   "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
+    "gemma3_text": ("Gemma3", "Gemma3Text", {**WINDOWS, "query_pre_attn_scalar": 11, "tie_word_embeddings": True,
+                                            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}),
+    "olmo2": ("Olmo2", "Olmo2", {"rope_parameters": ROPE}),
+    "olmo3": ("Olmo3", "Olmo3", {**WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": ROPE}}),
+    "smollm3": ("SmolLM3", "SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "rope_parameters": ROPE}),
+    "phi3": ("Phi3", "Phi3", {"sliding_window": WINDOW, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+                             "hidden_size": 32}),
+    "phi4_longrope": ("Phi3", "Phi3", {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE,
+                                      "hidden_size": 32}),
+    "glm": ("Glm", "Glm", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
+    "glm4": ("Glm4", "Glm4", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
+    "granite": ("Granite", "Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "rope_parameters": ROPE,
+                                      "attention_multiplier": 0.3, "logits_scaling": 2.5}),
+    "cohere": ("Cohere", "Cohere", {"hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
+                                   "tie_word_embeddings": True}),
+    "cohere2": ("Cohere2", "Cohere2", {**WINDOWS, "hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
+                                      "tie_word_embeddings": True}),
+    "exaone4": ("Exaone4", "Exaone4", {**WINDOWS, "rope_parameters": ROPE}),
+    "exaone4_full": ("Exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
+                                           "rope_parameters": ROPE, "num_key_value_heads": 1}),
+    "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True}),
+}  # fmt: skip
+
+
+def weights(shapes: dict[str, list[int]], seed: int = SEED) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint, float32: normal numbers around 0, and around 1 for norms."""
+    made = {}
+    for name, shape in sorted(shapes.items()):
+        rng = np.random.RandomState((seed + zlib.crc32(name.encode())) % 2**32)
+        made[name] = np.asarray(rng.normal(0, 0.2 if "norm" in name else 0.35, shape) + ("norm" in name), np.float32)
+    return made
+
+
+def build(name: str, seed: int):
+    """The PyTorch model, and the names and shapes of its checkpoint's tensors."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    prefix, of_config, changes = MODELS[name]
+    config = getattr(transformers, f"{of_config}Config")(**{**TINY, **changes})
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        shapes = {key: list(value.shape) for key, value in load_file(Path(directory, "model.safetensors")).items()}
+    drawn = {key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}
+    _, unexpected = model.load_state_dict(drawn, strict=False)  # tied weights are named once
+    assert not unexpected, unexpected
+    return model, shapes
+
+
+def one_pass(model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The residual stream after each layer [L, T, d], and the logits [T, V], of one row."""
+    import torch
+
+    hidden = []
+    hooks = [
+        layer.register_forward_hook(lambda module, given, out: hidden.append(out[0] if isinstance(out, tuple) else out))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(hidden)[:, 0].numpy(), logits[0].numpy()
+
+
+def decode(model, tokens: np.ndarray, prompt: int) -> np.ndarray:
+    """The logits [STEPS, V] after the prompt of a row, and after each of the next tokens."""
+    import torch
+    import transformers
+
+    ids, logits = torch.from_numpy(tokens[None]), []
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for start, stop in [(0, prompt), *((at, at + 1) for at in range(prompt, prompt + STEPS - 1))]:
+            # All that are cached are earlier: the position is not left to a default, which changed between versions.
+            out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
+            logits.append(out.logits[0, -1])
+    return torch.stack(logits).numpy()
+
+
+def golden(name: str, seed: int = SEED) -> dict[str, np.ndarray]:
+    """Everything one file holds."""
+    model, shapes = build(name, seed)
+    tokens = np.random.RandomState(seed).randint(0, TINY["vocab_size"], (len(PROMPTS), LENGTH))
+    hidden, logits = one_pass(model, tokens[0])
+    decoded = [decode(build(name, seed)[0], row, prompt) for row, prompt in zip(tokens, PROMPTS, strict=True)]
+    return {
+        "config": np.array(model.config.to_json_string()),
+        "shapes": np.array(json.dumps(shapes)),
+        "tokens": tokens,
+        "prompts": np.array(PROMPTS),
+        "hidden": hidden[:, -4:],
+        "logits": logits,
+        "decoded": np.stack(decoded),
+    }
+
+
+def main() -> None:
+    """Write every model's file beside this script, or those of the models that are named."""
+    import transformers
+
+    for name in sys.argv[1:] or MODELS:
+        path = HERE / f"{name}.npz"
+        made = golden(name)
+        np.savez_compressed(path, **made)
+        largest = np.abs(made["logits"]).max()
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB, logits to {largest:.1f}, transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    main()
