@@ -27,7 +27,7 @@ from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
 from .named_models import adapter_directory
-from .progress import progress
+from .progress import megabytes, progress, say
 from .replaced_files import replaced_files
 from .sharding import check_mesh, on_host, param_sharding, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
@@ -35,7 +35,7 @@ from .tokenizer import tokenizer_files
 from .transformer import Transformer, initializer
 
 _CONFIG = "config.json"
-_LONG = 10**9  # bytes of parameters from which loading shows its progress
+_LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -232,7 +232,8 @@ def save_pretrained(
         directory: is created if absent.
         params: the model's parameter tree, in any float dtype, on one device or many.
         config: the model.
-        dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
+        dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``. A line on standard error says the size
+            of a file of more than 1 GB.
         tokenizer: the checkpoint whose tokenizer and chat template are copied, such as the directory or the name that
             `from_pretrained` read; or a tokenizer object, see `as_tokenizer`. None writes no tokenizer.
 
@@ -260,6 +261,9 @@ def save_pretrained(
     if problems:
         raise ValueError("params do not belong to config:\n  " + "\n  ".join(problems))
     tensors, shared = {}, spans_processes(params)
+    size = sum(math.prod(shape) for shape in expected.values()) * HOST_DTYPES[dtype].itemsize
+    if size > _LONG and jax.process_index() == 0:
+        say(f"writing {directory}: {megabytes(size)} in {dtype}" + ', dtype="bfloat16" takes half' * (dtype == "float32"))
     for leaf in checkpoint_table(config):
         host = on_host(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
         if jax.process_index() == 0 or not shared:

@@ -48,7 +48,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
         parts += left_out(compared)
     if papers:
         parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
-    return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
+    return "\n\n".join([*parts, "## Every cell", cell_table(compared), *cut_short(compared)]) + "\n"
 
 
 def csv_report(folders: Sequence[pathlib.Path]) -> str:
@@ -67,7 +67,7 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
     about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
     if means:
         parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
-        about += [f"% {text}" for text in left_out(compared)]
+        about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
     else:
         parts = [latex_table(_cell_cells(compared))]
     return "\n".join(about) + "\n\n" + "\n".join(parts)
@@ -132,6 +132,20 @@ def left_out(compared: Sequence[Compared]) -> list[str]:
     """Name the methods that `summary_table` leaves out, in a list of one sentence; [] if there are none."""
     without = _not_averaged(compared)
     return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
+
+
+def cut_short(compared: Sequence[Compared]) -> list[str]:
+    """Count the answers of each method that may have been cut before they were right, in a list of one sentence.
+
+    These answers reached their limit of tokens and scored below 100. [] if there are none, or if the rows do not tell it, as
+    rows of earlier versions.
+    """
+    counts: dict[str, list[int]] = {}
+    for row in (item.row for item in compared if "cut_below_100" in item.row):
+        mine = counts.setdefault(_method(row), [0, 0])
+        mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
+    told = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
+    return [f"Answers that reached their limit of tokens and scored below 100: {', '.join(told)}."] * bool(told)
 
 
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:

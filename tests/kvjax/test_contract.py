@@ -92,6 +92,12 @@ def test_empty_slots_are_never_read(name):
     laws.empty_slots_are_never_read(subject(name))
 
 
+@pytest.mark.thorough  # test_plugins.py runs it by default
+@pytest.mark.parametrize("name", SLOTTED)
+def test_scores_are_numbers(name):
+    laws.scores_are_numbers(subject(name))
+
+
 @pytest.mark.parametrize("name", law(SLOTTED))
 def test_rows_are_independent(name):
     laws.rows_are_independent(subject(name))
