@@ -136,6 +136,8 @@ def any_example(name: str) -> Any:
 def generous(name: str) -> Any:
     """The example with room for everything in any test here; None if nothing limits it."""
     big = 96
+    if name == "verified":
+        return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
     if name == "stages":
         return kvjax.Stages(
             evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
