@@ -99,6 +99,7 @@ class InfLLM(LayerMethod):
     extrapolates = True
     offloadable = True
     quantisable = True
+    appends = True
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")

@@ -16,7 +16,7 @@ PARTS = ("accepted", "speed", "rejected", "shape", "equal")
 TEXTS = ("prose", "code")  # running text; every other kind of text is a task
 DRAFTS = (
     "snapkv", "quest", "pariskv", "streamingllm", "keydiff", "h2o", "tova", "chess", "sentencekv", "mosaickv", "shadowkv",
-    "socket", "pqcache", "retroinfer", "freekv", "pyramidkv", "adakv", "fromjudge",
+    "socket", "pqcache", "retroinfer", "freekv", "pyramidkv", "adakv", "tokenselect", "fromjudge",
 )  # fmt: skip
 
 
