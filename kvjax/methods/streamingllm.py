@@ -15,7 +15,7 @@ prompt too, as if the demo read it token by token. So the result does not depend
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -98,7 +98,8 @@ class StreamingLLM(LayerMethod):
         far_query = rotate(query, slot[:, None, None], inv_freq)
         near_query = rotate(query, (position - base)[:, None, None], inv_freq)
         key_far = rotate(cache.key[:, :, :sinks], stored[:, :, :sinks], inv_freq)
-        value, options = cache.value, {"query_position": position, "scale": 1 / math.sqrt(query.shape[-1])}
+        options: dict[str, Any] = {"query_position": position, "scale": 1 / math.sqrt(query.shape[-1])}
+        value = cache.value
         far = dense_attention(far_query, key_far, value[:, :, :sinks], key_position=stored[:, :, :sinks], **options)
         if cache.num_slots <= sinks:
             return far[0]

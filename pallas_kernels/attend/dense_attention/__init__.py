@@ -54,7 +54,7 @@ def dense_attention(
             every query. None reads ``key_position`` once to find the last slot that a query sees.
         block: slots per step of the loop; bounds the logits in memory at B * H * G * T * block * 4 bytes.
         implementation: "cudnn" (flash attention, which needs neither ``limit`` nor ``block``; GPU, bfloat16 or float16,
-            several queries, E as D, B * H * T * S at most 2^27), "xla" (blocks of keys), or None.
+            several queries, E as D, B * H * S * max(T, 2 * D) at most 2^28), "xla" (blocks of keys), or None.
         platform: see ``Operation.run``.
 
     Returns:

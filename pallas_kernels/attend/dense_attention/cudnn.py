@@ -1,7 +1,8 @@
 """Attention over a cache with holes through cuDNN's flash attention, which adds a bias to its logits.
 
 The bias hides the slots that a query does not see. It has a number for each query and slot of a KV head, and it is the only
-array of that size: neither logits nor probabilities are in memory. Nothing here waits for a number that the device computes.
+array of that size: neither logits nor probabilities are in memory. Keys and values are copied, with zeros in empty slots.
+There is no loop, so the host waits for no number that the device computes.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from pallas_kernels import _cudnn
 from pallas_kernels._mosaic.batching import rows_together
 from pallas_kernels.attend.dense_attention.blocks import visible
 
-MOST = 1 << 27  # numbers of the largest bias: 256 MiB
+MOST = 1 << 28  # numbers of the largest bias, and of the largest copies of keys and values: 512 MiB each
 _UNIT = 8  # queries and slots are filled up to whole units, since cuDNN takes no bias of an odd length
 
 
 def check(query, key, value, *, query_position, key_position, query_first, scale, limit, block):
-    """Raise ``NotImplementedError`` for arrays that cuDNN does not take, for one query, and for a bias that is too large."""
+    """Raise ``NotImplementedError`` for arrays that cuDNN does not take, for one query, and for large temporary arrays."""
     _cudnn.check(query, key, value)
     if key.shape != value.shape:
         raise NotImplementedError(f"got keys of {key.shape[3]} numbers and values of {value.shape[3]}, expected one width")
     rows, heads, _, tokens, _ = query.shape
     if tokens == 1 or not key.shape[2]:
         raise NotImplementedError(f"got {tokens} queries and {key.shape[2]} slots, expected several queries and a slot")
-    if (numbers := rows * heads * tokens * key.shape[2]) > MOST:
-        raise NotImplementedError(f"got {numbers} pairs of a query and a slot, expected at most {MOST}")
+    if (numbers := max(rows * heads * tokens * key.shape[2], 2 * key.size)) > MOST:
+        raise NotImplementedError(f"got {numbers} numbers in a bias, or in keys and values, expected at most {MOST}")
 
 
 def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block):
