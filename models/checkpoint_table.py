@@ -51,6 +51,11 @@ class Leaf:
         columns = (2, rows // 2) if self.pair else (rows,)
         return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether the parameter can be in 8 or 4 bits: kernels and tables."""
+        return self.transpose or self.path.endswith("embedding")
+
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
         """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
         folded = [tensor.reshape(fold) for tensor, fold in zip(tensors, self.folds, strict=True)]
@@ -60,6 +65,12 @@ class Leaf:
         stack = (self.stack,) if self.stack else ()
         turned = whole.reshape(*stack, -1, whole.shape[-1]).swapaxes(-1, -2)
         return turned.reshape(*turned.shape[:-1], 2, -1) if self.pair else turned
+
+    def rows(self, tensors: list[np.ndarray]) -> np.ndarray:
+        """Join what belongs to the rows of the file's matrices, arrays [out, X]: [N, X], [2, F, X] or, of a table, [V, X]."""
+        folded = [tensor.reshape(*fold[:-1], tensor.shape[-1]) for tensor, fold in zip(tensors, self.folds, strict=True)]
+        whole = np.concatenate(folded, axis=self.axis)
+        return whole.reshape(*(2,) * self.pair, -1, whole.shape[-1])
 
     def part(self, index: Index) -> tuple[Leaf, list[Index]]:
         """Select what to read of the file's tensors for a part of the parameter, and the leaf that joins the slices.

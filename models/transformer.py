@@ -74,16 +74,16 @@ def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, 
     name = path.split("/")[-1]
     if module.has_variable("params", name):
         value = module.get_variable("params", name)
-        if _shape_of(name, value) == shape:
+        if shape_of(name, value) == shape:
             return value
     return module.param(name, initializer(path, config), shape, config.dtype)  # also raises the errors of wrong parameters
 
 
-def _shape_of(name: str, value: Any) -> tuple[int, ...]:
-    """Return the shape that a parameter has as an array."""
+def shape_of(path: str, value: Any) -> tuple[int, ...]:
+    """Return the shape that the parameter at ``path`` has as an array."""
     if not isinstance(value, CodedMatrix):
         return jnp.shape(value)
-    return (*value.lead, value.width) if name == "embedding" else (value.width, *value.lead)
+    return (*value.lead, value.width) if path.endswith("embedding") else (value.width, *value.lead)
 
 
 def product(
