@@ -250,6 +250,7 @@ def sweep_equals_generate(draw: Draw) -> None:
 
 _LAYER = (
     laws.empty_slots_are_never_read,
+    laws.scores_are_numbers,
     laws.rows_are_independent,
     laws.permuting_heads_permutes_the_output,
     cost_counts_what_is_attended,
