@@ -11,6 +11,7 @@ A row is written as soon as it is measured, and is not measured again.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
     needed = set(settings.parts) - {"shape"}
     model = load_model(settings.model, settings.dtype, offline=settings.offline) if needed else None
     about = {"device": jax.devices()[0].device_kind}
-    if model is not None:
+    if model is None and command.out.exists():  # a shape has no model, and may join a record that has
+        about = {**json.loads(command.out.read_text(encoding="utf-8"))["settings"], **about}
+    elif model is not None:
         about |= {"model": model.name, "weights": model.weights, "dtype": model.dtypes}
     results = Results(command.out, "exact", about)
     note_run(results, now(), {"commit": commit(), "versions": versions(), **about, **operations()})
