@@ -55,6 +55,26 @@ def _bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, span, interpre
     plt.store(out_ref.at[rows[:, None], row[None, :]], (total * scale[None, :]).astype(out_ref.dtype), mask=x_mask & inside[None])
 
 
+def _grouped_bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, chunks, interpret):
+    # x [B, K]; codes int16 [N, K / 2]; scale [N, G]; out [B, N]. Even bytes of a chunk are a group, and odd bytes the next.
+    rows, row, inside, safe, vector, x_mask = _places(x_ref, codes_ref, block)
+    none = jnp.zeros((MOST_ROWS, block), jnp.float32)
+
+    def body(i, total):
+        for step in range(chunks):
+            chunk = i * chunks + step
+            word = jnp.arange(_PAIRS, dtype=jnp.int32)
+            words = codes_ref[safe[:, None], (chunk * _PAIRS + word)[None, :]]
+            for odd, part in enumerate(values(words, "int8", interpret)):
+                at = x_ref.at[vector[:, None], (chunk * CHUNK + odd * _PAIRS + word)[None, :]]
+                made = plt.dot(plt.load(at, mask=x_mask, other=0), part, trans_b=True)
+                total = total + made * scale_ref[safe, 2 * chunk + odd].astype(jnp.float32)[None, :]
+        return total
+
+    total = lax.fori_loop(0, codes_ref.shape[1] // (_PAIRS * chunks), body, none) * (1 / UNIT["int8"])
+    plt.store(out_ref.at[rows[:, None], row[None, :]], total.astype(out_ref.dtype), mask=x_mask & inside[None])
+
+
 def _nibbles_kernel(x_ref, codes_ref, scale_ref, least_ref, out_ref, *, block, chunks, interpret):
     # x [B, K]; codes int16 [N, K / 4]; scale, least [N, G]; out [B, N].
     rows, row, inside, safe, vector, x_mask = _places(x_ref, codes_ref, block)
@@ -97,7 +117,11 @@ def coded_product(
     flat, rows = matrix.flat, x.reshape(-1, matrix.width)
     count = flat.codes.shape[0]
     codes = pairs(lax.bitcast_convert_type(flat.codes, jnp.int8))
-    if matrix.bits == 8:
+    if matrix.bits == 8 and not matrix.by_row:
+        chunks = math.gcd(max(1, (span or 64) // _PAIRS), codes.shape[1] // _PAIRS)
+        kernel = functools.partial(_grouped_bytes_kernel, block=block, chunks=chunks, interpret=interpret)
+        operands = rows, codes, flat.scales
+    elif matrix.bits == 8:
         span = math.gcd(span or 128, codes.shape[1])
         kernel = functools.partial(_bytes_kernel, block=block, span=span, interpret=interpret)
         operands = rows, codes, flat.scales
@@ -124,10 +148,10 @@ def check(x, matrix, *, dtype):
         raise NotImplementedError(f"got {rows} vectors, expected 1 to {MOST_ROWS}")
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"got vectors of {x.dtype}, expected bfloat16")
-    by_group = matrix.bits == 4 and matrix.scales.shape[-1] * GROUP == width
-    if not matrix.by_row and not by_group or width % CHUNK:
+    by_group = matrix.scales.shape[-1] * GROUP == width and (matrix.bits == 4 or matrix.minima is None)
+    if not (matrix.by_row or by_group) or width % CHUNK:
         raise NotImplementedError(
             f"got {matrix.bits} bits with {matrix.scales.shape[-1]} scales for rows of {width}, expected 8 bits with a scale a "
-            f"row, or 4 bits with a scale for {GROUP} numbers, and rows of a multiple of {CHUNK}"
+            f"row, or a scale for {GROUP} numbers, and rows of a multiple of {CHUNK}"
         )
     check_bytes(matrix.codes)
