@@ -42,6 +42,7 @@ from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
 from kvjax.testing.model import TinyModel
 from models import Experts, ModelConfig, sharding
+from models.parts import LayerRope
 from pallas_kernels import axes
 from pallas_kernels.query import step_query as step_query_module
 from tests.harness import NAMES, WRAPPERS, example, knobs_of
@@ -256,10 +257,14 @@ def check_verified():
 
 
 def check_models():
-    """Experts, biases, a tied table and windows; and another method's numbers, inside a jit of the caller's."""
+    """Experts, biases, a tied table, windows, and parts of other families; another method's numbers in the caller's jit."""
     experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
     method, other = (example("quest", capacity=12, budget=budget) for budget in (12, 8))
-    for changes in ({"experts": experts, "windows": (None, 16)}, {"qkv_bias": True, "tie_word_embeddings": True}):
+    ropes = (LayerRope(theta=1e3, rotated=0), LayerRope(theta=1e3, rotated=4))
+    after = {"wide_qk_norm": True, "qk_norm": False, "norm_place": "after", "ropes": ropes, "embedding_multiplier": 3.0}
+    beside = {"norm": "layer", "norm_place": "parallel", "query_scale": 0.2, "logit_softcap": 5.0}
+    moved = {"experts": experts, "windows": (None, 16)}, {"qkv_bias": True, "tie_word_embeddings": True}
+    for changes in (*moved, after, beside):
         config = dataclasses.replace(CONFIG, **changes)
         whole = vivid_params(config, 2)
         parts = sharding.shard_params(whole, jax.make_mesh((2, 4), ("data", "model")))

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 import models
 from models import adapter, gguf_files, sharding, weights
 from models.tensor_files import SafeTensors
+from tests.models import test_families
 from tests.models.test_parity import GOLDENS, write_checkpoint
 from tests.tiny_models import TINY, vivid_params
 
@@ -81,6 +82,17 @@ def check_every_family_loads_as_on_one_device(folder):
         got, read = models.from_pretrained(folder / family, mesh=mesh)
         assert read == config
         assert_same(got, expected, mesh)
+
+
+def check_fused_tensors_and_wide_norms_load_as_on_one_device(folder):
+    for name in ("phi3", "glm4", "olmo3"):
+        test_families.write_checkpoint(folder / name, test_families.golden(name))
+        expected, _ = models.from_pretrained(folder / name)
+        mesh = on(4, 2)
+        with counted() as reads:
+            got, _ = models.from_pretrained(folder / name, mesh=mesh)
+        assert_same(got, expected, mesh)
+        assert sum(size for _, size in reads) == sum(leaf.size for leaf in jax.tree.leaves(expected))
 
 
 def check_every_byte_is_read_once(folder):

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
+from models import hf_config, sharding
+from models.checkpoint_table import checkpoint_table
+from models.families import FAMILIES, MISSING, channel_order
+from models.parts import LayerRope
+from models.rope_scaling import LinearScaling
 from tests import goldens
 from tests.models.test_parity import ours
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 FOLDER = goldens.FOLDER / "models" / "families"
 TOLERANCE = 1e-5  # of the largest number; float32 in another order of sums
 
@@ -29,6 +39,8 @@ def generator():
 
 
 NAMES = sorted(generator().MODELS)
+DECODED = ("gemma3_text", "cohere2")  # two RoPEs and windows, norms before and after; NoPE and windows, a parallel block
+REPEATED = (*DECODED, "cohere", "exaone4_full", "gemma2", "glm", "olmo2", "seed_oss")  # what others show together
 
 
 @functools.cache
@@ -60,17 +72,16 @@ def assert_close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x in REPEATED)) for x in NAMES])
 def test_layers_and_logits_equal_transformers(name, loaded):
     params, config, _ = loaded(name)
-    hidden, logits = ours(params, config, golden(name)["tokens"][:1])
+    hidden, logits = jax.jit(lambda params, tokens: ours(params, config, tokens))(params, golden(name)["tokens"][:1])
     for got, expected in zip(hidden, golden(name)["hidden"], strict=True):
         assert_close(got[0, -4:], expected)
     assert_close(logits[0], golden(name)["logits"])
 
 
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x not in DECODED)) for x in NAMES])
 def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
     """Rows with prompts of 15, 9 and 3 tokens, and a window of 6: within, at the end of, and beyond the window."""
     params, config, _ = loaded(name)
@@ -83,3 +94,157 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         given = np.array([row[count + step - 1] for row, count in zip(tokens, prompts, strict=True)], np.int32)
         cache = kvjax.decode_step(params, cache, given)
         assert_close(cache.logits, expected[:, step])
+
+
+def edges(name, **changes):
+    """The config.json of a golden with changes; a value of ... takes a key away."""
+    hf = {**json.loads(str(golden(name)["config"])), **changes}
+    return {key: value for key, value in hf.items() if value is not ...}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_is_read_and_written(name):
+    config = models.ModelConfig.from_hf(edges(name))
+    assert config.family == edges(name)["model_type"]
+    assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    table = checkpoint_table(config)
+    files = {part: list(leaf.file_shape(i)) for leaf in table for i, part in enumerate(leaf.names)}
+    assert files == json.loads(str(golden(name)["shapes"]))
+    shapes = flatten_dict(models.param_shapes(config), sep="/")
+    assert {leaf.path: leaf.shape for leaf in table} == {path: leaf.shape for path, leaf in shapes.items()}
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "glm4", "olmo3"])
+def test_a_file_is_written_as_it_was_read(name, loaded, tmp_path):
+    """Offsets of norms, the order of channels, fused tensors, and norms over all heads."""
+    params, config, directory = loaded(name)
+    models.save_pretrained(tmp_path, params, config)
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        np.testing.assert_allclose(after[key], value, rtol=0, atol=2e-7, err_msg=key)  # 1 is added and taken away again
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo3"])
+def test_a_part_is_joined_from_parts_of_the_file(name):
+    """Along the dimension that a mesh splits: the slices of the file's tensors make the slice of the parameter."""
+    drawn = generator().weights(json.loads(str(golden(name)["shapes"])))
+    for leaf in checkpoint_table(models.ModelConfig.from_hf(edges(name))):
+        whole = leaf.join([drawn[part] for part in leaf.names])
+        dims = [dim for dim, axis in enumerate(sharding.param_spec(leaf.path, whole.ndim)) if axis]
+        for number in range(2 if dims else 0):
+            index, size = [slice(None)] * whole.ndim, whole.shape[dims[0]] // 2
+            index[dims[0]] = slice(number * size, (number + 1) * size)
+            part, where = leaf.part(tuple(index))
+            read = [drawn[file][at] for file, at in zip(leaf.names, where, strict=True)]
+            np.testing.assert_array_equal(part.join(read), whole[tuple(index)], err_msg=leaf.path)
+            assert sum(x.size for x in read) == whole[tuple(index)].size
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotated", "interleaved", "expected"),
+    [
+        (8, 8, False, ()),
+        (8, 0, True, ()),
+        (8, 8, True, (0, 2, 4, 6, 1, 3, 5, 7)),
+        (8, 4, False, (0, 1, 4, 5, 2, 3, 6, 7)),
+        (8, 4, True, (0, 2, 4, 5, 1, 3, 6, 7)),
+        (6, 2, False, (0, 2, 3, 1, 4, 5)),
+    ],
+)
+def test_rotated_pairs_come_first(head_dim, rotated, interleaved, expected):
+    assert channel_order(head_dim, rotated, interleaved) == expected
+
+
+GEMMA = "gemma3_text"
+NEAR, FAR = ("sliding_attention", "full_attention")
+LONG = {**generator().LONGROPE, "partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        # Files of transformers 4: a pattern, a second base, and a rule that only full layers have.
+        (
+            "gemma3_text",
+            {
+                "layer_types": ..., "sliding_window_pattern": 3, "rope_parameters": ..., "rope_theta": 1e6,
+                "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            {
+                "windows": (6, 6, None), "rope_theta": 1e6, "rope_scaling": LinearScaling(factor=8.0),
+                "ropes": (LayerRope(theta=5e3),) * 2 + (LayerRope(theta=1e6, scaling=LinearScaling(factor=8.0)),),
+            },
+        ),
+        (GEMMA, {"query_pre_attn_scalar": ..., "head_dim": ...}, {"head_dim": 256, "query_scale": None}),
+        (GEMMA, {"query_pre_attn_scalar": 64}, {"query_scale": 0.125, "embedding_multiplier": 4.0}),
+        ("gemma2", {"layer_types": ..., "final_logit_softcapping": ...}, {"windows": (6, None, 6), "logit_softcap": 30.0}),
+        ("olmo3", {"layer_types": ..., "sliding_window": ...}, {"windows": (4096,) * 3}),
+        ("olmo3", {"rope_parameters": ..., "rope_theta": ...}, {"ropes": (), "rope_theta": 5e5}),
+        (
+            "smollm3",
+            {"no_rope_layers": ..., "no_rope_layer_interval": ..., "num_hidden_layers": 4, "rope_parameters": ...},
+            {"ropes": (LayerRope(theta=2e6),) * 3 + (LayerRope(theta=2e6, rotated=0),)},
+        ),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": ...}, {"windows": (None, 5, None)}),
+        ("phi3", {"sliding_window": 64}, {"windows": ()}),  # never narrower than the context
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4}, "partial_rotary_factor": 0.25},
+         {"ropes": (LayerRope(theta=1e4, rotated=2),) * 3}),
+        ("glm4", {"rope_parameters": ..., "rope_theta": 1e4}, {"ropes": (LayerRope(theta=1e4, rotated=4),) * 3}),
+        ("glm4", {"attention_bias": ...}, {"qkv_bias": True}),
+        ("granite", {"attention_multiplier": 8**-0.5, "logits_scaling": ...},
+         {"query_scale": None, "logits_multiplier": 1.0}),
+        ("cohere2", {"layer_types": ..., "sliding_window_pattern": 2}, {"windows": (6, None, 6)}),
+        ("exaone4", {"sliding_window": None, "layer_types": ...}, {"windows": (), "ropes": ()}),
+    ],
+)  # fmt: skip
+def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change, expected):
+    config = models.ModelConfig.from_hf(edges(name, **change))
+    assert {field: vars(config)[field] for field in expected} == expected
+    assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma2", {"attn_logit_softcapping": ...}, "attn_logit_softcapping=50.0 for model_type 'gemma2': this"),
+        (GEMMA, {"use_bidirectional_attention": True}, "this decoder does not have attention to later tokens"),
+        (GEMMA, {"model_type": "gemma3"}, "an encoder of images; its text model has model_type 'gemma3_text'"),
+        (GEMMA, {"model_type": "gpt_oss"}, "this decoder does not have sink logits in attention"),
+        (GEMMA, {"model_type": "qwen3_next"}, "this decoder does not have layers of linear attention"),
+        (GEMMA, {"layer_types": [NEAR, FAR]}, "must name 'full_attention' or 'sliding_attention' for each of 3"),
+        (GEMMA, {"sliding_window": None}, "sliding_window must be a whole number of tokens where layers have a window"),
+        (GEMMA, {"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
+        (GEMMA, {"layer_types": ..., "sliding_window_pattern": "LG"}, "needs layer_types, or a positive whole number"),
+        (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention and for sliding"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number, got 0"),
+        (GEMMA, {"hidden_activation": "relu2"}, "unsupported activation 'relu2' for model_type 'gemma3_text'"),
+        (GEMMA, {"vocab_size": ...}, "config.json of model_type 'gemma3_text' lacks vocab_size"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling must be a finite number, got '8'"),
+        ("granite", {"attention_bias": True}, "this decoder does not have a bias on the output of attention"),
+        ("granite", {"mlp_bias": True}, "this decoder does not have a bias in the MLP"),
+        ("granite", {"quantization_config": {"bits": 4}}, "this decoder does not have quantised weights"),
+        ("cohere", {"use_qk_norm": True}, "this decoder does not have LayerNorm of each query and key head"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers, got [1]"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "an even number of at most 8 channels, got 3"),
+        ("phi3", {"rope_parameters": {"rope_type": "x"}}, "expected rope_type one of default"),
+        ("glm4", {"rope_parameters": {FAR: {"rope_theta": 1e4}}}, "unsupported rope_parameters of model_type 'glm4'"),
+        ("phi4_longrope", {"partial_rotary_factor": 1.0, "rope_parameters": LONG}, "have head_dim / 2 = 4 numbers, got 3"),
+    ],
+)  # fmt: skip
+def test_a_missing_part_is_named(name, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.ModelConfig.from_hf(edges(name, **change))
+
+
+def test_every_type_that_is_refused_by_name_is_no_family():
+    assert not MISSING.keys() & {*FAMILIES, *hf_config.MODEL_TYPES}
+    assert {edges(name)["model_type"] for name in NAMES} == FAMILIES.keys(), "every family has a golden"
+
+
+def test_a_family_that_lacks_a_part_is_not_written():
+    config = models.ModelConfig.from_hf(edges("olmo2"))
+    with pytest.raises(ValueError, match="no config.json of model_type 'olmo2' has all parts of this model"):
+        dataclasses.replace(config, logit_softcap=3.0).to_hf()
+    with pytest.raises(ValueError, match="norm_place='after' needs the family of its files, got family=''"):
+        dataclasses.replace(config, family="", wide_qk_norm=False).to_hf()

@@ -16,8 +16,10 @@ from safetensors.numpy import load_file
 
 import models
 from models import ModelConfig, RopeScaling, shapes
+from models.checkpoint_table import checkpoint_table
 from models.experts import Experts
 from models.one_row import multiplied
+from models.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
@@ -205,11 +207,16 @@ CHANGES = {
     "vocab_size": 80, "hidden_size": 48, "intermediate_size": 64, "num_layers": 3, "num_q_heads": 8,
     "num_kv_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-2, "rope_theta": 50.0, "rope_scaling": SCALING,
     "tie_word_embeddings": True, "qkv_bias": True, "qk_norm": True, "dtype": "bfloat16",
+    "ropes": (LayerRope(theta=1e4), LayerRope(theta=1e4, rotated=0)),
     "experts": Experts(
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
     "windows": (None, 5),
+    "wide_qk_norm": True, "norm_place": "after", "norm": "layer", "activation": "gelu", "query_scale": 0.3,
+    "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "logits_multiplier": 0.5, "logit_softcap": 2.0, "family": "olmo2",
 }  # fmt: skip
+PARTS = tuple(CHANGES)[-10:]
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
@@ -217,7 +224,12 @@ def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
     base = FAMILIES["llama"]
     changed = dataclasses.replace(base, **{field: CHANGES[field]})
-    if field in ("rms_norm_eps", "rope_theta", "rope_scaling", "dtype", "windows"):
+    if field == "family":  # the names of the files' tensors
+        assert checkpoint_table(base) != checkpoint_table(changed)
+    elif field in PARTS:  # their values are compared with transformers' (test_families.py)
+        programs = [str(jax.make_jaxpr(functools.partial(run, c))(models.param_shapes(c), TOKENS)) for c in (base, changed)]
+        assert programs[0] != programs[1]
+    elif field in ("rms_norm_eps", "rope_theta", "rope_scaling", "ropes", "dtype", "windows"):
         params = vivid_params(base)
         difference = jnp.abs(run(base, params, TOKENS) - run(changed, params, TOKENS)).max()
         assert difference > 1e-3

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def write_checkpoint(directory: Path, golden: dict[str, np.ndarray]) -> None:
     save_file({name: value.astype(np.float32) for name, value in weights.items()}, directory / "model.safetensors")
 
 
-def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Residual stream after each layer [L, B, T, d] and logits [B, T, V]."""
     (logits, _), captured = Transformer(config).apply(
         {"params": params}, jnp.asarray(tokens, jnp.int32), dense_attend(config), (None,) * config.num_layers,
@@ -40,7 +41,7 @@ def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[np.nda
     # A layer hands on the stream and what is still to be added to it.
     blocks = [captured["intermediates"][f"layers_{i}"]["__call__"][0] for i in range(config.num_layers)]
     layers = [stream + update for stream, update, *_ in blocks]
-    return np.stack(layers), np.asarray(logits)
+    return jnp.stack(layers), logits
 
 
 def compare(directory: Path, golden: dict[str, np.ndarray]) -> None:

@@ -10,8 +10,8 @@ A file holds no weights: `weights` draws them again from the names and shapes of
 * ``tokens`` int64 [ROWS, LENGTH], and ``prompts`` int64 [ROWS], how many tokens of each row are its prompt;
 * ``hidden`` float32 [L, 4, d], the residual stream of row 0 after each layer, at the last four tokens;
 * ``logits`` float32 [LENGTH, V] of row 0 in one pass;
-* ``decoded`` float32 [ROWS, STEPS, V], of each row alone: after its prompt, and after each of the next tokens, which come one at
-  a time and find the earlier keys in a cache.
+* ``decoded`` float32 [ROWS, STEPS, V], of each row alone: after its prompt, and after each of the next tokens, which come one
+  at a time and find the earlier keys in a cache.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def main() -> None:
         made = golden(name)
         np.savez_compressed(path, **made)
         largest = np.abs(made["logits"]).max()
-        print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB, logits to {largest:.1f}, transformers {transformers.__version__}")
+        size = path.stat().st_size / 1000
+        print(f"{path.name}: {size:.0f} KB, logits to {largest:.1f}, transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The parts of a layer: what they add to a program, what they refuse, and their norms. `tests/mesh` runs them on meshes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models import ModelConfig, parts
+from models.experts import Experts
+from models.parts import LayerRope
+from models.rope_scaling import LinearScaling, LongRopeScaling
+from tests.tiny_models import FAMILIES, TINY
+
+PLAIN = {  # operations of one layer of Llama, with an attention that computes nothing
+    "dot_general": 4, "custom_jvp_call": 2, "jit": 1, "mul": 1, "reshape": 2, "slice": 5, "squeeze": 4, "transpose": 4,
+}  # fmt: skip
+
+
+def operations(config, layers):
+    """How often each operation stands in the program of ``layers`` layers of the decoder, the ends of the model included."""
+    config = dataclasses.replace(config, num_layers=layers)
+
+    def run(params, tokens):
+        return config.apply(params, tokens, lambda layer, state, q, k, v: (q, state), (None,) * layers)
+
+    program = jax.make_jaxpr(run)(models.param_shapes(config), jax.ShapeDtypeStruct((1, 3), jnp.int32))
+    return collections.Counter(equation.primitive.name for equation in program.jaxpr.eqns)
+
+
+def test_parts_at_their_defaults_add_no_operation():
+    """A layer of Llama has four products, two norms with their additions, a gate, and reshapes; Qwen2 adds its bias."""
+    two, three = operations(FAMILIES["llama"], 2), operations(FAMILIES["llama"], 3)
+    assert three - two == PLAIN
+    ends = two - collections.Counter({name: 2 * count for name, count in PLAIN.items()})
+    assert sum(ends.values()) <= 12 and not {"tanh", "erf", "concatenate"} & set(two), ends
+    bias = operations(FAMILIES["qwen2"], 3) - operations(FAMILIES["qwen2"], 2)
+    assert bias - collections.Counter(PLAIN) == {"add": 1, "reshape": 1}
+
+
+def changed(**fields):
+    return dataclasses.replace(FAMILIES["llama"], **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "relu"}, "activation must be one of silu, gelu, gelu_pytorch_tanh, got 'relu'"),
+        ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
+        ({"norm_place": "around"}, "norm_place must be one of before, after, both, parallel, got 'around'"),
+        ({"query_scale": 0.0}, "query_scale must be a positive number, got 0.0"),
+        ({"logit_softcap": "30"}, "logit_softcap must be a positive number, got '30'"),
+        ({"residual_multiplier": None}, "residual_multiplier must be a positive number, got None"),
+        ({"embedding_multiplier": float("nan")}, "embedding_multiplier must be a positive number, got nan"),
+        ({"qk_norm": True, "wide_qk_norm": True}, "expected one of qk_norm and wide_qk_norm, got both True"),
+        ({"wide_qk_norm": 1}, "wide_qk_norm must be True or False, got 1"),
+        ({"family": "bert"}, "family must be '' or one of gemma2, gemma3_text,"),
+        ({"ropes": [LayerRope(theta=1e4)] * 2}, "ropes must be () or a tuple with an entry for each of 2 layers, got ["),
+        ({"ropes": (LayerRope(theta=1e4),)}, "ropes must be () or a tuple with an entry for each of 2 layers, got ("),
+        ({"ropes": (None, None)}, "ropes must hold LayerRope, got None"),
+        ({"ropes": (LayerRope(theta=1e4, rotated=18),) * 2}, "a rope must rotate at most head_dim=16 channels, got 18"),
+        (
+            {"activation": "gelu", "experts": Experts(
+                num_experts=2, num_experts_per_tok=1, intermediate_size=8, norm_topk_prob=True, layers=(0,))},
+            "experts are computed with activation='silu', got 'gelu'",
+        ),
+    ],
+)  # fmt: skip
+def test_parts_that_no_layer_can_have_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        changed(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"theta": 0}, "theta must be a positive number, got 0"),
+        ({"theta": 1e4, "rotated": 3}, "rotated must be an even number of channels or None, got 3"),
+        ({"theta": 1e4, "rotated": -2}, "rotated must be an even number of channels or None, got -2"),
+        ({"theta": 1e4, "scaling": "linear"}, "scaling must be a RopeScaling or None, got 'linear'"),
+        ({"theta": 1e4, "rotated": 0, "scaling": LinearScaling(factor=2.0)}, "rotates nothing must have scaling=None"),
+    ],
+)
+def test_a_wrong_rope_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LayerRope(**fields)
+
+
+def test_longrope_has_a_factor_for_each_rotated_pair():
+    rule = LongRopeScaling(
+        short_factor=(1.0,) * 6, long_factor=(2.0,) * 6, factor=2.0, original_max_position_embeddings=16
+    )
+    assert changed(ropes=(LayerRope(theta=1e4, scaling=rule, rotated=12),) * 2).ropes
+    with pytest.raises(ValueError, match=re.escape("must have rotated / 2 = 8 numbers, got 6")):
+        changed(ropes=(LayerRope(theta=1e4, scaling=rule),) * 2)
+
+
+def test_layer_norm_equals_numpy():
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(3, 2, (2, 5, 8)), rng.normal(1, 0.2, 8)
+    got = parts.layer_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    assert parts.layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), 1e-5).dtype == jnp.bfloat16
+
+
+def wide_norm(qkv, of_query, of_key, eps):
+    """The norm of all query heads together, and of all key heads, in float64."""
+    made = qkv.copy()
+    for part, scale in ((slice(0, -2), of_query), (slice(-2, -1), of_key)):
+        flat = qkv[..., part, :].reshape(*qkv.shape[:2], -1)
+        flat = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + eps) * scale
+        made[..., part, :] = flat.reshape(made[..., part, :].shape)
+    return made
+
+
+def test_the_norm_over_all_heads_equals_numpy():
+    rng = np.random.default_rng(1)
+    qkv, of_query, of_key = rng.normal(size=(2, 3, 4, 4, 6)), rng.normal(1, 0.2, 4 * 2 * 6), rng.normal(1, 0.2, 4 * 6)
+    given = [jnp.asarray(x, jnp.float32) for x in (qkv, of_query, of_key)]
+    np.testing.assert_allclose(
+        parts.wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6
+    )
+
+
+def test_final_logits_are_scaled_and_capped():
+    logits = jnp.asarray([[-100.0, -1.0, 0.0, 2.0]])
+    assert parts.final_logits(logits, 1.0, None) is logits
+    np.testing.assert_allclose(
+        parts.final_logits(logits, 0.5, 4.0), 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6
+    )
+
+
+def test_the_default_config_has_no_part():
+    config = ModelConfig(**TINY)
+    assert config.ropes == () and config.norm_place == "before" and config.query_scale is None and config.family == ""
