@@ -34,7 +34,7 @@ _TOLD = 500  # letters of an error
 def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
     """Make the cache of ``method`` from the caches of Full and of its draft, which have read the same prompts together.
 
-    It is the cache that `kvjax.prefill` would make, whose prefill is Full's; the arrays are those of the given caches.
+    It equals the cache that `kvjax.prefill` makes, and has the arrays of the given caches.
 
     Args:
         method: whose draft has a dense prompt.

@@ -9,7 +9,7 @@ from typing import Any
 import kvjax
 from experiments.answering import LoadedModel, needs_thresholds
 from experiments.evaluation import Choice
-from experiments.fidelity.programs import shared_room
+from experiments.fidelity import shared_room
 from experiments.records import knobs_of
 from experiments.speed.exact.settings import ExactSettings
 from kvjax.method import Method

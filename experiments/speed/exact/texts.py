@@ -8,8 +8,7 @@ import numpy as np
 
 import models
 from experiments.answering import LoadedModel, pad
-from experiments.fidelity import texts as streams
-from experiments.fidelity.settings import FidelitySettings
+from experiments.fidelity import FidelitySettings, answers, passages
 from experiments.speed.exact.settings import TEXTS, ExactSettings
 from experiments.tasks import get_task
 
@@ -62,11 +61,11 @@ def _of_kind(model: LoadedModel, settings: ExactSettings, length: int, samples: 
         seed=settings.seed,
     )
     if running:
-        found = streams.passages(model, asked, length, asked.haystack if kind == "prose" else kind)
+        found = passages(model, asked, length, asked.haystack if kind == "prose" else kind)
     else:
         chat = models.ChatTemplate.from_directory(model.directory) if get_task(kind).chat else None
         # `answers` leaves room for the right answer alone, and all rows must have room for the tokens of the settings.
         around = chat.around() if chat else None
-        found = streams.answers(model, asked, length - settings.tokens, around)
+        found = answers(model, asked, length - settings.tokens, around)
     sizes = [min(size, length - settings.tokens) for size in found.lengths.tolist()]
     return [row[:size].tolist() for row, size in zip(found.prompts, sizes, strict=True)]
