@@ -1,4 +1,4 @@
-"""Decoders with parameters as plain JAX arrays: Llama 3.x, Qwen2/2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral and Yi."""
+"""Decoders with parameters as plain JAX arrays: the families of `models.family_table`, one module made of the same parts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .experts import Experts
 from .hub import checkpoint_directory
 from .loaded import Loaded, load
 from .named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
+from .parts import LayerRope
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .sharding import param_specs, shard_params
 from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
@@ -21,6 +22,7 @@ __all__ = [
     "ChatTemplate",
     "DynamicScaling",
     "Experts",
+    "LayerRope",
     "LinearScaling",
     "Loaded",
     "LongRopeScaling",

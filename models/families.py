@@ -37,6 +37,8 @@ class Family:
     fused_qkv: bool = False  # one tensor has the rows of q, k and v
     fused_gate_up: bool = False  # one tensor has the rows of gate and up
     interleaved: bool = False  # RoPE rotates neighbouring channels
+    partial: bool = False  # RoPE may rotate a part of each head
+    refused: str = ""  # for people: what a file of this type may ask for and does not get
     windows: str = "none"  # layers with a window: "none", "all" or "some"
     optional_window: bool = False  # a null sliding_window means full attention in layers that would have a window
     two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
@@ -57,15 +59,15 @@ _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_n
 
 FAMILIES = {
     "gemma2": Family(
-        name="Gemma 2, without its soft cap in attention", class_name="Gemma2", parts=_GEMMA_PARTS, numbers=_GEMMA_NUMBERS,
-        norms=_GEMMA, norm_offset=1.0, windows="some",
+        name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, numbers=_GEMMA_NUMBERS,
+        refused="the soft cap in attention, which published models have", norms=_GEMMA, norm_offset=1.0, windows="some",
         defaults={
             **_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2,
         },
     ),
     "gemma3_text": Family(
-        name="Gemma 3 (text)", class_name="Gemma3", parts={**_GEMMA_PARTS, "qk_norm": True}, numbers=_GEMMA_NUMBERS,
-        norms=_GEMMA, norm_offset=1.0, windows="some", two_ropes=True,
+        name="Gemma 3, text", class_name="Gemma3", parts={**_GEMMA_PARTS, "qk_norm": True}, numbers=_GEMMA_NUMBERS,
+        refused="attention to later tokens", norms=_GEMMA, norm_offset=1.0, windows="some", two_ropes=True,
         defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
     ),
     "olmo2": Family(
@@ -78,25 +80,25 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": Family(
-        name="SmolLM3", class_name="SmolLM3", rotates="listed", windows="some", optional_window=True,
+        name="SmolLM3", class_name="SmolLM3", refused="biases", rotates="listed", windows="some", optional_window=True,
         defaults={
             "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
         },
     ),
     "phi3": Family(
-        name="Phi-3, Phi-4", class_name="Phi3", fused_qkv=True, fused_gate_up=True, windows="all",
+        name="Phi-3, Phi-4", class_name="Phi3", fused_qkv=True, fused_gate_up=True, windows="all", partial=True,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     ),
     "glm": Family(
-        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, qkv_bias_key=True,
+        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True, qkv_bias_key=True,
         defaults=_GLM_DEFAULTS,
     ),
     "glm4": Family(
         name="GLM-4 (0414)", class_name="Glm4", parts={"norm_place": "both"}, norms=_GLM4, fused_gate_up=True,
-        interleaved=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
+        interleaved=True, partial=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
     ),
     "granite": Family(
-        name="Granite 3, dense", class_name="Granite",
+        name="Granite 3, dense", class_name="Granite", refused="biases",
         numbers={
             "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
             "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
@@ -107,7 +109,8 @@ FAMILIES = {
     ),
     "cohere": Family(
         name="Command R", class_name="Cohere", parts=_COHERE_PARTS, norms=_COHERE_NORMS, interleaved=True,
-        numbers={"logit_scale": "logits_multiplier"}, defaults={**_COHERE_DEFAULTS, "rope_theta": 5e5},
+        refused="LayerNorm of q and k", numbers={"logit_scale": "logits_multiplier"},
+        defaults={**_COHERE_DEFAULTS, "rope_theta": 5e5},
     ),
     "cohere2": Family(
         name="Command R7B, Command A", class_name="Cohere2", parts=_COHERE_PARTS, norms=_COHERE_NORMS, interleaved=True,
@@ -120,7 +123,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "seed_oss": Family(
-        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, defaults={"head_dim": 128, "attention_bias": True},
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, refused="a bias on the output",
+        defaults={"head_dim": 128, "attention_bias": True},
     ),
 }  # fmt: skip
 

@@ -191,6 +191,8 @@ def _ropes(
 def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int) -> LayerRope:
     """Read one rotation, an object of ``config.json``."""
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if share != 1 and not FAMILIES[hf["model_type"]].partial:
+        raise ValueError(f"unsupported partial_rotary_factor {share!r} for model_type {hf['model_type']!r}, expected 1.0")
     rotated = int(head_dim * share)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ValueError(

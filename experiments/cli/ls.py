@@ -1,4 +1,4 @@
-"""``kvjax ls``: list all methods and wrappers with their papers and knobs, one in full, the tasks, or the named models."""
+"""``kvjax ls``: list all methods and wrappers with their papers and knobs, one in full, the tasks, named models, families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from experiments.cli import shown
 from experiments.cli.flags import run
 from experiments.cli.settings import option
 
-_OTHERS = {"tasks": "experiments.tasks.__main__", "models": "experiments.answering.listing"}  # other lists, by name
+_OTHERS = {  # other lists, by name
+    "tasks": "experiments.tasks.__main__",
+    "models": "experiments.answering.listing",
+    "families": "experiments.answering.families",
+}
 _WRAPPERS = 'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
@@ -24,8 +28,8 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method or a wrapper to explain, by name or as package.module:Class; 'models'; or 'tasks' and perhaps the
-            name of a task (default: all methods and wrappers)
+        names: a method or a wrapper to explain, by name or as package.module:Class; 'models'; 'families' (of models); or
+            'tasks' and perhaps the name of a task (default: all methods and wrappers)
         json: print JSON
     """
 

@@ -21,6 +21,7 @@ from experiments.site import (
 )
 from experiments.site.address import addressed
 from experiments.site.marks import names_of, with_parts
+from models import family_table
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 # The figures that the pages show, by their files in docs/records: the record or result folder of each, and its kind. These
@@ -83,6 +84,7 @@ def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts of pages that stand between marks, by name."""
     made: dict[str, Callable[[], str]] = {}
+    made["families"] = family_table.markdown
     for module in (quality, untouched, agreement, distance, choice, paper_tables, operations):
         made |= module.parts(docs)
     return made

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.methods.stretched import Stretched
-from kvjax.typing import pytree
+from kvjax.typing import Model, layer_ropes, pytree
 
 
 @pytree
@@ -28,6 +28,13 @@ class NTK(Stretched):
 
     PAPER: ClassVar[str] = "arXiv:2309.00071"
     TITLE: ClassVar[str] = "NTK-aware scaling"
+
+    def check_sizes(self, model: Model) -> None:
+        parts = [x.rotated for x in layer_ropes(model) if x.rotated not in (None, 0, model.head_dim)]
+        if parts:  # the new base is for all channels of a head
+            raise ValueError(
+                f"NTK: expected layers that rotate whole heads or nothing, got {parts[0]} of {model.head_dim} channels"
+            )
 
     def divisors(self, pairs: int) -> Array:
         power = np.arange(pairs, dtype=np.float32) / max(pairs - 1, 1)

@@ -1,0 +1,69 @@
+"""Which families load, and the parts of each: rows for ``kvjax ls families`` and for the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from .families import FAMILIES, MISSING, Family
+
+_OLDER = {  # model_type -> models and the parts beside Llama's; they are not in `FAMILIES`
+    "llama": ("Llama 3, Yi, SmolLM2", ""),
+    "mistral": ("Mistral", "windows in all layers"),
+    "qwen2": ("Qwen 2, Qwen 2.5", "bias on q, k and v; windows in some layers"),
+    "qwen3": ("Qwen 3, dense", "norms of each q and k head; windows in some layers"),
+    "qwen3_moe": ("Qwen 3, experts", "norms of each q and k head; experts; windows in all layers"),
+    "mixtral": ("Mixtral", "experts; windows in all layers"),
+}
+_PLACES = {"after": "norms after attention and MLP", "both": "norms before and after attention and MLP",
+           "parallel": "attention and MLP beside each other"}  # fmt: skip
+_NUMBERS = {
+    "query_scale": "query scale", "logit_softcap": "soft cap of the logits", "logits_multiplier": "logits multiplier",
+    "embedding_multiplier": "embedding multiplier", "residual_multiplier": "residual multiplier",
+}  # fmt: skip
+_PARTS: tuple[Callable[[Family], str], ...] = (
+    lambda f: {"all": "windows in all layers", "some": "windows in some layers"}.get(f.windows, ""),
+    lambda f: "a RoPE for layers with a window and one for the others" * f.two_ropes,
+    lambda f: {"windows": "RoPE in layers with a window only", "listed": "RoPE in some layers"}.get(f.rotates, ""),
+    lambda f: "RoPE on a part of each head" * f.partial,
+    lambda f: "RoPE on neighbouring channels" * f.interleaved,
+    lambda f: "norms of each q and k head" * bool(f.parts.get("qk_norm")),
+    lambda f: "norms of all q heads and of all k heads" * bool(f.parts.get("wide_qk_norm")),
+    lambda f: _PLACES.get(f.parts.get("norm_place", ""), ""),
+    lambda f: "LayerNorm" * (f.parts.get("norm") == "layer"),
+    lambda f: "norm weights less 1" * bool(f.norm_offset),
+    lambda f: "GELU" * ("hidden_activation" in f.defaults),
+    lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
+    lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),
+    lambda f: "bias on q, k and v" * f.qkv_bias_key,
+    lambda f: "fused q, k and v" * f.fused_qkv,
+    lambda f: "fused gate and up" * f.fused_gate_up,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One ``model_type``."""
+
+    model_type: str
+    models: str
+    parts: str  # beside Llama's; "" for none
+    refused: str  # what a file of this type may ask for and does not get
+
+
+def rows() -> tuple[Row, ...]:
+    """List every ``model_type`` that loads."""
+    made = [Row(kind, name, parts, "") for kind, (name, parts) in _OLDER.items()]
+    for kind, family in FAMILIES.items():
+        parts = "; ".join(text for part in _PARTS if (text := part(family)))
+        made.append(Row(kind, family.name, parts, family.refused))
+    return tuple(made)
+
+
+def markdown() -> str:
+    """Write the rows, and the types that are refused by name, as two tables for the documentation."""
+    lines = ["| `model_type` | models | parts beside Llama's | refused |", "|---|---|---|---|"]
+    lines += [f"| `{row.model_type}` | {row.models} | {row.parts or '-'} | {row.refused or '-'} |" for row in rows()]
+    lines += ["", "| refused `model_type` | because this decoder does not have |", "|---|---|"]
+    lines += [f"| `{kind}` | {part} |" for kind, part in MISSING.items()]
+    return "\n".join(lines)

@@ -1,0 +1,37 @@
+"""The list of families: in the documentation, and by ``kvjax ls families``."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+from experiments.cli.main import main
+from models import family_table
+from models.families import FAMILIES, MISSING
+from models.hf_config import MODEL_TYPES
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+
+def test_the_page_has_the_table():
+    found = re.search(r"<!-- families: generated[^>]*-->\n(.*?)\n<!-- end of families -->", PAGE, re.DOTALL)
+    assert found[1] == family_table.markdown()
+
+
+def test_every_type_has_a_row_and_every_part_of_a_family_is_named():
+    rows = {row.model_type: row for row in family_table.rows()}
+    assert tuple(rows) == MODEL_TYPES
+    assert not rows["llama"].parts and all(rows[kind].parts for kind in FAMILIES)
+    assert len({row.parts for row in rows.values()}) >= len(rows) - 3, "parts tell families apart"
+
+
+def test_ls_families_lists_what_loads_and_what_does_not(capsys):
+    assert main(["ls", "families"]) == 0
+    text = capsys.readouterr().out
+    for row in family_table.rows():
+        assert f"{row.model_type}  [{row.models}]" in text
+    for kind, part in MISSING.items():
+        assert f"{kind} is refused: this decoder does not have {part}" in text
+    assert main(["ls", "families", "--json"]) == 0
+    assert [entry["model_type"] for entry in json.loads(capsys.readouterr().out)] == list(MODEL_TYPES)
