@@ -21,7 +21,7 @@ from kvjax.api.programs import generate_program, prefill_once_program, repeat_pr
 from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded
 from kvjax.decoding.layers import layer_methods
-from kvjax.decoding.sliding_window import layer_windows
+from kvjax.typing import layer_windows
 from kvjax.method import Method
 from kvjax.methods import Full
 from kvjax.wrappers.verified import Verified
