@@ -225,7 +225,8 @@ class Retrieval(SlotMethod):
         if tokens == 1:
             return cache, check_alike(self, "join", aux, self.join(aux, cache))
         touched = (tokens + self.page_size - 2) // self.page_size + 1  # the most pages for T consecutive slots
-        first = jnp.maximum(cache.cursor - tokens, 0) // self.page_size
+        new = jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
+        first = jnp.maximum(cache.cursor - new, 0) // self.page_size
         pages = first[:, None] + jnp.arange(touched, dtype=jnp.int32)[None]
         if cache.parts > 1:  # pages of other devices are dropped, like pages past the end
             pages = pages - cache.first // self.page_size
@@ -237,6 +238,9 @@ class Retrieval(SlotMethod):
             return old.at[row, :, pages].set(new.swapaxes(1, 2), mode="drop")
 
         return cache, jax.tree.map(put, aux, fresh)
+
+    def drafted(self, before: Any, after: Any) -> Any:
+        return after  # `update` summarizes anew all pages that the pass and its drafts have touched
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Count exactly if all pages but the newest are full; give an upper bound if an eviction left holes."""

@@ -55,6 +55,7 @@ class SlotAttention(LayerMethod):
     moments_from: int | None = None  # first position whose queries' moments `compress` gets; None for no moments
     reads_covariance = False  # True: the moments include the covariance, not the means alone
     observes_steps = False  # True: `update` gets the attention mass of its step
+    observes_several = False  # True: `update` gets the attention mass of several tokens at once, and of no single token
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all stored slots
@@ -81,7 +82,7 @@ class SlotAttention(LayerMethod):
             aux: metadata, as `compress` or the last `update` returned it.
             step: the new tokens.
             mass: float32 [B, H, S], attention probability that each slot received from the new tokens, summed over tokens
-                and group; None unless `observes_steps`.
+                and group; None unless `observes_steps`, or `observes_several` and there are several tokens.
 
         Returns:
             The cache and the metadata.
@@ -90,6 +91,14 @@ class SlotAttention(LayerMethod):
     @abc.abstractmethod
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Count the slots that a decode step attends to, int32 [B, H], and metadata bytes that it reads, float32 [B, H]."""
+
+    def drafted(self, before: Any, after: Any) -> Any:
+        """Return metadata for the tokens that Full reads after this method has drafted them (`kvjax.Verified`).
+
+        The default is the metadata from ``before`` the drafted tokens. A method may return the metadata ``after`` them, which
+        spares a copy of all of it, if `update` of the pass makes the metadata of all slots from the first drafted one on anew.
+        """
+        return before
 
     def counters(self, aux: Any, shared: Any) -> dict[str, Array]:
         """Return statistics of the run so far, float32 [B] each; see `Cost`. By default there are none."""
@@ -117,7 +126,8 @@ class SlotAttention(LayerMethod):
         chosen = self.select(cache, state.aux, step) if single else None
         if chosen is None:
             gap = self.gap(state.aux) if single else None
-            out, mass = attend_stored(query, cache, inputs.position, self.observes_steps, gap)
+            observes = self.observes_steps or self.observes_several and not single
+            out, mass = attend_stored(query, cache, inputs.position, observes, gap)
         else:
             step = dataclasses.replace(step, select_aux=chosen.select_aux)
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)

@@ -39,7 +39,7 @@ from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 
-_REST = 64  # tokens that Full decodes alone after the draft has failed
+_REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
 
 
 def drafts_tokens(cache: Cache) -> bool:
@@ -129,7 +129,8 @@ def _depth(limits: Array | None, now: Decoded) -> Array:
     rate = _rate(passes, active)
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
-    rests = axes.most(jnp.max(jnp.where(active, passes.rest, 0)), axes.DATA) > 0
+    # The last pass of a rest is a round without drafted tokens: it shows the draft what Full attends to now.
+    rests = axes.most(jnp.max(jnp.where(active, passes.rest, 0)), axes.DATA) > 1
     room = axes.most(jnp.max(jnp.where(active, _left(limits, now), 0)), axes.DATA) - 1
     return jnp.where(rests, 0, jnp.minimum(depth, room))
 
@@ -168,7 +169,7 @@ def _alone(
     cache = run_step(params, now.cache, token[:, None], active[:, None])
     none = jnp.zeros_like(now.num_tokens)
     passes = noted(cache.shared, none, none, active)
-    passes = dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
+    passes = _less_rest(passes)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
     return _written(now, token[:, None], active, none, eos, limits)
 
@@ -187,7 +188,7 @@ def _round(
     first, bad = _next(sampler, draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
     wanted = jnp.minimum(depth(now), _left(limits, now) - 1)
-    wanted = jnp.where(active & ~_ends(first, eos), wanted, 0)
+    wanted = jnp.where(active & ~_ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
@@ -201,15 +202,36 @@ def _round(
     cache = _committed(cache, made, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     worth = cast("Verified", cache.method).worth
-    passes = passes if worth is None else _rested(passes, active, worth)
+    if worth is not None:
+        passes = _rested(_less_rest(passes), active, wanted, accepted, worth)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
     return _written(now, tokens, active, accepted, eos, limits)
 
 
-def _rested(passes: Passes, active: Array, worth: float | Array) -> Passes:
-    """Let the draft rest if not even its first token is worth its step, in the rows that are ``active`` bool [B]."""
-    fails = _rate(passes, active) < worth
-    return dataclasses.replace(passes, rest=jnp.where(fails, _REST, passes.rest))
+def _less_rest(passes: Passes) -> Passes:
+    """Count a token of a rest, if there is one."""
+    return dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
+
+
+def _rested(passes: Passes, active: Array, wanted: Array, accepted: Array, worth: float | Array) -> Passes:
+    """Let the draft rest if not even its first token is worth its step, in the rows that are ``active`` bool [B].
+
+    A rest is twice as long as the rest before, unless the tokens since then were worth their steps.
+
+    Args:
+        passes: with the round.
+        active: bool [B].
+        wanted: int32 [B], tokens drafted in this round; no round without them begins a rest.
+        accepted: int32 [B], tokens kept.
+        worth: as in `Verified`.
+    """
+    compared = jnp.minimum(accepted + 1, wanted)
+    count = axes.total(jnp.sum(jnp.where(active, compared, 0)).astype(jnp.float32), axes.DATA)
+    kept = axes.total(jnp.sum(jnp.where(active, accepted, 0)).astype(jnp.float32), axes.DATA)
+    fails = (count > 0) & (_rate(passes, active) < worth)
+    longer = jnp.where(kept < worth * count, jnp.clip(2 * passes.last_rest, _REST, _LONGEST_REST), _REST)
+    last = jnp.where(fails, longer, jnp.where(count > 0, 0, passes.last_rest))
+    return dataclasses.replace(passes, rest=jnp.where(fails, longer, passes.rest), last_rest=last)
 
 
 def _drafted(

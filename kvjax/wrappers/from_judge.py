@@ -34,7 +34,8 @@ class FromJudge(SlotMethod):
     newest tokens until the next pass renews the list. Before the first pass the sums are over the last ``obs_window`` queries
     of the prompt. A draft step reads the list, and no key that it does not attend to.
 
-    Without `kvjax.Verified` the list stays as the prompt, or the last `kvjax.extend`, has made it.
+    The list stays as it is where Full decodes one token alone, and without `kvjax.Verified` as the prompt, or the last
+    `kvjax.extend`, has made it.
 
     **Source**: "SpecAttn" (arXiv:2602.07223), which selects the draft's tokens by the attention of the verification.
 
@@ -50,7 +51,7 @@ class FromJudge(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2602.07223"
 
-    observes_steps = True
+    observes_several = True
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")
@@ -65,15 +66,14 @@ class FromJudge(SlotMethod):
         recent = jnp.broadcast_to(recent[:, None], (*aux.slots.shape[:2], self.num_recent))
         slots = jnp.concatenate([aux.slots, recent], axis=2)
         used = jnp.concatenate([aux.used & (aux.slots < first[:, None]), recent >= 0], axis=2)
-        # Any value but None tells `update` that this step has attended to chosen tokens only.
-        return Selection(slots=jnp.where(used, slots, 0), mask=used, select_aux=cache.cursor)
+        return Selection(slots=jnp.where(used, slots, 0), mask=used)
 
     def update(
         self, cache: LayerStorage, aux: Listed, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Listed]:
-        if step.select_aux is not None:
+        if mass is None:
             return cache, aux
-        new, fresh = self._best(cache, not_none("mass", mass)), (step.position >= 0).any(axis=1)[:, None, None]
+        new, fresh = self._best(cache, mass), (step.position >= 0).any(axis=1)[:, None, None]
         return cache, Listed(slots=jnp.where(fresh, new.slots, aux.slots), used=jnp.where(fresh, new.used, aux.used))
 
     def count(self, cache: LayerStorage, aux: Listed, shared: Any) -> tuple[Array, Array]:

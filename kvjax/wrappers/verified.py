@@ -40,7 +40,8 @@ class Verified(Method):
 
     How many tokens are drafted follows from how many are kept, in all rows of a batch together: a token is drafted if it
     is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 64 tokens
-    alone before the draft is tried again. ``worth=None`` always drafts ``depth`` tokens.
+    alone before the draft is tried again. Each rest is twice as long as the rest before, up to 1,024 tokens, as long as the
+    tries between them fail. ``worth=None`` always drafts ``depth`` tokens.
 
     With ``offload`` Full's keys and values are in host memory, and a pass brings each layer to the device for a moment. A
     draft that shares them chooses rows there, as with its own ``offload``; any other draft stays on the device.
@@ -132,6 +133,7 @@ class Verified(Method):
             accepted=jnp.zeros((batch, self.depth), jnp.int32),
             rate=jnp.ones((batch,), jnp.float32),
             rest=jnp.zeros((batch,), jnp.int32),
+            last_rest=jnp.zeros((batch,), jnp.int32),
         )
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:

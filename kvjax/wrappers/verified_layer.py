@@ -48,6 +48,7 @@ class Passes:
     accepted: Array  # int32 [B, N], passes that kept it
     rate: Array  # float32 [B], moving mean of the share of drafted tokens that Full agrees with
     rest: Array  # int32 [B], tokens that Full still decodes alone before the draft is tried again
+    last_rest: Array  # int32 [B], tokens of the last rest, 0 if the draft was worth its steps since then
 
 
 @answers("draft")
@@ -121,7 +122,8 @@ class VerifiedLayer(LayerMethod):
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         full = _full(state)
         query, cache = append_tokens(full.cache, *given)
-        observes = self.shares and cast("SlotMethod", self.draft).observes_steps
+        draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
+        observes = self.shares and (draft.observes_steps or draft.observes_several and several)
         out, mass = attend_stored(query, cache, inputs.position, observes)
         full = dataclasses.replace(full, cache=cache)
         judged = dataclasses.replace(state, full=full) if isinstance(state, Pair) else full
@@ -176,7 +178,11 @@ class VerifiedLayer(LayerMethod):
         draft = cast("SlotMethod", self.draft)
         if not (draft.slotted and not draft.moves_slots or draft.appends):
             return before
-        return with_draft(before, dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most)))
+        own = draft_of(before)
+        # A pass over rows in host memory tells the draft of its tokens one by one, and remakes no metadata.
+        remakes = draft.slotted and self.shares and after.cache.rows is None
+        aux = draft.drafted(own.aux, after.aux) if remakes else own.aux
+        return with_draft(before, dataclasses.replace(own, cache=rewound(after.cache, count, most), aux=aux))
 
     def _told(self, state: Any, inputs: Inputs) -> Any:
         """Store tokens in the draft's own storage, as many at once as it takes; nothing reads its output."""

@@ -56,6 +56,7 @@ def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
         accepted=places,
         rate=jnp.ones((batch,), jnp.float32),
         rest=jnp.zeros((batch,), jnp.int32),
+        last_rest=jnp.zeros((batch,), jnp.int32),
     )
     own = dataclasses.replace(method, draft=draft.method)
     return dataclasses.replace(full, method=own, layers=tuple(layers), shared=shared)
