@@ -125,6 +125,8 @@ class VerifiedLayer(LayerMethod):
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
         out, mass = attend_stored(query, cache, inputs.position, observes)
+        if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
+            out, mass = lax.optimization_barrier((out, mass))
         full = dataclasses.replace(full, cache=cache)
         judged = dataclasses.replace(state, full=full) if isinstance(state, Pair) else full
         return out.reshape(inputs.query.shape), judged, mass
