@@ -180,11 +180,11 @@ class VerifiedLayer(LayerMethod):
         draft = cast("SlotMethod", self.draft)
         if not (draft.slotted and not draft.moves_slots or draft.appends):
             return before
-        own = draft_of(before)
-        # A pass over rows in host memory tells the draft of its tokens one by one, and remakes no metadata.
-        remakes = draft.slotted and self.shares and after.cache.rows is None
-        aux = draft.drafted(own.aux, after.aux) if remakes else own.aux
-        return with_draft(before, dataclasses.replace(own, cache=rewound(after.cache, count, most), aux=aux))
+        own = dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most))
+        # A pass over rows in host memory tells the draft of its tokens one by one, and makes no metadata anew.
+        if self.shares and after.cache.rows is None:
+            own = dataclasses.replace(own, aux=draft.drafted(own.aux, after.aux))
+        return with_draft(before, own)
 
     def _told(self, state: Any, inputs: Inputs) -> Any:
         """Store tokens in the draft's own storage, as many at once as it takes; nothing reads its output."""
