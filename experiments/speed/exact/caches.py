@@ -21,9 +21,9 @@ from kvjax.api.programs import generate_program, prefill_once_program, repeat_pr
 from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded
 from kvjax.decoding.layers import layer_methods
-from kvjax.typing import layer_windows
 from kvjax.method import Method
 from kvjax.methods import Full
+from kvjax.typing import layer_windows
 from kvjax.wrappers.verified import Verified
 from kvjax.wrappers.verified_layer import Pair, Passes
 

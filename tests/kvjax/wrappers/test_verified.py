@@ -15,10 +15,12 @@ import kvjax
 from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.verify import _rested
 from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
+from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels.host import on_host
 from tests.harness import NAMES, any_example, example, padded, prompts
 
@@ -141,6 +143,24 @@ def test_a_draft_that_is_always_wrong_rests():
     assert (place(out, "passes") == N).all()
     again = go_on(out.cache)
     assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
+
+
+def test_a_rest_doubles_until_a_try_is_worth_it():
+    active, drafted = jnp.array([True, True, False]), jnp.full(3, 2)
+    zero = jnp.zeros(3, jnp.int32)
+    passes = Passes(
+        draft=None, passes=zero, drafted=zero, accepted=zero, rate=jnp.full(3, 0.1), rest=zero, last_rest=zero
+    )
+    rests = []
+    for kept in (0, 0, 0, 0, 0, 0, 2, 0):
+        accepted = jnp.full(3, kept).at[2].set(0)
+        passes = _rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
+        rests.append(int(passes.rest[0]))
+    assert rests == [64, 128, 256, 512, 1024, 1024, 64, 128]
+    waking = _rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
+    assert not waking.rest.any() and int(waking.last_rest[0]) == 128
+    trusted = _rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
+    assert not trusted.rest.any() and not trusted.last_rest.any()
 
 
 def test_sampled_tokens_are_fulls_for_the_same_key():
