@@ -96,7 +96,7 @@ class SlotAttention(LayerMethod):
         """Return metadata for the tokens that Full reads after this method has drafted them (`kvjax.Verified`).
 
         The default is the metadata from ``before`` the drafted tokens. A method may return the metadata ``after`` them, which
-        spares a copy of all metadata, if `update` of the pass makes the metadata of all slots from the first drafted one anew.
+        spares a copy of all metadata, if `update` of the pass makes anew what belongs to the drafted slots.
         """
         return before
 

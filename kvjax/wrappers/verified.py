@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,6 +15,7 @@ from kvjax.typing import Model, layer_ropes, pytree, static, traced
 from kvjax.wrappers.compose import answers, passes
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer, draft_of, with_draft
 
+_FIRST_RATE = 0.8  # of a draft that is not known yet: with the default `worth` its first round has three tokens
 _MEMORY = 0.875  # what is left of the moving mean of agreement after one more drafted token
 
 
@@ -125,16 +127,7 @@ class Verified(Method):
         return self.draft.reread(states, reading)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Passes:
-        batch = specs[0].batch
-        return Passes(
-            draft=self.draft.init_shared(specs),
-            passes=jnp.zeros((batch,), jnp.int32),
-            drafted=jnp.zeros((batch, self.depth), jnp.int32),
-            accepted=jnp.zeros((batch, self.depth), jnp.int32),
-            rate=jnp.ones((batch,), jnp.float32),
-            rest=jnp.zeros((batch,), jnp.int32),
-            last_rest=jnp.zeros((batch,), jnp.int32),
-        )
+        return no_passes(self.draft.init_shared(specs), specs[0].batch, self.depth)
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         seen = self.draft.observe(self.view(cache), decoding)
@@ -145,6 +138,13 @@ class Verified(Method):
         """Return the draft's cache, which is a part of ``cache``."""
         layers = tuple(draft_of(state) for state in cache.layers)
         return dataclasses.replace(cache, method=self.draft, layers=layers, shared=cache.shared.draft)
+
+
+def no_passes(draft: Any, batch: int, depth: int) -> Passes:
+    """Return the counts before the first pass, for ``batch`` rows and the draft's own shared state ``draft``."""
+    none, places = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
+    rate = jnp.full((batch,), _FIRST_RATE, jnp.float32)
+    return Passes(draft=draft, passes=none, drafted=places, accepted=places, rate=rate, rest=none, last_rest=none)
 
 
 def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Passes:

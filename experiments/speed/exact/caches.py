@@ -24,8 +24,8 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.method import Method
 from kvjax.methods import Full
 from kvjax.typing import layer_windows
-from kvjax.wrappers.verified import Verified
-from kvjax.wrappers.verified_layer import Pair, Passes
+from kvjax.wrappers.verified import Verified, no_passes
+from kvjax.wrappers.verified_layer import Pair
 
 _MOST_THREADS = 8
 _TOLD = 500  # letters of an error
@@ -48,16 +48,7 @@ def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
     ):
         shares = window is not None or layer.shares
         layers.append(guess if shares else Pair(full=exact, draft=guess))
-    places = jnp.zeros((batch, method.depth), jnp.int32)
-    shared = Passes(
-        draft=draft.shared,
-        passes=jnp.zeros((batch,), jnp.int32),
-        drafted=places,
-        accepted=places,
-        rate=jnp.ones((batch,), jnp.float32),
-        rest=jnp.zeros((batch,), jnp.int32),
-        last_rest=jnp.zeros((batch,), jnp.int32),
-    )
+    shared = no_passes(draft.shared, batch, method.depth)
     own = dataclasses.replace(method, draft=draft.method)
     return dataclasses.replace(full, method=own, layers=tuple(layers), shared=shared)
 
