@@ -142,9 +142,19 @@ class Verified(Method):
 
 def no_passes(draft: Any, batch: int, depth: int) -> Passes:
     """Return the counts before the first pass, for ``batch`` rows and the draft's own shared state ``draft``."""
-    none, places = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, depth), jnp.int32)
-    rate = jnp.full((batch,), _FIRST_RATE, jnp.float32)
-    return Passes(draft=draft, passes=none, drafted=places, accepted=places, rate=rate, rest=none, last_rest=none)
+
+    def zeros(*shape: int) -> Array:  # an array for each field: a call that consumes the cache takes each once
+        return jnp.zeros((batch, *shape), jnp.int32)
+
+    return Passes(
+        draft=draft,
+        passes=zeros(),
+        drafted=zeros(depth),
+        accepted=zeros(depth),
+        rate=jnp.full((batch,), _FIRST_RATE, jnp.float32),
+        rest=zeros(),
+        last_rest=zeros(),
+    )
 
 
 def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Passes:
