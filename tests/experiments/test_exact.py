@@ -15,8 +15,8 @@ from experiments.speed import settings as speed_settings
 from experiments.speed.exact.__main__ import main
 from experiments.speed.exact.accepted import bytes_per_token, tokens_per_pass
 from experiments.speed.exact.caches import same_share, verified_cache
-from experiments.speed.exact.samplers import ByRow, Forced
 from experiments.speed.exact.settings import ExactSettings
+from experiments.speed.samplers import ByRow, Forced
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from models import ModelConfig
@@ -30,7 +30,8 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["snapkv", pytest.param("quest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "quest"])
 def test_one_reading_gives_the_caches_of_all_drafts(name):
     """The cache decodes as the cache that `kvjax.prefill` makes: the same tokens, passes and kept tokens."""
     tokens, lengths = padded(prompts())
@@ -77,9 +78,8 @@ def test_bytes_and_tokens_of_a_pass():
 
 
 def test_tokens_are_compared_up_to_the_first_difference():
-    got = same_share(
-        [[1, 2, 3, 0], [1, 2, 3, 4], [5, 0, 0, 0]], [3, 4, 1], [[1, 2, 9, 0], [1, 2, 3, 4], [5, 6, 0, 0]], [3, 4, 2]
-    )
+    own, full = [[1, 2, 3, 0], [1, 2, 3, 4], [5, 0, 0, 0]], [[1, 2, 9, 0], [1, 2, 3, 4], [5, 6, 0, 0]]
+    got = same_share(own, [3, 4, 1], full, [3, 4, 2])
     np.testing.assert_allclose(got, [2 / 3, 1, 1 / 2])
 
 
@@ -91,7 +91,7 @@ def test_tokens_are_compared_up_to_the_first_difference():
         (["--tokens", "4", "--depths", "4"], "tokens must be above the depth 4, got 4"),
         (["--sizes", "128"], "sizes must be LENGTHxROWS, such as 131072x1, got 128"),
         (["--shape", "large"], "shape must be one of"),
-        (["--parts", "shape", "--methods", "snapkv", "--shape", "small", "--sizes", "128x1"], ""),
+        (["--parts", "shape", "--methods", "snapkv", "--shape", "small", "--sizes", "512x1"], ""),
     ],
 )
 def test_wrong_flags_are_refused_in_a_line(flags, expected, tmp_path, capsys, monkeypatch):

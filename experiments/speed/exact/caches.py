@@ -48,12 +48,11 @@ def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
     ):
         shares = window is not None or layer.shares
         layers.append(guess if shares else Pair(full=exact, draft=guess))
-    places = jnp.zeros((batch, method.depth), jnp.int32)
     shared = Passes(
         draft=draft.shared,
         passes=jnp.zeros((batch,), jnp.int32),
-        drafted=places,
-        accepted=places,
+        drafted=jnp.zeros((batch, method.depth), jnp.int32),
+        accepted=jnp.zeros((batch, method.depth), jnp.int32),
         rate=jnp.ones((batch,), jnp.float32),
         rest=jnp.zeros((batch,), jnp.int32),
     )
@@ -99,7 +98,7 @@ class Programs:
         steps: tokens that a call decodes.
         copies: of each row, after the prompt is read.
         chunk_size: prompt tokens of a pass.
-        sampler: draws the tokens; see `experiments.speed.exact.samplers`.
+        sampler: draws the tokens; see `experiments.speed.samplers`.
         key: for every call that decodes; None if the sampler needs none.
         ends: whether the model's end-of-text tokens end a row.
     """
