@@ -605,6 +605,15 @@ def test_answers_that_were_cut_at_their_limit_are_told():
     assert tables.cut_short(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "rows of earlier versions"
 
 
+def test_a_table_with_verified_rows_tells_their_tokens_per_pass():
+    verified = entry("verified(draft=snapkv)", [1.0] * 6, counters={"tokens_per_pass": 3.456}, knobs={})
+    compared = comparison.beside_full([entry("full", [1.0] * 6, counters={}, knobs={}), verified])
+    head, _, *body = tables.cell_table(compared).split("\n")
+    assert "| same answer | accepted | tokens attended |" in head
+    assert [line.split(" | ")[8] for line in body] == ["", "3.46 a pass"]
+    assert "accepted" not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+
+
 def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
     def entries(**drawn):
         return [
