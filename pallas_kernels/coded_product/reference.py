@@ -34,7 +34,7 @@ def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
 def _by_row(rows: Array, matrix: CodedMatrix) -> Array:
     # The vectors take the order of the codes: to put the codes in order would be a copy of the matrix.
     codes = matrix.codes.astype(rows.dtype)
-    return lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32) * matrix.scales[:, 0]
+    return lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32) * matrix.scales[:, 0].astype(jnp.float32)[None]
 
 
 def _by_group(rows: Array, matrix: CodedMatrix) -> Array:
@@ -55,5 +55,7 @@ def _tiled(product, rows: Array, matrix: CodedMatrix) -> Array:
 
 def _largest_part(count: int, most: int) -> int:
     """Return the largest divisor of ``count`` up to ``most``, or ``count`` if that divisor is below `_LEAST`."""
-    best = max((d for n in range(1, math.isqrt(count) + 1) if count % n == 0 for d in (n, count // n) if d <= most), default=1)
+    best = max(
+        (d for n in range(1, math.isqrt(count) + 1) if count % n == 0 for d in (n, count // n) if d <= most), default=1
+    )
     return best if best >= _LEAST else count
