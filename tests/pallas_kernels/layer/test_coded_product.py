@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.coded_product import CODED_PRODUCT, coded_product, pallas_triton
 from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, paired, taken
+from pallas_kernels.layer.coded_product import CODED_PRODUCT, coded_product, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
 RUN = {
@@ -83,8 +83,10 @@ def test_the_compiled_program_holds_no_decoded_copy(kind, rows):
     width, count = 1024, 32768  # a tile of the loop is an eighth of it
     groups = 1 if kind == "8 bits" else width // GROUP
     scales = jax.ShapeDtypeStruct((count, groups), jnp.float16)
-    codes = jax.ShapeDtypeStruct((count, width // (2 if kind == "4 bits" else 1)), jnp.uint8 if kind == "4 bits" else jnp.int8)
-    matrix = CodedMatrix(codes=codes, scales=scales, minima=scales if kind == "4 bits" else None)
+    if kind == "4 bits":
+        matrix = CodedMatrix(codes=jax.ShapeDtypeStruct((count, width // 2), jnp.uint8), scales=scales, minima=scales)
+    else:
+        matrix = CodedMatrix(codes=jax.ShapeDtypeStruct((count, width), jnp.int8), scales=scales)
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     program = jax.jit(functools.partial(coded_product, implementation="xla")).lower(x, matrix).compile()
     held = program.memory_analysis().temp_size_in_bytes

@@ -17,7 +17,7 @@ _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 
 
 def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
-    """Multiply in plain JAX, tile by tile; see `pallas_kernels.coded_product.coded_product`.
+    """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
     Compilers for GPUs and TPUs fuse the conversion of int8 into a product. They do not fuse what 4 bits need, and XLA for
     CPUs fuses neither: there a loop decodes and multiplies some rows of the matrix at a time.
@@ -34,7 +34,8 @@ def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
 def _by_row(rows: Array, matrix: CodedMatrix) -> Array:
     # The vectors take the order of the codes: to put the codes in order would be a copy of the matrix.
     codes = matrix.codes.astype(rows.dtype)
-    return lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32) * matrix.scales[:, 0].astype(jnp.float32)[None]
+    made = lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32)
+    return made * matrix.scales[:, 0].astype(jnp.float32)[None]
 
 
 def _by_group(rows: Array, matrix: CodedMatrix) -> Array:
