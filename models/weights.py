@@ -93,6 +93,7 @@ def random_params(
             structure of the parameters.
         mesh: devices over which the parameters are split as by `from_pretrained`; no device makes more than its parts. The
             values are the same as on one device.
+        weight_dtype: as in `from_pretrained`: kernels and tables are random codes.
 
     Raises:
         ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or

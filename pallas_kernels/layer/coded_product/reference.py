@@ -19,12 +19,14 @@ _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
     """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
-    Compilers for GPUs and TPUs fuse the conversion of int8 into a product. They do not fuse what 4 bits need, and XLA for
-    CPUs fuses neither: there a loop decodes and multiplies some rows of the matrix at a time.
+    Compilers for TPUs and for GPUs with bfloat16 fuse the conversion of int8 into a product. They do not fuse what 4 bits
+    need, and compilers for CPUs and older GPUs fuse neither: there a loop decodes and multiplies some rows of the matrix at
+    a time.
     """
     rows, flat = x.reshape(-1, x.shape[-1]), matrix.flat
     if flat.by_row:
-        fused = current_machine().platform != "cpu"
+        machine = current_machine()
+        fused = machine.platform == "tpu" or (machine.has_kernels and x.dtype.itemsize == 2)
         made = _by_row(rows, flat) if fused else _tiled(_by_row, rows, flat)
     else:
         made = _tiled(_by_group, rows, flat)
