@@ -14,7 +14,7 @@ _LARGEST = 127
 _TOP = 15  # the largest code of 4 bits
 _STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 7)  # steps between a group's smallest and largest number that are tried
 _CUTS = (0.95, 0.9, 0.85)  # parts of the range that 15 steps are tried for, so that the ends are cut
-_AT_ONCE = 1 << 22  # numbers that are rounded at once
+_AT_ONCE = 1 << 20  # numbers that are rounded at once; more of them would fall out of the caches of a CPU
 
 
 def rounded(rows: Array, bits: int) -> CodedMatrix:
