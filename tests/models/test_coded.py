@@ -12,7 +12,6 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
-from kvjax import generate, prefill
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
 from models.coded.parameters import coded, in_floats
 from models.coded.rounding import rounded
@@ -98,29 +97,6 @@ def test_codes_are_saved_as_their_numbers(directory, weight_dtype, tmp_path):
     params = loaded(directory, weight_dtype)
     save_pretrained(tmp_path, params, CONFIG)
     equal(from_pretrained(tmp_path)[0], floats(params))
-
-
-@every_dtype
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_codes_on_a_mesh_generate_the_same_tokens(directory, weight_dtype):
-    mesh = jax.make_mesh((1, 2), ("data", "model"))
-    params, spread = loaded(directory, weight_dtype), from_pretrained(directory, weight_dtype=weight_dtype, mesh=mesh)[0]
-    moved = models.shard_params(params, mesh)
-    equal(spread, moved)
-    assert jax.tree.map(lambda x: x.sharding, spread) == jax.tree.map(lambda x: x.sharding, moved)
-    made = []
-    for each in (params, spread):
-        cache = prefill(each, TOKENS, config=CONFIG, method="full", max_new_tokens=4)
-        made.append(np.asarray(generate(each, cache, max_new_tokens=4).tokens))
-    np.testing.assert_array_equal(*made)
-
-
-def test_rows_that_devices_would_cut_within_a_chunk_are_refused():
-    mesh = jax.make_mesh((1, jax.device_count()), ("data", "model"))
-    odd = CodedMatrix(codes=jnp.zeros((8, 64), jnp.int8), scales=jnp.ones((8, 1)))
-    if jax.device_count() > 1:
-        with pytest.raises(ValueError, match="in 8 bits cannot be split over .* multiples of 64"):
-            models.shard_params({"layers_0": {"mlp": {"down": {"kernel": odd}}}}, mesh)
 
 
 def test_products_with_arrays_are_traced_as_without_codes():
