@@ -12,6 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
+from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
 from models.coded.parameters import coded, in_floats
 from models.coded.rounding import rounded
@@ -137,3 +138,13 @@ def test_blocks_of_a_file_keep_their_numbers(kind):
     found = decoded(CodedMatrix(codes=parts[0], scales=parts[1], minima=parts[2]))
     expected = gguf.dequantize(blocks.reshape(4, -1), kind)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=6e-3 if kind.name == "Q4_K" else 1e-6)
+
+
+@every_dtype
+def test_memory_counts_the_weights(directory, weight_dtype):
+    sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8}
+    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded(directory, weight_dtype)))
+    for params in (loaded(directory, weight_dtype), param_shapes(CONFIG, weight_dtype)):
+        needed = memory_needed("full", CONFIG, **sizes, params=params)
+        assert needed.weights == expected and "of weights" in str(needed)
+    assert memory_needed("full", CONFIG, **sizes).weights == 0
