@@ -39,9 +39,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import axes
-from pallas_kernels.add_norm import add_norm, rms_norm
-from pallas_kernels.coded_product import coded_product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
+from pallas_kernels.layer.add_norm import add_norm, rms_norm
+from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
 from .experts import Experts, mix, route

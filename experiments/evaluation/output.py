@@ -44,7 +44,9 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
     mesh = make_mesh(settings.mesh)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
+    model = load_model(
+        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
+    )
     return Runner(settings, model, output.out, cells=cells, force=output.force, progress=not output.quiet)
 
 

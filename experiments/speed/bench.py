@@ -85,7 +85,9 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Random parameters."""
-        return jax.block_until_ready(random_params(self.config, jax.random.key(0), mesh=self.mesh))
+        return jax.block_until_ready(
+            random_params(self.config, jax.random.key(0), mesh=self.mesh, weight_dtype=self.settings.weight_dtype)
+        )
 
     @property
     def weights(self) -> int:
@@ -133,7 +135,7 @@ class Bench:
             **more: further fields that tell rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
-        key = {"name": kind, "model": self.settings.model, "mesh": self._placed, "method": name, "length": length}
+        key = {"name": kind, "model": self.settings.shown_model, "mesh": self._placed, "method": name, "length": length}
         key |= {"batch": batch, **self._parts, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
@@ -216,7 +218,7 @@ class Bench:
 
     def rest(self, batch: int) -> float:
         """Measure the seconds per token of everything but the method, once per batch size and run."""
-        key = {"model": self.settings.model, "batch": batch, "run": self.run}  # a run has one mesh at most
+        key = {"model": self.settings.shown_model, "batch": batch, "run": self.run}  # a run has one mesh at most
         known = next((x for x in self.results.notes.get("rest", []) if key.items() <= x.items()), None)
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)
@@ -387,7 +389,7 @@ class Bench:
                 return 0  # another error says nothing about the batches that fit
         else:
             batch = 0
-        key = {"model": self.settings.model, "method": name, "length": length}
+        key = {"model": self.settings.shown_model, "method": name, "length": length}
         mine = {**key, "batch": batch, "bytes_per_row": row, "capped": batch == self.most_rows}
         self.results.change(
             "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), mine]

@@ -9,7 +9,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.answering import mesh_axes
+from experiments.answering import WEIGHT_DTYPES, mesh_axes
 from experiments.cli import Settings, items, names, numbers, option, positive, record_path
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS, VERIFIED
@@ -60,6 +60,7 @@ class SpeedSettings(Settings):
             named METHOD@KV_DTYPE
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
             place, as `experiments.speed.exact` measures it on real text; so many tokens are drafted in each pass
+        weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number below 1, or a setting that has no meaning beside the others.
@@ -85,6 +86,12 @@ class SpeedSettings(Settings):
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     kv_dtype: tuple[str, ...] = option((), parse=names)
     acceptance: tuple[float, ...] = option((), parse=functools.partial(items, float))
+    weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
+
+    @property
+    def shown_model(self) -> str:
+        """The model's name in rows, with the dtype of its codes if it has any."""
+        return self.model if self.weight_dtype is None else f"{self.model}@{self.weight_dtype}"
 
     def __post_init__(self) -> None:
         _check_shared(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
