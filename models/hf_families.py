@@ -271,7 +271,7 @@ def _written_ropes(
         made = one(next((rope for rope in ropes if rope.rotated != 0), ropes[0]))
         whole = "partial_rotary_factor" in family.defaults and "partial_rotary_factor" not in made
         return {**made, "partial_rotary_factor": 1.0} if whole else made
-    kinds = {_FULL: None, _SLIDING: None}
+    kinds: dict[str, LayerRope | None] = {_FULL: None, _SLIDING: None}
     for window, rope in zip(windows, ropes, strict=True):
         kinds[_FULL if window is None else _SLIDING] = rope
     return {kind: one(rope or ropes[0]) for kind, rope in kinds.items()}

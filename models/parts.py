@@ -83,7 +83,7 @@ def check_parts(config: Any) -> None:
         value = vars(config)[name]
         if value is None and name in ("query_scale", "logit_softcap"):
             continue
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= sys.float_info.max):
             raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
     if config.qk_norm and config.wide_qk_norm:
         raise ValueError("ModelConfig: expected one of qk_norm and wide_qk_norm, got both True")
