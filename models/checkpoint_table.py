@@ -68,6 +68,11 @@ class Leaf:
         columns = (2, rows // 2) if self.pair else (rows,)
         return (*(self.stack,) * bool(self.stack), self.folds[0][-1], *columns)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether the parameter can be in 8 or 4 bits: kernels and tables."""
+        return self.transpose or self.path.endswith("embedding")
+
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
         """Join the file tensors into the parameter: a view or one copy, in the file's dtype.
 
@@ -96,6 +101,16 @@ class Leaf:
         if not order:
             return part
         return part.take(np.argsort(order) if back else np.array(order), axis=min(2, part.ndim - 1))
+
+    def rows(self, tensors: list[np.ndarray]) -> np.ndarray:
+        """Join what belongs to the rows of the file's matrices, arrays [out, X]: [N, X], [2, F, X] or, of a table, [V, X]."""
+        parts = [self._own(tensor, index) for index, tensor in enumerate(tensors)]
+        folded = [
+            self._ordered(part.reshape(*fold[:-1], part.shape[-1]), i)
+            for i, (part, fold) in enumerate(zip(parts, self.folds, strict=True))
+        ]
+        whole = np.concatenate(folded, axis=self.axis)
+        return whole.reshape(*(2,) * self.pair, -1, whole.shape[-1])
 
     def part(self, index: Index) -> tuple[Leaf, list[Index]]:
         """Select what to read of the file's tensors for a part of the parameter, and the leaf that joins the slices.

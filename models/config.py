@@ -23,6 +23,8 @@ from flax.errors import (
     ScopeParamShapeError,
 )
 
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+
 from . import hf_config
 from .experts import Experts
 from .parts import LayerRope, check_parts, check_rope
@@ -197,7 +199,9 @@ class ModelConfig:
         # Imported here, because transformer.py imports this class.
         from .transformer import Transformer
 
-        kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(params) if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        plain = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
+        plain = [leaf for leaf in plain if not isinstance(leaf, CodedMatrix)]
+        kinds = {str(leaf.dtype) for leaf in plain if not jnp.issubdtype(leaf.dtype, jnp.floating)}
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
@@ -221,8 +225,8 @@ class ModelConfig:
             total -= self.experts.unread_bytes(params, rows)
         if self.tie_word_embeddings:
             return total
-        table = params["embed"]["embedding"]
-        return total - (table.size - rows * self.hidden_size) * table.dtype.itemsize
+        table = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params["embed"]["embedding"]))
+        return total - table + rows * table // self.vocab_size
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.axes import MODEL, check_names
+from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix
 
 from .config import ModelConfig
 
@@ -43,7 +44,22 @@ def param_spec(path: str, ndim: int) -> PartitionSpec:
 
 def param_specs(params: Any) -> Any:
     """Map ``params`` (a tree of arrays or shapes) to a tree with a `jax.sharding.PartitionSpec` at each leaf."""
-    return jax.tree.map_with_path(lambda path, leaf: param_spec("/".join(key.key for key in path), leaf.ndim), params)
+
+    def spec(path: Any, leaf: Any) -> Any:
+        name = "/".join(key.key for key in path)
+        return coded_specs(name, leaf) if isinstance(leaf, CodedMatrix) else param_spec(name, leaf.ndim)
+
+    return jax.tree.map_with_path(spec, params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
+
+
+def coded_specs(path: str, matrix: CodedMatrix) -> CodedMatrix:
+    """Return the splits of the parts of a parameter in codes: those of the parameter, with the axis of its sums at the end."""
+    spec = param_spec(path, matrix.codes.ndim)
+    if spec and not path.endswith("embedding"):
+        spec = PartitionSpec(*spec[1:], spec[0])
+    of_rows = PartitionSpec(*spec[:-1], None) if spec else spec
+    each = [None if part is None else of_rows if part.shape[-1] == 1 else spec for part in (matrix.scales, matrix.minima)]
+    return CodedMatrix(codes=spec, scales=each[0], minima=each[1])  # type: ignore[arg-type]
 
 
 def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
@@ -61,8 +77,10 @@ def shard_params(params: Any, mesh: Mesh) -> Any:
     _check_axes(mesh)
     devices = mesh.shape.get(MODEL, 1)
 
-    def where(path: Any, leaf: Any) -> NamedSharding:
+    def where(path: Any, leaf: Any) -> Any:
         name = "/".join(key.key for key in path)
+        if isinstance(leaf, CodedMatrix):
+            return coded_shardings(name, leaf, mesh)
         sharding = param_sharding(name, leaf.ndim, mesh)
         for size, axis in zip(leaf.shape, sharding.spec, strict=False):
             if axis == MODEL and size % devices:
@@ -72,7 +90,38 @@ def shard_params(params: Any, mesh: Mesh) -> Any:
                 )
         return sharding
 
-    return jax.device_put(params, jax.tree.map_with_path(where, params))
+    is_leaf = lambda leaf: isinstance(leaf, CodedMatrix)  # noqa: E731
+    return jax.device_put(params, jax.tree.map_with_path(where, params, is_leaf=is_leaf))
+
+
+def coded_shardings(path: str, matrix: CodedMatrix, mesh: Mesh) -> CodedMatrix:
+    """Return the shardings of the parts of a parameter in codes on ``mesh``.
+
+    Raises:
+        ValueError: a device would get a part of a row that is no whole number of chunks, or rows could not be divided.
+    """
+    devices = mesh.shape.get(MODEL, 1)
+    specs = coded_specs(path, matrix)
+    for size, axis in zip((*matrix.lead, matrix.width), specs.codes, strict=False):
+        whole = CHUNK if size == matrix.width and size % CHUNK == 0 else 1
+        if axis == MODEL and size % (whole * devices):
+            raise ValueError(
+                f"the parameter {path} in {matrix.bits} bits cannot be split over {devices} devices (the mesh's axis "
+                f"{MODEL!r}): expected a number of devices that divides {size} into multiples of {whole}"
+            )
+    if MODEL not in mesh.axis_names:
+        specs = jax.tree.map(lambda part: PartitionSpec(), matrix)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def placed(path: str, matrix: CodedMatrix, mesh: Mesh) -> CodedMatrix:
+    """Move a parameter in codes, which every process has the whole of, to ``mesh``; see `coded_shardings` for the error."""
+
+    def move(part: jax.Array, sharding: NamedSharding) -> jax.Array:
+        host = np.asarray(part)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(move, matrix, coded_shardings(path, matrix, mesh))
 
 
 def _check_axes(mesh: Mesh) -> None:

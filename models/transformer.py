@@ -23,6 +23,8 @@ product with the matrix [d, 2F]. On a TPU a reshape to [d, 2F] would copy the we
 Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the results of ``out``
 and ``down`` are summed over the devices, and each device has its rows of the tables [V, d].
 
+A kernel or a table may be a `CodedMatrix` (`models.coded`): then `product` reads its codes.
+
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
@@ -38,6 +40,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import axes
 from pallas_kernels.add_norm import add_norm, rms_norm
+from pallas_kernels.coded_product import coded_product
+from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 
 from .config import ModelConfig
 from .experts import Experts, mix, route
@@ -64,7 +68,7 @@ def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
     return nn.initializers.normal(stddev=_INIT_STD * shrink)
 
 
-def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> jax.Array:
+def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> Any:
     """Return the parameter of a module that the last part of ``path`` names, in the dtype in which it is stored.
 
     ``nn.Module.param`` checks a parameter's shape by tracing its `initializer`, which takes half the time of tracing a model.
@@ -72,9 +76,42 @@ def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, 
     name = path.split("/")[-1]
     if module.has_variable("params", name):
         value = module.get_variable("params", name)
-        if jnp.shape(value) == shape:
+        if shape_of(name, value) == shape:
             return value
     return module.param(name, initializer(path, config), shape, config.dtype)  # also raises the errors of wrong parameters
+
+
+def shape_of(path: str, value: Any) -> tuple[int, ...]:
+    """Return the shape that the parameter at ``path`` has as an array."""
+    if not isinstance(value, CodedMatrix):
+        return jnp.shape(value)
+    return (*value.lead, value.width) if path.endswith("embedding") else (value.width, *value.lead)
+
+
+def product(
+    x: jax.Array, kernel: Any, dense: Callable[[jax.Array, jax.Array], jax.Array], bias: jax.Array | None = None
+) -> jax.Array:
+    """Multiply ``x`` [B, T, K] with a kernel [K, ...], and add a bias: every product with a kernel of the layers.
+
+    Args:
+        x: in the dtype of computation.
+        kernel: an array in any dtype, or its codes.
+        dense: multiplies with a kernel in the dtype of ``x``.
+        bias: of the shape of a result's row.
+
+    Returns:
+        [B, T, ...] in the dtype of ``x``.
+    """
+    if isinstance(kernel, CodedMatrix):
+        made = coded_product(x, kernel)
+        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
+    matrix = kernel.astype(x.dtype)
+
+    def times(x: jax.Array) -> jax.Array:
+        made = dense(x, matrix)
+        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
+
+    return multiplied(times, x, math.prod(matrix.shape[1:]))
 
 
 class Scale(nn.Module):
@@ -113,14 +150,11 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x`` [..., K], in the dtype of computation, to [..., N]."""
+        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]."""
         config, wide = self.config, (self.features,)
-        kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide)).astype(config.dtype)
-        made = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
-        if not self.use_bias:
-            return made
-        bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype)
-        return made + bias.reshape((1,) * (x.ndim - 1) + wide)
+        kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
+        bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype) if self.use_bias else None
+        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias)
 
 
 class Attention(nn.Module):
@@ -142,7 +176,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
         wide = heads * (group + 2) * dim
-        qkv = multiplied(Dense(config, wide, config.qkv_bias, name="qkv"), rows.astype(config.dtype), wide)
+        qkv = Dense(config, wide, config.qkv_bias, name="qkv")(rows.astype(config.dtype))
         qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
         if config.qk_norm:
             # All heads are normalised in one pass, because norms of slices would be five launches. The pass comes before the
@@ -170,18 +204,18 @@ class Attention(nn.Module):
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
         out = out.astype(config.dtype)
-        return axes.total(multiplied(Dense(config, config.hidden_size, name="out"), out, config.hidden_size)), state
+        return axes.total(Dense(config, config.hidden_size, name="out")(out)), state
 
 
 class Kernel(nn.Module):
-    """A stored kernel of any shape, in the dtype of computation."""
+    """A stored kernel of any shape."""
 
     config: ModelConfig
     shape: tuple[int, ...]
 
     @nn.compact
-    def __call__(self) -> jax.Array:
-        return stored(self, f"{self.name}/kernel", self.config, self.shape).astype(self.config.dtype)
+    def __call__(self) -> Any:
+        return stored(self, f"{self.name}/kernel", self.config, self.shape)
 
 
 class MLP(nn.Module):
@@ -194,11 +228,9 @@ class MLP(nn.Module):
         """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
         config = self.config
         kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
-        both = multiplied(
-            lambda x: jnp.einsum("btd,dgf->btgf", x, kernel), x.astype(config.dtype), 2 * config.intermediate_size
-        )
+        both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
         gated = ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :]
-        return axes.total(multiplied(Dense(config, config.hidden_size, name="down"), gated, config.hidden_size))
+        return axes.total(Dense(config, config.hidden_size, name="down")(gated))
 
 
 class MixtureMLP(nn.Module):
@@ -212,9 +244,10 @@ class MixtureMLP(nn.Module):
         """Apply each token's experts to ``x`` [B, T, d]; return [B, T, d]."""
         experts, hidden = self.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
-        router = Kernel(self.config, (hidden, count), name="router")()
-        gate_up = Kernel(self.config, (count, hidden, 2, inner), name="gate_up")()
-        down = Kernel(self.config, (count, inner, hidden), name="down")()
+        shapes = {"router": (hidden, count), "gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
+        router, gate_up, down = (
+            Kernel(self.config, shape, name=name)().astype(self.config.dtype) for name, shape in shapes.items()
+        )
         rows = x.reshape(-1, hidden)
         return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
 
@@ -286,18 +319,27 @@ class Table(nn.Module):
 
     def _looked_up(self, tokens: jax.Array) -> jax.Array:
         if not axes.is_split(axes.MODEL):
-            return jnp.take(self.embedding, tokens, axis=0, mode="fill").astype(self.config.dtype)
-        rows = len(self.embedding)
+            return self._rows(tokens, "fill").astype(self.config.dtype)
+        rows = self.config.vocab_size // axes.size(axes.MODEL)
         place = tokens - axes.index(axes.MODEL) * rows
         mine = (place >= 0) & (place < rows)
-        x = jnp.take(self.embedding, jnp.where(mine, place, 0), axis=0).astype(self.config.dtype)
+        x = self._rows(jnp.where(mine, place, 0)).astype(self.config.dtype)
         x = axes.total(jnp.where(mine[..., None], x, 0))
         return jnp.where((tokens < self.config.vocab_size)[..., None], x, jnp.nan)
 
+    def _rows(self, tokens: jax.Array, mode: str | None = None) -> jax.Array:
+        if isinstance(self.embedding, CodedMatrix):
+            return taken(self.embedding, tokens)
+        return jnp.take(self.embedding, tokens, axis=0, mode=mode)
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits float32 [..., V] of hidden states [..., d]."""
-        table = self.embedding.astype(self.config.dtype)
-        made = axes.joined(jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32), x.ndim - 1)
+        if isinstance(self.embedding, CodedMatrix):
+            made = coded_product(x, self.embedding, dtype=jnp.float32)
+        else:
+            table = self.embedding.astype(self.config.dtype)
+            made = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+        made = axes.joined(made, x.ndim - 1)
         return final_logits(made, self.config.logits_multiplier, self.config.logit_softcap)
 
 

@@ -20,26 +20,38 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+
 from . import gguf_files
 from .adapter import apply_adapter
 from .checkpoint_table import Leaf, Parts, checkpoint_table
+from .coded.parameters import check_weight_dtype, code_params, coded, coded_shapes, in_floats
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
 from .named_models import adapter_directory
-from .progress import progress
+from .progress import megabytes, progress, say
 from .replaced_files import replaced_files
-from .sharding import check_mesh, on_host, param_sharding, spans_processes
+from .sharding import check_mesh, on_host, param_sharding, placed, shard_params, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
 from .tokenizer import tokenizer_files
-from .transformer import Transformer, initializer
+from .transformer import Transformer, initializer, shape_of
 
 _CONFIG = "config.json"
-_LONG = 10**9  # bytes of parameters from which loading shows its progress
+_LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
-def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Build the parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf. Nothing is allocated."""
+def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[str, Any]:
+    """Build the parameter tree with a `jax.ShapeDtypeStruct` in ``config.dtype`` at each leaf. Nothing is allocated.
+
+    Args:
+        config: the model.
+        weight_dtype: as in `from_pretrained`; its codes are `CodedMatrix` of shapes.
+
+    Raises:
+        ValueError: ``weight_dtype`` is unknown, or the model has experts.
+    """
+    check_weight_dtype(weight_dtype, config)
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -47,7 +59,8 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
             key, tokens, lambda layer, state, q, k, v: (q, state), (None,) * config.num_layers
         )
 
-    return jax.eval_shape(init, jax.random.key(0))["params"]
+    shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+    return shapes if weight_dtype is None else coded_shapes(shapes, weight_dtype)
 
 
 def _check_config_and_key(config: Any, key: Any) -> None:
@@ -110,7 +123,12 @@ def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding:
 
 
 def from_pretrained(
-    directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
+    directory: str | os.PathLike,
+    dtype: str | None = None,
+    *,
+    offline: bool = False,
+    mesh: Mesh | None = None,
+    weight_dtype: str | None = None,
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
@@ -128,25 +146,36 @@ def from_pretrained(
         offline: whether to raise an error instead of downloading.
         mesh: devices with an axis "model", over which the parameters are split, or an axis "data", along which they are
             replicated, or both; with axes of any type, and of one process or several. None means the default device.
+        weight_dtype: None keeps floating-point numbers. "int8" stores kernels and tables in 8 bits with a scale for each row.
+            "int4" stores kernels in 4 bits with a scale and a minimum for every 32 numbers, and tables in 8 bits. Codes that a
+            GGUF file has are kept: Q8_0, and for "int4" also Q4_0, Q4_1 and Q4_K; other types of 5 to 8 bits become 8 bits.
 
     Returns:
-        The parameters in the config's dtype, and the config.
+        The parameters in the config's dtype, or as `pallas_kernels.formats.coded_matrix.CodedMatrix`, and the config.
 
     Raises:
         FileNotFoundError: the directory, the config, a weight file or a shard is absent.
         OSError: a download failed, see `checkpoint_directory`.
         ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
             of a wrong shape or dtype; the message names all of these tensors. Or the mesh has other axes, or its axis
-            "model" does not divide the model's KV heads, intermediate size and vocabulary.
+            "model" does not divide the model's KV heads, intermediate size and vocabulary. Or ``weight_dtype`` is unknown, or
+            the model has experts, whose weights have no codes.
         TypeError: ``mesh`` is no mesh.
     """
+    check_weight_dtype(weight_dtype)
     adapter = adapter_directory(directory)
-    params, config = _load(directory, dtype, offline, mesh)
-    return (params, config) if adapter is None else apply_adapter(params, config, adapter)
+    if adapter is None:
+        return _load(directory, dtype, offline, mesh, weight_dtype)
+    params, config = _load(directory, dtype, offline, None if weight_dtype else mesh, None)  # an adapter changes floats
+    params, config = apply_adapter(params, config, adapter)
+    if weight_dtype is not None:
+        params = code_params(params, weight_dtype)
+        params = params if mesh is None else shard_params(params, mesh)
+    return params, config
 
 
 def _load(
-    directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None
+    directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
     gguf_path = gguf_files.locate(directory, offline=offline)
@@ -154,18 +183,32 @@ def _load(
         file = gguf_files.open_file(gguf_path)
         config = gguf_files.read_config(file, dtype)
         check_mesh(config, mesh)
+        check_weight_dtype(weight_dtype, config)
         table = checkpoint_table(config)
-        return _assemble(config, table, gguf_files.GGUFTensors.of(file, config, table).parts, mesh, gguf_path.name), config
+        tensors = gguf_files.GGUFTensors.of(file, config, table)
+        maker = None if weight_dtype is None else gguf_files.coder(tensors, weight_dtype)
+        return _assemble(config, table, tensors.parts, mesh, gguf_path.name, maker), config
     directory = checkpoint_directory(directory, offline=offline)
     config = _read_config(directory, dtype)
     check_mesh(config, mesh)
+    check_weight_dtype(weight_dtype, config)
     table = checkpoint_table(config)
     tensors = SafeTensors.of(directory, config, table)
-    return _assemble(config, table, tensors.parts, mesh, directory.name), config
+
+    def rounded(leaf: Leaf) -> CodedMatrix:
+        whole = tensors.parts(leaf, HOST_DTYPES[config.dtype])((slice(None),) * len(leaf.shape))
+        return coded(leaf.path, whole, cast("str", weight_dtype))
+
+    return _assemble(config, table, tensors.parts, mesh, directory.name, rounded if weight_dtype else None), config
 
 
 def _assemble(
-    config: ModelConfig, table: list[Leaf], parts: Callable[[Leaf, np.dtype], Parts], mesh: Mesh | None, name: str
+    config: ModelConfig,
+    table: list[Leaf],
+    parts: Callable[[Leaf, np.dtype], Parts],
+    mesh: Mesh | None,
+    name: str,
+    coder: Callable[[Leaf], CodedMatrix] | None,
 ) -> dict[str, Any]:
     """Load the parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
 
@@ -175,6 +218,7 @@ def _assemble(
         parts: returns for a parameter and a dtype the function that reads its parts.
         mesh: see `from_pretrained`.
         name: the model's name beside the progress of a model that takes long to load.
+        coder: makes the codes of a parameter; None keeps floating-point numbers.
     """
     dtype, params = HOST_DTYPES[config.dtype], {}
     total = sum(math.prod(leaf.shape) for leaf in table) * dtype.itemsize
@@ -182,11 +226,15 @@ def _assemble(
     with progress(f"loading {name}") if shows else contextlib.nullcontext(lambda done, total: None) as tell:
         done = 0
         for leaf in table:
-            shape, read = leaf.shape, parts(leaf, dtype)
-            if mesh is None:
-                param = jnp.asarray(read((slice(None),) * len(shape)))
+            shape = leaf.shape
+            if coder is not None and leaf.has_codes:
+                param = coder(leaf)
+                param = param if mesh is None else placed(leaf.path, param, mesh)
+            elif mesh is None:
+                param = jnp.asarray(parts(leaf, dtype)((slice(None),) * len(shape)))
             else:
-                sharding, read = param_sharding(leaf.path, len(shape), mesh), functools.cache(read)  # read replicas once
+                sharding = param_sharding(leaf.path, len(shape), mesh)
+                read = functools.cache(parts(leaf, dtype))  # read replicas once
                 param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
             params[leaf.path] = jax.block_until_ready(param)  # else the host would hold all arrays that await their transfer
             done += math.prod(shape) * dtype.itemsize
@@ -230,9 +278,10 @@ def save_pretrained(
 
     Args:
         directory: is created if absent.
-        params: the model's parameter tree, in any float dtype, on one device or many.
+        params: the model's parameter tree, in any float dtype, on one device or many. Codes are written as their numbers.
         config: the model.
-        dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``.
+        dtype: dtype of the file, "float32" or "bfloat16"; None means ``config.dtype``. A line on standard error says the size
+            of a file of more than 1 GB.
         tokenizer: the checkpoint whose tokenizer and chat template are copied, such as the directory or the name that
             `from_pretrained` read; or a tokenizer object, see `as_tokenizer`. None writes no tokenizer.
 
@@ -254,14 +303,18 @@ def save_pretrained(
     problems = [f"missing {path} {list(shape)}" for path, shape in expected.items() if path not in flat]
     for path, leaf in flat.items():
         if path not in expected:
-            problems.append(f"unused {path} {list(leaf.shape)}")
-        elif leaf.shape != expected[path]:
-            problems.append(f"misshaped {path}: got {list(leaf.shape)}, expected {list(expected[path])}")
+            problems.append(f"unused {path} {list(shape_of(path, leaf))}")
+        elif (shape := shape_of(path, leaf)) != expected[path]:
+            problems.append(f"misshaped {path}: got {list(shape)}, expected {list(expected[path])}")
     if problems:
         raise ValueError("params do not belong to config:\n  " + "\n  ".join(problems))
     tensors, shared = {}, spans_processes(params)
+    size = sum(math.prod(shape) for shape in expected.values()) * HOST_DTYPES[dtype].itemsize
+    if size > _LONG and jax.process_index() == 0:
+        say(f"writing {directory}: {megabytes(size)} in {dtype}" + ', dtype="bfloat16" takes half' * (dtype == "float32"))
     for leaf in checkpoint_table(config):
-        host = on_host(flat[leaf.path]).astype(HOST_DTYPES[dtype], copy=False)
+        param = jax.tree.map(on_host, flat[leaf.path])
+        host = np.asarray(in_floats(leaf.path, param, HOST_DTYPES[dtype])).astype(HOST_DTYPES[dtype], copy=False)
         if jax.process_index() == 0 or not shared:
             tensors.update(leaf.split(host))
     try:

@@ -23,7 +23,14 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> None:
 
 
 def fused_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, causal: bool = False, **lengths: Any
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float,
+    causal: bool = False,
+    bias: jax.Array | None = None,
+    **lengths: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Run cuDNN over query [B, N, T, D], key and value [B, H, S, D], all bfloat16 or all float16.
 
@@ -33,6 +40,8 @@ def fused_attention(
         value: [B, H, S, D].
         scale: factor of the logits.
         causal: query t sees keys 0 to t; otherwise every query sees all keys of its row.
+        bias: [B, 1, T, S], in the dtype of the query, added to the logits; only alone: not ``causal``, and without
+            ``lengths``. T and S are even.
         **lengths: ``q_seqlen`` and ``kv_seqlen`` int32 [B], the tokens of each row; not with ``causal``.
 
     Returns:
@@ -50,8 +59,9 @@ def fused_attention(
             query,
             key,
             value,
+            bias,
             scale=scale,
-            mask_type=MaskType.CAUSAL if causal else MaskType.PADDING,
+            mask_type=MaskType.NO_MASK if bias is not None else MaskType.CAUSAL if causal else MaskType.PADDING,
             qkv_layout="BNTH",
             return_residual=True,
             **lengths,

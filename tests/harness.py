@@ -67,6 +67,7 @@ WRAPPERS = {
     "prefill": kvjax.Prefill(
         method=SnapKV(budget=12, obs_window=5), pattern=kvjax.Pattern(columns=3, diagonals=3), **SMALL_PATTERNS
     ),
+    "verified": kvjax.Verified(draft=SnapKV(budget=12, obs_window=5), depth=2, worth=None),
 }
 
 
@@ -101,7 +102,7 @@ ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL, *TWICE)
 # A choice for speed. Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "layer_budgets", "thinned", "thin_pages", "prefill", *ELSEWHERE,
+    "twilight", "layer_budgets", "thinned", "thin_pages", "prefill", "verified", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -135,6 +136,8 @@ def any_example(name: str) -> Any:
 def generous(name: str) -> Any:
     """The example with room for everything in any test here; None if nothing limits it."""
     big = 96
+    if name == "verified":
+        return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
     if name == "stages":
         return kvjax.Stages(
             evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)

@@ -5,6 +5,7 @@ from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
 from experiments.answering.ask import ask_each as ask_each
+from experiments.answering.ask import ask_in_turn as ask_in_turn
 from experiments.answering.ask import num_programs as num_programs
 from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs

@@ -95,7 +95,12 @@ def ask(params: Any, config: Any, contexts: Sequence[Ids], method: Method | str,
     return asked
 
 
-def ask_each(
+def ask_each(params: Any, config: Any, contexts: Sequence[Ids], *arguments: Any, **options: Any) -> list[Asked]:
+    """List what `ask_in_turn` yields."""
+    return list(ask_in_turn(params, config, contexts, *arguments, **options))
+
+
+def ask_in_turn(
     params: Any,
     config: Any,
     contexts: Sequence[Ids],
@@ -109,7 +114,7 @@ def ask_each(
     kv_dtype: str | None = None,
     tell: Callable[[str, float], None] | None = None,
     ready: Callable[[int], None] | None = None,
-) -> list[Asked]:
+) -> Iterator[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
     Args:
@@ -129,8 +134,9 @@ def ask_each(
         ready: waits for the compiler. It is called before contexts are prefilled and before they are asked under a method,
             with the number of `programs` that run until then. The seconds in it count as compilation.
 
-    Returns:
-        Answers and accounting of each method. Each method gets an equal share of the time to prefill the contexts.
+    Yields:
+        Answers and accounting of each method, as soon as the method has answered the last context. Each method gets an equal
+        share of the time to prefill the contexts.
 
     Raises:
         ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape;
@@ -179,7 +185,8 @@ def ask_each(
                 + waited.compile
                 + (reading.compile + waiting.run + waiting.compile) / len(made),
             )
-    return made
+            if start + shape.rows >= len(contexts):
+                yield made[number]
 
 
 def _answer(

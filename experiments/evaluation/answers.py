@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from experiments.answering import (
     LoadedModel,
     Shape,
     account,
-    ask_each,
+    ask_in_turn,
     batch_rows,
     equal_rows,
     interval,
@@ -145,7 +145,7 @@ def answer_cell(
     new_tokens: int | None = None,
     tell: Callable[[str, float], None] | None = None,
     ready: Callable[[int, int], None] | None = None,
-) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
     Args:
@@ -158,33 +158,35 @@ def answer_cell(
         new_tokens: most tokens of an answer; None takes the examples' own.
         tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
         ready: is called with the index of a batch and a number of its programs, and waits until they are compiled; see
-            `experiments.answering.ask_each`.
+            `experiments.answering.ask_in_turn`.
 
-    Returns:
-        For each method a metric for `experiments.records.make_record`, and a prediction for each example.
+    Yields:
+        For each method a metric for `experiments.records.make_record`, and a prediction for each example, as soon as the
+        method has answered.
     """
-    asked: list[list[Asked]] = []  # asked[batch][method]
+    asked: list[list[Asked]] = [[] for _ in methods]  # asked[method][batch]
     total, done = sum(len(batch.units) for batch in batches), 0
     for index, batch in enumerate(batches):
         part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
         texts = encoded.wholes if question == "prefill" else encoded.heads
-        asked.append(
-            ask_each(
-                model.params,
-                with_room(model.config, batch.shape, methods),
-                [texts[unit[0]] for unit in batch.units],
-                methods,
-                batch.shape,
-                questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
-                limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
-                clock=clock,
-                kv_dtype=model.kv_dtype,
-                tell=part,
-                ready=None if ready is None else functools.partial(ready, index),
-            )
+        made = ask_in_turn(
+            model.params,
+            with_room(model.config, batch.shape, methods),
+            [texts[unit[0]] for unit in batch.units],
+            methods,
+            batch.shape,
+            questions=[[encoded.tails[i] for i in unit] for unit in batch.units] if question != "prefill" else (),
+            limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
+            clock=clock,
+            kv_dtype=model.kv_dtype,
+            tell=part,
+            ready=None if ready is None else functools.partial(ready, index),
         )
+        for own, one in zip(asked, made, strict=True):
+            own.append(one)
+            if len(own) == len(batches):
+                yield _scored(model, encoded, batches, own, new_tokens)
         done += len(batch.units)
-    return [_scored(model, encoded, batches, own, new_tokens) for own in zip(*asked, strict=True)]
 
 
 def _tell_part(tell: Callable[[str, float], None], first: float, part: float, phase: str, share: float) -> None:
@@ -259,6 +261,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),
         "mean_answer_tokens": round(float(np.mean([line["answer_tokens"] for line in predictions])), 1),
         "unfinished": sum(not line["ended"] for line in predictions),
+        "cut_below_100": sum(not line["ended"] and line["score"] < 1 for line in predictions),
         "truncated": sum(line["cut_tokens"] > 0 for line in predictions),
         "by": _by_label(predictions),
         **_measured(predictions),

@@ -11,7 +11,7 @@ import functools
 import gc
 import pathlib
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,7 +135,7 @@ class Runner:
             ValueError: the folder holds answers to other examples of a cell.
         """
         choices = self.settings.choices
-        begun = time.monotonic()
+        begun, spent = self._begun, self._spent = time.monotonic(), {name: 0.0 for name in SECONDS}
         self._answered.check_tasks(self.cells)
         for cell in self.cells:  # files change; the generators do not, and their cells are checked before they are answered
             if from_file(cell.identity):
@@ -154,7 +154,6 @@ class Runner:
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            spent = {name: 0.0 for name in SECONDS}
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
             with Progress(len(jobs), self.progress and is_drawn()) as bar:  # a log has a line for each cell
                 while waiting:
@@ -168,17 +167,9 @@ class Runner:
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.put_back(parts)
                         continue
-                    rows, again = self._attempt(parts[0], waited, ahead, clock, bar)
-                    waiting.put_back(again)
-                    for job, row in zip(left, rows, strict=not again):
-                        spent = {name: spent[name] + row[name] for name in SECONDS}
-                        self._say(
-                            f"{time.monotonic() - begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
-                            f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
-                            f"compiling {row['compile_seconds']:.1f} s"
-                            + "  NO EFFECT: it read every token" * without_effect(row)
-                        )
-                        bar.end(1, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
+                    finished, again = self._attempt(parts[0], waited, ahead, clock, bar)
+                    waiting.put_back(again)  # it may have finished cells, which are counted when the group is taken again
+                    bar.end(finished, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
         answers, prompts = spent["answer_seconds"], spent["seconds"] - spent["answer_seconds"]
         self._say(
             f"{time.monotonic() - begun:.0f} s: prompts {prompts:.0f} s, answers {answers:.0f} s, "
@@ -187,19 +178,20 @@ class Runner:
 
     def _attempt(
         self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
-    ) -> tuple[list[dict[str, Any]], list[Group]]:
-        """Run a group as `_run` does; if the device runs out of memory, return no rows, and the groups to run instead.
+    ) -> tuple[int, list[Group]]:
+        """Run a group as `_run` does; if the device runs out of memory, return 0 and the groups to run instead.
 
         `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
         """
         try:
-            return self._run(group, waited, ahead, clock, bar), []
+            self._run(group, waited, ahead, clock, bar)
+            return len(group.jobs), []
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             lacks = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
             if not lacks or not (again := self._smaller(group)):
                 raise
         gc.collect()  # the error's frames hold the caches that were too large, in cycles with the error
-        return [], again
+        return 0, again
 
     def _smaller(self, group: Group) -> list[Group]:
         """Split a group that did not fit, or halve the rows of a single method; return [] if it had the fewest already."""
@@ -226,10 +218,11 @@ class Runner:
         job = group.jobs[0]
         return self._plan.batches(job.cell, job.setting.method, job.question, group.tokens)
 
-    def _run(
-        self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
-    ) -> list[dict[str, Any]]:
-        """Measure jobs that prefill a cell's contexts together, into the folder; return their rows."""
+    def _run(self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> None:
+        """Measure jobs that prefill a cell's contexts together.
+
+        A row goes into the folder as soon as its method has answered, so that an interruption loses one method's answers.
+        """
         jobs, cell = group.jobs, group.jobs[0].cell
         self.check(cell)
         name = jobs[0].label if len(jobs) == 1 else f"{len(jobs)} methods"
@@ -242,15 +235,24 @@ class Runner:
         def ready(batch: int, programs: int) -> None:
             ahead.wait(keys[batch], programs)
 
-        rows, told = [], {"read_together": len(jobs)} if len(jobs) > 1 else {}
+        told = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         for job, (row, predictions) in zip(jobs, self._measure(group, clock, bar.tell, ready), strict=True):
             lost = waited.run + waited.compile + waiting.run + waiting.compile
             row["compile_seconds"] = round(row["compile_seconds"] + lost / len(jobs), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
             row |= self.placed | told
             self.folder.add(row, job.identity, predictions)
-            rows.append(row)
-        return rows
+            self._tell(job, row)
+
+    def _tell(self, job: Job, row: Mapping[str, Any]) -> None:
+        """Show a line for a finished cell, and count its seconds."""
+        for name in SECONDS:
+            self._spent[name] += row[name]
+        self._say(
+            f"{time.monotonic() - self._begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
+            f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
+            f"compiling {row['compile_seconds']:.1f} s" + "  NO EFFECT: it read every token" * without_effect(row)
+        )
 
     def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Group]) -> dict[Hashable, dict[Hashable, int]]:
         """Add the programs of generated cells to the queue.
@@ -303,8 +305,8 @@ class Runner:
         clock: CompileClock,
         tell: Callable[[str, float], None],
         ready: Callable[[int, int], None],
-    ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Answer a cell under the methods of a group; return rows without the methods' names, and predictions."""
+    ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Answer a cell under the methods of a group; yield rows without the methods' names, and predictions."""
         job, limit = group.jobs[0], self.settings.max_new_tokens
         encoded, batches = self.store[job.cell], self._batches(group)
         return answer_cell(

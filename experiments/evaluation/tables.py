@@ -24,6 +24,7 @@ _LEGEND = (
     "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
+_ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
 _PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
 
 
@@ -41,6 +42,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
     about = "How well each method answers, beside Full on the same examples."
     units = {item.row["unit"] for item in compared}
     legend = f"{_LEGEND} {_PERPLEXITY}" if "perplexity" in units else _LEGEND
+    legend += _ACCEPTED * any(_accepted(item.row) for item in compared)
     title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
     parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
     if "percent" in units:
@@ -48,7 +50,7 @@ def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
         parts += left_out(compared)
     if papers:
         parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
-    return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
+    return "\n\n".join([*parts, "## Every cell", cell_table(compared), *cut_short(compared)]) + "\n"
 
 
 def csv_report(folders: Sequence[pathlib.Path]) -> str:
@@ -67,7 +69,7 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
     about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
     if means:
         parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
-        about += [f"% {text}" for text in left_out(compared)]
+        about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
     else:
         parts = [latex_table(_cell_cells(compared))]
     return "\n".join(about) + "\n\n" + "\n".join(parts)
@@ -134,6 +136,20 @@ def left_out(compared: Sequence[Compared]) -> list[str]:
     return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
 
 
+def cut_short(compared: Sequence[Compared]) -> list[str]:
+    """Count the answers of each method that may have been cut before they were right, in a list of one sentence.
+
+    These answers reached their limit of tokens and scored below 100. [] if there are none, or if the rows do not tell it, as
+    rows of earlier versions.
+    """
+    counts: dict[str, list[int]] = {}
+    for row in (item.row for item in compared if "cut_below_100" in item.row):
+        mine = counts.setdefault(_method(row), [0, 0])
+        mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
+    told = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
+    return [f"Answers that reached their limit of tokens and scored below 100: {', '.join(told)}."] * bool(told)
+
+
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:
     kept = {(mean["method"], mean["question"], mean["length"]) for mean in averages(compared)}
     rows = (item.row for item in compared if item.row["unit"] == "percent")
@@ -154,6 +170,7 @@ def cell_table(compared: Sequence[Compared]) -> str:
 def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     long = any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared)
+    drafts = any(_accepted(item.row) for item in compared)
     for item in compared:
         row = item.row
         full = row["method"] == BASELINE
@@ -168,6 +185,7 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 "" if full else _change(item),
                 "" if item.same is None else f"{item.same:.0f} %",
                 *([_trace(row)] * long),
+                *([_accepted(row)] * drafts),
                 f"{row['attended_tokens']:,.0f}",
                 _bytes(row["bytes_read_per_step"]),
                 _bytes(row["resident_bytes_per_row"]),
@@ -175,7 +193,7 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
         )
     head = (
         "task", "length", "method", "budget", "question", "score [95 %]", "against Full [95 %]", "same answer",
-        *(["answer tokens"] * long), "tokens attended", "read", "resident",
+        *(["answer tokens"] * long), *(["accepted"] * drafts), "tokens attended", "read", "resident",
     )  # fmt: skip
     return [head, *rows]
 
@@ -186,6 +204,12 @@ def _trace(row: Mapping[str, Any]) -> str:
         return ""
     unfinished = f" ({row['unfinished']} unfinished)" if row.get("unfinished") else ""
     return f"{row['mean_answer_tokens']:,.0f}{unfinished}"
+
+
+def _accepted(row: Mapping[str, Any]) -> str:
+    """Format the tokens that a pass of `kvjax.Verified` gave; "" for other methods."""
+    per_pass = row.get("counters", {}).get("tokens_per_pass")
+    return "" if per_pass is None else f"{per_pass:.2f} a pass"
 
 
 def _change(item: Compared) -> str:

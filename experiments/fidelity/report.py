@@ -19,6 +19,7 @@ _HEAD = (
     "KL, nats",
     "above the nearest",
     "same token",
+    "accepted",
     "perplexity",
     "against Full",
     "attended",
@@ -31,6 +32,10 @@ _LEGEND = (
     "steps whose most likely token is Full's. Against Full: ratio of the perplexities of the texts' own tokens. Brackets: "
     "95 % bootstrap intervals over texts. Budget: tokens per KV head that the setting asks for; where it asks for none, the "
     "tokens attended. Read: bytes of keys, values and metadata per decode step, and as a share of Full's."
+)
+_ACCEPTED = (
+    " Accepted: tokens per pass of Full where the method drafts up to 4 tokens ahead (`kvjax.Verified`), 1 to 5, by the runs "
+    "of steps with the same token."
 )
 
 
@@ -68,7 +73,8 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
         f"Device {device.get('kind', '')}, commit "
         f"{', '.join(dict.fromkeys(map(short_commit, commits or [record.get('commit')])))}."
     )
-    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, _LEGEND]
+    legend = _LEGEND + _ACCEPTED * _has_accepted(record["metrics"])
+    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, legend]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
         if any("by_turn" in row for row in rows):
@@ -79,7 +85,11 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Format the table of a stream at a length."""
     others = [row for row in rows if row["method"] != FULL]
-    return "\n".join(markdown_rows([_HEAD, *(_line(row, others) for row in rows)]))
+    made = [_HEAD, *(_line(row, others) for row in rows)]
+    if not _has_accepted(rows):
+        at = _HEAD.index("accepted")
+        made = [(*cells[:at], *cells[at + 1 :]) for cells in made]
+    return "\n".join(markdown_rows(made))
 
 
 def turns_table(rows: Sequence[Row]) -> str:
@@ -105,11 +115,21 @@ def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
         f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
         "" if full else _above(row, others),
         f"{row['agreement']:.1f} % [{', '.join(f'{end:.1f}' for end in row['agreement_interval_95'])}]",
+        _accepted(row) if "accepted" in row else "",
         f"{row['perplexity']:,.4g}",
         f"{row['perplexity_ratio']:.4g} [{', '.join(f'{end:.4g}' for end in row['perplexity_ratio_interval_95'])}]",
         f"{row['attended_tokens']:,.0f} of {row['length_tokens']:,.0f}",
         f"{row['bytes_read_per_step'] / 1e6:.2f} MB ({share:.1f} %)",
     )
+
+
+def _has_accepted(rows: Sequence[Row]) -> bool:
+    """Tell whether a row has tokens per pass, which records of earlier versions lack."""
+    return any("accepted" in row for row in rows)
+
+
+def _accepted(row: Row) -> str:
+    return f"{row['accepted']:.2f} [{', '.join(f'{end:.2f}' for end in row['accepted_interval_95'])}]"
 
 
 def _above(row: Row, others: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ from experiments.fidelity.distance import Distance
 from experiments.records import bootstrap_interval
 
 FULL = "full"
+DEPTH = 4  # tokens that a draft of `kvjax.Verified` decodes before a pass, by default
 
 
 def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
     at = inside.any(axis=1)
     by_step = {name: np.sum(values * inside, axis=1)[at] / inside.sum(axis=1)[at] for name, values in steps.items()}
     extra = by_text["loss"] - by_text["full_loss"]
+    per_pass = np.array([tokens_per_pass(agrees[:count]) for agrees, count in zip(steps["agrees"].T, counts, strict=True)])
     return {
         "name": "kl",
         "value": short(by_text["kl"].mean()),
@@ -40,6 +42,8 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
         "interval_95": [short(end) for end in bootstrap_interval(by_text["kl"])],
         "agreement": short(100 * by_text["agrees"].mean()),
         "agreement_interval_95": [short(100 * end) for end in bootstrap_interval(by_text["agrees"])],
+        "accepted": short(per_pass.mean()),
+        "accepted_interval_95": [short(end) for end in bootstrap_interval(per_pass)],
         "perplexity": short(np.exp(by_text["loss"].mean())),
         "full_perplexity": short(np.exp(by_text["full_loss"].mean())),
         "perplexity_ratio": short(np.exp(extra.mean())),
@@ -49,6 +53,30 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
         "by_text": {name: [short(x) for x in by_text[name]] for name in ("kl", "agrees", "loss")},
         "by_step": {name: [short(x) for x in by_step[name]] for name in ("kl", "agrees")},
     }
+
+
+def tokens_per_pass(agrees: np.ndarray, depth: int = DEPTH) -> float:
+    """Compute the tokens per pass of a draft of `kvjax.Verified` along a text, from the steps at which it agrees with Full.
+
+    A pass begins with a token of Full's. Its drafted tokens are kept up to the first step that does not agree, and the next
+    pass begins behind that step, or behind the step after ``depth`` that agree. The text decides what stands before each
+    step, so neither Full nor the draft follows its own tokens.
+
+    Args:
+        agrees: [T], 1 where both have the same most likely token, else 0.
+        depth: tokens that are drafted in a pass.
+
+    Returns:
+        Steps per pass, 1 to ``depth + 1``. A pass that the end of the text cuts short does not count, unless it is the only
+        one.
+    """
+    at = passes = 0
+    while at < len(agrees):
+        kept = int(np.cumprod(agrees[at : at + depth]).sum())
+        if at + kept >= len(agrees) and passes:
+            break
+        at, passes = min(at + kept + 1, len(agrees)), passes + 1
+    return at / passes
 
 
 def by_turn(parts: Sequence[tuple[int, Distance]], turns: np.ndarray) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from kvjax.typing import Model
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 Integers = Array | np.ndarray | Sequence[int]
+_ROOM = 256  # tokens that may follow a prompt, if nothing is said
 
 
 def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 1) -> tuple[Array, Array]:
@@ -91,7 +92,7 @@ def prefill(
     *,
     config: Model,
     method: Method | str = "full",
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     lengths: Integers | None = None,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
@@ -108,7 +109,8 @@ def prefill(
         tokens: list of token lists, or int [B, T] padded on the right with ``lengths``.
         config: the model's description, for example a ``models.ModelConfig``.
         method: a method object or its name; see ``kvjax ls``. A budget may be a `kvjax.share` of the prompt.
-        max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together.
+        max_new_tokens: tokens that may follow the prompt, by `extend`, `decode_step` and `generate` together. None means 256,
+            or as many as the model has positions for behind the longest prompt.
         lengths: int [B], real tokens in each row of a padded array.
         chunk_size: the most prompt tokens of a pass, of all rows together; of each row if a layer is offloaded. It bounds the
             memory of activations, whatever the batch, and does not change results. The passes of a row end with its last
@@ -145,7 +147,7 @@ def prefill_each(
     *,
     methods: Sequence[Method | str],
     config: Model,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     lengths: Integers | None = None,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
@@ -172,10 +174,14 @@ def prefill_each(
     check_model(config)
     check_arrays(params)
     check_kv_dtype(kv_dtype)
-    max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
+    chunk_size = positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
     chosen = _read_together(methods, longest(length, padded), padded.shape[1])
     check_vocabulary(padded, config)
+    if max_new_tokens is None:
+        left = config.max_position_embeddings - longest(length, padded)
+        max_new_tokens = left if 0 < left < _ROOM and not any(method.extrapolates for method in chosen) else _ROOM
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     plan = plan_of(params)
     for method in chosen:
         check_sizes(method, config)

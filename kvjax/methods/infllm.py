@@ -44,12 +44,12 @@ from kvjax.rope import rotate
 from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
+from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.host import take_rows
-from pallas_kernels.numerics import product_precision
-
-_LOGITS = 1 << 19  # the most logits, queries x keys, that a chunk holds at once per query head
+from pallas_kernels.numerics import merge_pair
+from pallas_kernels.score.column_mass import column_mass
 
 
 @pytree
@@ -99,6 +99,7 @@ class InfLLM(LayerMethod):
     extrapolates = True
     offloadable = True
     quantisable = True
+    appends = True
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")
@@ -249,49 +250,41 @@ class InfLLM(LayerMethod):
     def _attend(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
         """Attend with a chunk: output [B, H, G, T, D]; mass of each near token, float32 [B, H, G, num_local - 1 + T]."""
         tokens, window, count = inputs.query.shape[3], self.num_local, places.near.shape[1]
-        shift = jnp.arange(tokens, dtype=jnp.int32)  # of a query behind the first, in tokens
-        near_query = rotate(inputs.query, window - 1 + shift, inputs.inv_freq)
+        heads, real, scale = inputs.key.shape[:2], inputs.position >= 0, 1 / math.sqrt(inputs.query.shape[-1])
+        shift, slot = (jnp.arange(n, dtype=jnp.int32) for n in (tokens, count))  # places of queries and of near tokens
         far_key, far_value, near_key, near_value = (
-            jnp.where(used[:, None, :, None], take_rows(x, slots[:, None]), 0)  # an empty slot may hold anything
-            for slots, used in ((places.far, places.far_used), (places.near, places.near_used))
-            for x in (cache.key, cache.value)
+            take_rows(x, slots[:, None]) for slots in (places.far, places.near) for x in (cache.key, cache.value)
         )
         # The first near tokens leave the windows of later queries. They are keys a second time, at the one distance.
         leaving = tokens - 1
-        far_key = jnp.concatenate([far_key, near_key[:, :, :leaving]], axis=2)
-        near_key = rotate(near_key, jnp.arange(count, dtype=jnp.int32), inputs.inv_freq)
-        value = jnp.concatenate([far_value, near_value[:, :, :leaving], near_value], axis=2)
-        size = min(tokens, max(_LOGITS // value.shape[2], 1))
-        exact, slot = product_precision(value.dtype), jnp.arange(count, dtype=jnp.int32)[None, None]
-
-        def add(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            out, mass = carry
-            start = jnp.minimum(number * size, tokens - size)  # the last block of queries may begin in the one before
-            far, near, real = (
-                lax.dynamic_slice_in_dim(x, start, size, axis)
-                for x, axis in ((places.query, 3), (near_query, 3), (inputs.position >= 0, 1))
-            )
-            at = (start + jnp.arange(size, dtype=jnp.int32))[None, :, None]
-            present = places.near_used[:, None]
-            seen = [
-                jnp.broadcast_to(places.far_used[:, None], (len(real), size, places.far.shape[1])),
-                (present & (slot < at))[..., :leaving],
-                present & (slot >= at) & (slot < at + window),
-            ]
-            seen = jnp.concatenate(seen, axis=2)[:, None, None]
-            logits = jnp.concatenate([_products(far, far_key), _products(near, near_key)], axis=-1)
-            logits = jnp.where(seen, logits / math.sqrt(far.shape[-1]), jnp.finfo(jnp.float32).min)
-            weight = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0)
-            new = jnp.einsum(
-                "bhgts,bhsd->bhgtd", weight.astype(value.dtype), value, precision=exact,
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            counted = (real & (at[..., 0] >= number * size))[:, None, None, :, None]
-            mass = mass + jnp.where(counted, weight[..., -count:], 0).sum(axis=3)
-            return lax.dynamic_update_slice_in_dim(out, new.astype(out.dtype), start, 3), mass
-
-        nothing = jnp.zeros_like(inputs.query), jnp.zeros((*inputs.query.shape[:3], count), jnp.float32)
-        return lax.fori_loop(0, -(-tokens // size), add, nothing)
+        far_place = [jnp.where(places.far_used, 0, EMPTY), jnp.where(places.near_used, slot + 1, EMPTY)[:, :leaving]]
+        far = dense_attention(
+            places.query,
+            jnp.concatenate([far_key, near_key[:, :, :leaving]], axis=2),
+            jnp.concatenate([far_value, near_value[:, :, :leaving]], axis=2),
+            query_position=jnp.where(real, shift, EMPTY),
+            key_position=_of_heads(jnp.concatenate(far_place, axis=1), heads),
+            scale=scale,
+        )
+        query = rotate(inputs.query, window - 1 + shift, inputs.inv_freq)
+        near_key, last = rotate(near_key, slot, inputs.inv_freq), jnp.where(real, window - 1 + shift, EMPTY)
+        near_place = _of_heads(jnp.where(places.near_used, slot, EMPTY), heads)
+        near = dense_attention(
+            query,
+            near_key,
+            near_value,
+            query_position=last,
+            key_position=near_place,
+            query_first=jnp.broadcast_to(shift, real.shape),
+            scale=scale,
+        )
+        out, lse = merge_pair(*near, *far)
+        mass = [_mass(query, near_key[:, :, leaving:], lse, last, near_place[..., leaving:])]
+        if leaving:  # a query sees of these tokens its own and all later ones: in the other order, a causal mask
+            before = jnp.where(real, leaving - shift, EMPTY)
+            place = jnp.where(near_place >= 0, leaving - slot, EMPTY)[..., :leaving]
+            mass.insert(0, _mass(query, near_key[:, :, :leaving], lse, before, place))
+        return out, jnp.concatenate(mass, axis=3)
 
     def _noted_one(self, state: BlockState, cache: LayerStorage, lse: Array, logits: Array, inputs: Inputs) -> BlockState:
         """Update the state after a step with the results of `_attend_one`; `settle` does the rest.
@@ -370,7 +363,28 @@ def _of_slots(received: Array, at: Array) -> Array:
     return jax.vmap(one)(received, at)
 
 
-def _products(query: Array, key: Array) -> Array:
-    """Compute q . k in float32: [B, H, G, T, s]."""
-    exact = product_precision(query.dtype)
-    return jnp.einsum("bhgtd,bhsd->bhgts", query, key, precision=exact, preferred_element_type=jnp.float32)
+def _of_heads(place: Array, heads: tuple[int, ...]) -> Array:
+    """Repeat ``place`` int32 [B, S] for all KV heads: [B, H, S]."""
+    return jnp.broadcast_to(place[:, None], (*heads, place.shape[1]))
+
+
+def _mass(query: Array, key: Array, lse: Array, asked: Array, place: Array) -> Array:
+    """Sum the attention that each query head pays to each key: float32 [B, H, G, S]; see `column_mass`.
+
+    Args:
+        query: [B, H, G, T, D].
+        key: [B, H, S, D].
+        lse: float32 [B, H, G, T].
+        asked: int32 [B, T], positions of the queries.
+        place: int32 [B, H, S], positions of the keys.
+    """
+    group, heads = query.shape[2], (len(query), -1)
+    mass = column_mass(
+        query.reshape(*heads, 1, *query.shape[3:]),
+        jnp.repeat(key, group, axis=1),
+        lse.reshape(*heads, 1, lse.shape[3]),
+        query_position=asked,
+        key_position=jnp.repeat(place, group, axis=1),
+        scale=1 / math.sqrt(query.shape[-1]),
+    )
+    return mass.reshape(*query.shape[:3], -1)

@@ -15,9 +15,8 @@ prompt too, as if the demo read it token by token. So the result does not depend
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,7 +27,9 @@ from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from kvjax.slots import check_budget, cost_of_all
 from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
+from pallas_kernels.numerics import merge_pair
 
 
 @pytree
@@ -89,32 +90,28 @@ class StreamingLLM(LayerMethod):
         Two rotations under one softmax: towards the sinks a query stands at slot ``budget`` at most, and towards other
         tokens at its true distance.
         """
-        sinks, scale = self.num_sink, 1 / math.sqrt(query.shape[-1])
-        stored = cache.position
+        sinks, stored = self.num_sink, cache.position
         # In the window only differences of angles matter. Positions are counted from the oldest kept token, so that they are
         # small and their angles exact.
         base = jnp.maximum(position[:, :1] - self.budget, 0)
         slot = jnp.minimum(position, self.budget)
-        far = rotate(query, slot[:, None, None], inv_freq).astype(jnp.float32)
-        near = rotate(query, (position - base)[:, None, None], inv_freq).astype(jnp.float32)
-        blank = cache.valid[..., None]
-        key_far = rotate(jnp.where(blank, cache.key, 0)[:, :, :sinks], stored[:, :, :sinks], inv_freq)
-        key_near = rotate(jnp.where(blank, cache.key, 0)[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq)
-        logits = (
-            jnp.concatenate(
-                [
-                    jnp.einsum("bhgtd,bhsd->bhgts", far, key_far.astype(jnp.float32)),
-                    jnp.einsum("bhgtd,bhsd->bhgts", near, key_near.astype(jnp.float32)),
-                ],
-                axis=-1,
-            )
-            * scale
+        far_query = rotate(query, slot[:, None, None], inv_freq)
+        near_query = rotate(query, (position - base)[:, None, None], inv_freq)
+        key_far = rotate(cache.key[:, :, :sinks], stored[:, :, :sinks], inv_freq)
+        options: dict[str, Any] = {"query_position": position, "scale": 1 / math.sqrt(query.shape[-1])}
+        value = cache.value
+        far = dense_attention(far_query, key_far, value[:, :, :sinks], key_position=stored[:, :, :sinks], **options)
+        if cache.num_slots <= sinks:
+            return far[0]
+        near = dense_attention(
+            near_query,
+            rotate(cache.key[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq),
+            value[:, :, sinks:],
+            key_position=stored[:, :, sinks:],
+            query_first=position - (self.budget - sinks),
+            **options,
         )
-        seen = self._seen(position[:, None, None, :, None], stored[:, :, None, None, :])
-        weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
-        weight = jnp.where(seen, weight, 0)
-        value = jnp.where(blank, cache.value, 0).astype(jnp.float32)
-        return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).astype(query.dtype)
+        return merge_pair(*near, *far)[0]
 
     def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
         """Attend with one token, T = 1, to all stored tokens: `_evict` left its window.
@@ -131,11 +128,6 @@ class StreamingLLM(LayerMethod):
             rotation=Rotation(inv_freq=inv_freq, origin=origin, first=self.num_sink),
         )
         return out[..., None, :]
-
-    def _seen(self, asked: Array, kept: Array) -> Array:
-        """Tell whether a query at ``asked`` sees a token at ``kept``, both int32, broadcast: sinks and its window."""
-        window = kept >= asked - (self.budget - self.num_sink)
-        return (kept >= 0) & (kept <= asked) & ((kept < self.num_sink) | window)
 
     def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
         """Evict all tokens except the sinks and the newest. Positions differ, so there are no ties."""

@@ -126,6 +126,7 @@ class TokenSelect(LayerMethod):
     extrapolates = True
     offloadable = True
     quantisable = True
+    appends = True
     slot_block = 1
 
     def check(self) -> None:

@@ -8,8 +8,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from kvjax.method import Method
 from kvjax.methods import Full
@@ -22,6 +26,7 @@ _BUDGET = 36  # tokens: an observation window of 32 fits, and prompts of 40 toke
 _EVERYTHING = 96  # tokens, more than any run here has
 _LAYER = (
     laws.empty_slots_are_never_read,
+    laws.scores_are_numbers,
     laws.rows_are_independent,
     laws.permuting_heads_permutes_the_output,
     laws.equal_query_heads_attend_as_one,
@@ -40,10 +45,24 @@ _MODEL = (
 )
 
 
+_NEEDS_VALUES = (  # what JAX raises where Python asks for the value of a traced array
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+_JAX = ("jax", "jaxlib", "numpy")
+
+
 def check_method(
-    make: Callable[..., Method], /, *, everything: Mapping[str, Any] | None = None, **knobs: Any
+    make: Callable[..., Method],
+    /,
+    *,
+    everything: Mapping[str, Any] | None = None,
+    tell: Callable[[str], Any] | None = None,
+    **knobs: Any,
 ) -> tuple[str, ...]:
-    """Check the laws that every method of kvjax obeys, on one layer and on a tiny model; takes about half a minute on a CPU.
+    """Check the laws that every method of kvjax obeys, on one layer and on a tiny model; takes a minute or two on a CPU.
 
     The laws do not include an oracle: only a second implementation can tell whether the method is the one of its paper
     (docs/adding_a_method.md). Prompts have 9 to 40 tokens, and 10 tokens follow.
@@ -52,6 +71,7 @@ def check_method(
         make: the method's class, or a function of ``knobs`` that makes the method.
         everything: knobs under which the method keeps and attends to everything; None takes a large ``budget``, if the
             method has one.
+        tell: is called with a line after each law, such as ``print``.
         **knobs: a small setting, which must leave something out of 40 tokens. A method with a ``budget`` gets 36 tokens if
             none is given.
 
@@ -86,17 +106,47 @@ def check_method(
     chosen += _MODEL
     if everything is not None:
         chosen.append(laws.everything_kept_equals_full)
-    broken: dict[str, Exception] = {}
-    for law in chosen:
+    broken: dict[str, tuple[Exception, list[Callable]]] = {}  # by what the error says: one mistake breaks many laws
+    for number, law in enumerate(chosen, 1):
+        begun, word = time.monotonic(), "holds"
         try:
             law(subject)
         except Exception as error:  # a law is broken, too, if the method cannot run there
-            says = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            broken[f"{law.__name__}: {' '.join((law.__doc__ or '').split())}\n{says}"] = error
+            word = "is broken"
+            broken.setdefault(_says(error), (error, []))[1].append(law)
+        if tell is not None:
+            tell(f"{number} of {len(chosen)}, {time.monotonic() - begun:.0f} s: {law.__name__} {word}")
     if broken:
-        told = "\n\n".join([f"{len(broken)} of {len(chosen)} laws are broken", *broken])
-        raise AssertionError(told) from next(iter(broken.values()))
+        count = sum(len(mine) for _, mine in broken.values())
+        parts = [f"{_named(error, mine)}\n{says}" for says, (error, mine) in broken.items()]
+        told = "\n\n".join([f"{count} of {len(chosen)} laws are broken", *parts])
+        raise AssertionError(told) from next(iter(broken.values()))[0]
     return tuple(law.__name__ for law in chosen)
+
+
+def _named(error: Exception, mine: Sequence[Callable]) -> str:
+    """Name laws that are broken by one error, and say what they require if they could be tried."""
+    if not isinstance(error, AssertionError):
+        return ", ".join(law.__name__ for law in mine) + ":"
+    required = (" ".join((law.__doc__ or "").partition("\n\n")[0].split()) for law in mine)
+    return "\n".join(f"{law.__name__}: {text}" for law, text in zip(mine, required, strict=True))
+
+
+def _says(error: Exception) -> str:
+    """Say what a law ran into: in one sentence with the method's own line, if this line needs the value of a traced array."""
+    if isinstance(error, AssertionError):
+        return str(error)
+    if not isinstance(error, _NEEDS_VALUES):
+        return f"{type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame.f_globals.get("__name__", "").partition(".")[0] not in _JAX]
+    frame = own[-1]
+    (line,) = traceback.StackSummary.extract([(frame, frame.f_lineno)])
+    return (
+        f"{frame.f_code.co_qualname} (line {frame.f_lineno} of {line.filename}) needs the value of an array while the method "
+        f"is compiled, in {line.line!r}: use jnp.where or jax.lax.cond in place of `if`, functions of jax.numpy in place of "
+        "those of Python and NumPy, and a static field for what decides a shape"
+    )
 
 
 def _nearby(method: Method) -> Method | None:

@@ -17,7 +17,7 @@ from kvjax.decoding.decode import run_step
 from kvjax.method import with_inner
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
-from kvjax.typing import layer_windows
+from kvjax.typing import layer_windows, pytree
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:
@@ -84,6 +84,25 @@ def prompt_chunks_do_not_change_results(subject: Subject) -> None:
     """Check that a prompt prefilled in chunks gives the same results as a prompt prefilled at once."""
     own = subject.layer.max_tokens(in_prompt=True)
     same(subject.drive(chunk=7 if own is None else own), subject.plain, lengths=subject.lengths)
+
+
+def scores_are_numbers(subject: Subject) -> None:
+    """Check that no stored token scores NaN: every comparison with NaN is false, so NaN would choose tokens silently."""
+    cls, seen = type(subject.layer), []
+
+    def score(self: Any, cache: Any, *arguments: Any) -> Any:
+        made = cls.score(self, cache, *arguments)
+        counts = cache.valid if isinstance(cache, LayerCache) and cache.valid.shape == made.shape else jnp.array(True)
+        for mask in (x for x in arguments if isinstance(x, jax.Array) and x.dtype == bool):  # a scan's searched slots
+            counts = mask if mask.ndim == made.ndim else mask[:, :, None]
+        jax.debug.callback(seen.append, jnp.any(jnp.isnan(made) & counts))
+        return made
+
+    if "score" in dir(cls):
+        watched = pytree(type(cls.__name__, (cls,), {"score": score, "__doc__": cls.__doc__}))
+        subject.drive(method=watched(**vars(subject.layer)))
+        jax.effects_barrier()
+        _must(not any(seen), f"{cls.__name__}.score returned NaN for a stored token or page")
 
 
 def mask_mode_equals_gather_mode(subject: Subject) -> None:

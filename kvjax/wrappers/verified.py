@@ -45,9 +45,12 @@ class Verified(Method):
     With ``offload`` Full's keys and values are in host memory, and a pass brings each layer to the device for a moment. A
     draft that shares them chooses rows there, as with its own ``offload``; any other draft stays on the device.
 
-    Refused when the wrapper is made (ValueError): another `Verified`, a draft with ``offload``, and a draft that keeps every
-    token but reads the prompt in its own way (`TokenSelect`, `InfLLM`, `SelfExtend`, `NTK`, `Prefill`). Refused later: a
-    model whose RoPE frequencies change with the length, and ``max_new_tokens`` of at most ``depth``.
+    `TokenSelect` and `InfLLM` select while they read a prompt. Under this wrapper Full reads it, and they store its tokens
+    in chunks of their own size, in storage of their own, because they keep keys without their positions.
+
+    Refused when the wrapper is made (ValueError): another `Verified`, a draft with ``offload``, and a draft that reads every
+    token at positions or through a pattern of its own (`SelfExtend`, `NTK`, `PI`, `Prefill`). Refused later: a model whose
+    RoPE frequencies change with the length, and ``max_new_tokens`` of at most ``depth``.
 
     The accounting describes a generated token: the bytes of a pass and of its drafts, divided by the tokens per pass so far.
     Its counters are ``passes``, ``tokens_per_pass``, and for each place ``accepted_1`` to ``accepted_N`` the share of the
@@ -112,7 +115,9 @@ class Verified(Method):
         _check_prompt(made.draft, name)
         most = made.max_tokens(in_prompt=False)
         if most is not None and most <= self.depth:
-            raise ValueError(f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}")
+            raise ValueError(
+                f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}"
+            )
         return made
 
     def reread(self, states: tuple, reading: Reading) -> tuple:
@@ -166,10 +171,11 @@ def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Pas
 def _check_prompt(draft: Method, name: str) -> None:
     """Refuse a draft whose state at the prompt's end cannot be made from the keys and values that Full reads.
 
-    A method that keeps a bounded part from the first token on takes them as they come, in its own storage.
+    A method that keeps a bounded part from the first token on, or keys without positions, takes them as they come, in its own
+    storage. What it would have attended to is not used.
     """
-    if not draft.dense_prompt and (draft.slotted or not draft.evicts):
+    if not draft.dense_prompt and (draft.slotted or not (draft.evicts or draft.appends)):
         raise ValueError(
-            f"Verified: draft must prefill densely, as Full does, or keep a bounded part of the prompt, but {name} has a "
-            "prefill or positions of its own"
+            "Verified: draft must prefill densely, as Full does, or store each token as it comes, but "
+            f"{name} has a prefill or positions of its own"
         )

@@ -174,11 +174,9 @@ class VerifiedLayer(LayerMethod):
             most: the largest ``count``.
         """
         draft = cast("SlotMethod", self.draft)
-        if not draft.slotted or draft.moves_slots:
+        if not (draft.slotted and not draft.moves_slots or draft.appends):
             return before
-        old = draft_of(before)
-        recovered = SlotState(cache=rewound(after.cache, count, most), aux=old.aux)
-        return dataclasses.replace(before, draft=recovered) if isinstance(before, Pair) else recovered
+        return with_draft(before, dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most)))
 
     def _told(self, state: Any, inputs: Inputs) -> Any:
         """Store tokens in the draft's own storage, as many at once as it takes; nothing reads its output."""

@@ -8,6 +8,7 @@ llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.
 
 from __future__ import annotations
 
+from .codes import coder
 from .config import read_config
 from .conversion import convert, save_tokenizer
 from .reader import GGUFFile, locate, open_file
@@ -19,6 +20,7 @@ __all__ = [
     "GGUFTensors",
     "build_tokenizer",
     "chat_templates",
+    "coder",
     "convert",
     "locate",
     "open_file",

@@ -201,6 +201,16 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
 
 
 @pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", ["infllm", "keydiff", "streamingllm"])
+def test_a_chunk_over_bounded_slots_for_an_h100_attends_through_cudnn_and_waits_for_nothing(name):
+    """No logits are in memory. A loop within the loop over chunks would wait for the device in each layer."""
+    compiled = needs("h100").compile(prefill(name, 8192), *arguments(PROMPT))
+    text = compiled.as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmax" in text and text.count(" while(") == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * STORE
+
+
+@pytest.mark.xdist_group("compile_only")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "snapkv"])
 def test_a_batch_is_read_in_the_memory_of_a_row(name):

@@ -276,6 +276,23 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
 
 
+def test_an_interruption_keeps_what_methods_that_read_together_have_answered(tiny, tmp_path, monkeypatch):
+    true = answers.ask_in_turn
+
+    def asked(*arguments, **more):
+        yield next(true(*arguments, **more | {"ready": None}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answers, "ask_in_turn", asked)
+    monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [])  # compiles what runs, and nothing else
+    given = {"methods": ["snapkv", "quest"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
+    with pytest.raises(KeyboardInterrupt):
+        make(tiny, tmp_path, together=8, **given).run()
+    kept = read_record(tmp_path)["metrics"]
+    assert [(row["method"], row["read_together"]) for row in kept] == [("full", 3)]
+    assert len(read_predictions(tmp_path, kept[0])) == 2
+
+
 def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
     with progress.Progress(8, True) as bar:
         bar.waits()
@@ -569,6 +586,7 @@ def test_a_table_with_long_answers_tells_their_length(tiny):
     assert [(line["answer_tokens"], line["ended"]) for line in lines] == [(3, True), (8, False)]
     made = answers.summary(asked, lines)
     assert (made["mean_answer_tokens"], made["unfinished"]) == (5.5, 1)
+    assert made["cut_below_100"] == sum(line["score"] < 1 for line in lines if not line["ended"])
     rows = [entry("full", [1.0] * 6, mean_answer_tokens=1500.2, unfinished=0, knobs={}), entry("h2o", [0.0] * 6, knobs={})]
     rows += [entry("tova", [0.0] * 6, mean_answer_tokens=4000, unfinished=6, knobs={})]
     compared = comparison.beside_full(rows)
@@ -577,6 +595,14 @@ def test_a_table_with_long_answers_tells_their_length(tiny):
     assert [line.split(" | ")[8] for line in body] == ["1,500", "", "4,000 (6 unfinished)"]
     assert [flat.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
     assert "answer tokens" not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+
+
+def test_answers_that_were_cut_at_their_limit_are_told():
+    rows = [entry("full", [1.0] * 6, examples=6, cut_below_100=0), entry("h2o", [0.0] * 6, examples=6, cut_below_100=2)]
+    rows += [entry("h2o", [0.0] * 4, task="u", examples=4, cut_below_100=1), entry("full", [1.0] * 4, task="u")]
+    told = "Answers that reached their limit of tokens and scored below 100: H2O 3 of 10."
+    assert tables.cut_short(comparison.beside_full(rows)) == [told]
+    assert tables.cut_short(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "rows of earlier versions"
 
 
 def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():

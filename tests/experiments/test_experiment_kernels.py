@@ -87,6 +87,9 @@ def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, q
     with pytest.raises(SystemExit, match="2"):
         compare_kernels("--only", "nope")
     assert not measured and "unknown operation 'nope'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        compare_kernels("--only", "pagescore")
+    assert "(did you mean 'page_score'?)" in capsys.readouterr().err
 
 
 def test_a_kernel_is_timed(compare_kernels):

@@ -21,7 +21,7 @@ from experiments.fidelity.plots import pieces
 from experiments.fidelity.programs import Programs, shared_room
 from experiments.fidelity.report import difference, table, turns_table
 from experiments.fidelity.settings import FidelitySettings
-from experiments.fidelity.summary import by_turn, summary
+from experiments.fidelity.summary import by_turn, summary, tokens_per_pass
 from experiments.tasks import code_files, tool_turns
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
@@ -270,6 +270,20 @@ def test_distances_are_averaged_by_turn():
     assert turns_table([row]).split("\n")[::2] == ["| KL, nats | budget | turn 1 | turn 2 |", "| Quest | 8 | 1.5 | 5 |"]
 
 
+@pytest.mark.parametrize(
+    ("agrees", "expected"),
+    [
+        ("1" * 15, 5),  # three whole passes
+        ("1" * 17, 5),  # the end cuts the fourth
+        ("0000", 1),
+        ("10111101", 7 / 2),  # 1 kept, then 4, behind which Full gives a token; the end cuts the third
+        ("111", 3),  # the only pass
+    ],
+)
+def test_tokens_per_pass_count_runs_of_agreement(agrees, expected):
+    assert tokens_per_pass(np.array(list(agrees), float)) == expected
+
+
 def run(directory, out, *more):
     arguments = [
         "--model", directory, "--methods", "snapkv,streamingllm", "--budgets", "1/8,1/4", "--lengths", 384, "--samples", 3,
@@ -285,7 +299,8 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     record = json.loads((out / "metrics.json").read_text())
     assert [row["method"] for row in record["metrics"]] == ["full", "snapkv(budget=1/8)", "snapkv(budget=1/4)"]
     full, *others = record["metrics"]
-    assert full["value"] == 0 and full["agreement"] == 100 and full["perplexity_ratio"] == 1
+    assert full["value"] == 0 and full["agreement"] == 100 and full["perplexity_ratio"] == 1 and full["accepted"] == 5
+    assert all(1 <= row["accepted"] <= 5 for row in others)
     assert [row["budget"] for row in others] == [48, 96] and all(row["value"] > 0 for row in others)
     assert others[0]["bytes_read_per_step"] < others[1]["bytes_read_per_step"] < full["bytes_read_per_step"]
     assert others[0]["compile_seconds"] > 0 == others[1]["compile_seconds"], "two budgets, one program"
@@ -297,7 +312,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     joined = json.loads((out / "metrics.json").read_text())
     assert "7 rows to measure, 3 in" in said.err and joined["metrics"][:3] == record["metrics"]
     assert len(joined["notes"]["runs"]) == 2 and {row["stream"] for row in joined["metrics"]} == {"prose", "answers"}
-    assert said.out.count("| StreamingLLM(budget=1/8) | 48 |") == 2 and "frontier" in said.out
+    assert said.out.count("| StreamingLLM(budget=1/8) | 48 |") == 2 and "frontier" in said.out and "| accepted |" in said.out
     assert (out / "table.md").read_text() == fidelity_tables(joined)
     assert [name for name, _ in figures(out, [])] == ["fidelity", "along"]
     for name in ("fidelity", "along"):

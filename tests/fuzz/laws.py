@@ -248,8 +248,22 @@ def sweep_equals_generate(draw: Draw) -> None:
         np.testing.assert_array_equal(got.stats.attended, want.stats.attended)
 
 
+def drafts_give_fulls_tokens(draw: Draw) -> None:
+    """As a draft of `kvjax.Verified`, the method gives Full's tokens and logits; a method that cannot draft is refused."""
+    draft, depth = resident(draw.method), int(draw.rng.integers(1, 5))
+    try:
+        method = kvjax.Verified(draft=draft, depth=depth, worth=None if draw.rng.random() < 0.5 else 0.5)
+        kvjax.memory_needed(method, draw.model, batch=3, prompt_slots=_LONGEST, max_new_tokens=ROOM)
+    except ValueError:
+        return
+    got, want = draw.go_on(draw.read(method)), draw.full.base[1]
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_allclose(got.cache.logits, want.cache.logits, atol=1e-4, rtol=0)
+
+
 _LAYER = (
     laws.empty_slots_are_never_read,
+    laws.scores_are_numbers,
     laws.rows_are_independent,
     laws.permuting_heads_permutes_the_output,
     cost_counts_what_is_attended,
@@ -265,7 +279,12 @@ _MODEL = (
     forks_are_independent,
     laws.second_call_does_not_retrace,
 )
-_ONCE = (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept, saved_equals_loaded)
+_ONCE = (
+    laws.decoding_keeps_structure_shapes_and_dtypes,
+    laws.bfloat16_is_kept,
+    saved_equals_loaded,
+    drafts_give_fulls_tokens,
+)
 
 
 def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:

@@ -157,6 +157,14 @@ def test_metadata_that_no_loop_could_carry_are_refused():
     refuses("unknown method 'my_file.Mine' .did you mean my_file:Mine", lambda: kvjax.make("my_file.Mine"))
 
 
+def test_a_prompt_leaves_room_for_what_the_model_has_positions_for():
+    """`TinyModel` has 160 positions, fewer than the 256 tokens that have room if nothing is said."""
+    sizes = [jax.eval_shape(lambda n=n: prefill([[1] * n])).layers[0].cache.num_slots for n in (9, 150)]
+    assert sizes == [9 + 151, 150 + 10]
+    with pytest.raises(ValueError, match="prompt of 160 . max_new_tokens=256 = 416 tokens exceeds"):
+        prefill([[1] * 160])
+
+
 # ---- prompts ------------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +176,9 @@ def test_metadata_that_no_loop_could_carry_are_refused():
         (lambda: prefill([[1, -2]]), "vocab_size=61.*, got -2"),
         (
             lambda: prefill([[1] * 150], max_new_tokens=11),
-            "prompt of 150 . max_new_tokens=11 = 161 tokens exceeds the model's max_position_embeddings=160; shorten it, or "
-            r"use a method that re-numbers positions \(infllm, ntk, pi, selfextend, streamingllm, tokenselect\)$",
+            "prompt of 150 . max_new_tokens=11 = 161 tokens exceeds the model's max_position_embeddings=160; shorten it, "
+            "take a smaller max_new_tokens, or use a method that "
+            r"re-numbers positions \(infllm, ntk, pi, selfextend, streamingllm, tokenselect\)$",
         ),
         (lambda: prefill([[1]], max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
         (lambda: prefill([[1]], max_new_tokens=2.5), "max_new_tokens must be a whole number of at least 1, got 2.5"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 
@@ -27,7 +28,7 @@ from kvjax.method import Prompt
 from kvjax.methods import Quest
 from kvjax.testing import check_method, laws
 from kvjax.testing.subject import Subject
-from kvjax.typing import pytree
+from kvjax.typing import pytree, static
 from tests import outside_method
 from tests.harness import TINY
 from tests.outside_method import Newest
@@ -53,6 +54,35 @@ class Average(Eviction):
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         return -jnp.einsum("bhsd,bhd->bhs", cache.key, cache.key.mean(axis=2))
+
+
+@pytree
+class Eager(Eviction):
+    """Asks for the value of an array while it is compiled, in one of three ways."""
+
+    asks = bool
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        norm = jnp.linalg.norm(cache.key, axis=-1)
+        if self.asks is bool:
+            if norm.max() > 0:
+                return norm
+        elif self.asks is int:
+            return norm[: int(norm.max())]
+        else:
+            norm = np.sqrt(np.asarray(norm))
+        return norm
+
+
+@pytree
+class Sometimes(Eviction):
+    """Has no score for the third token, or for empty slots."""
+
+    stored: bool = static(default=True)
+
+    def score(self, cache: LayerCache, prompt: Prompt) -> Array:
+        without = cache.position == 2 if self.stored else ~cache.valid
+        return jnp.where(without, jnp.nan, cache.position.astype(jnp.float32))
 
 
 # ---- how it is found ------------------------------------------------------------------------------------------------
@@ -249,12 +279,32 @@ def test_broken_laws_are_named(monkeypatch):
     """All broken laws at once, each with what it says; here only the laws that need no compiled program."""
     monkeypatch.setattr(testing, "_LAYER", ())
     monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept))
-    told = "2 of 2 laws are broken\n\ndecoding_keeps_structure_shapes_and_dtypes: Check that the cache can"
-    with pytest.raises(AssertionError, match=told) as broken:
-        check_method(Forgetful)
+    names = "decoding_keeps_structure_shapes_and_dtypes, bfloat16_is_kept"
+    lines: list[str] = []
+    with pytest.raises(AssertionError, match=f"2 of 2 laws are broken\n\n{names}:\nValueError: Forgetful.up") as broken:
+        check_method(Forgetful, tell=lines.append)
     said = str(broken.value)
     assert "Forgetful.update must return the metadata with the shapes and dtypes that they had, float32 [3], got no" in said
-    assert "\n\nbfloat16_is_kept: Check that keys and values stay" in said
+    assert [line.partition(", ")[0] for line in lines] == ["1 of 2", "2 of 2"] and "bfloat16_is_kept is broken" in lines[1]
+
+
+@pytest.mark.parametrize("wrong, line", [(bool, "if norm.max() > 0:"), (np.asarray, "norm = np.sqrt("), (int, "norm[: int(")])
+def test_a_method_that_asks_for_a_traced_value_is_told_its_line(wrong, line, monkeypatch):
+    monkeypatch.setattr(testing, "_LAYER", ())
+    monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes,))
+    monkeypatch.setattr(Eager, "asks", wrong)
+    with pytest.raises(AssertionError) as broken:
+        check_method(Eager, everything={})
+    said = str(broken.value).split("\n")[-1]
+    assert said.startswith("Eager.score (line ") and "test_plugins.py) needs the value of an array while" in said
+    assert line in said and "use jnp.where or jax.lax.cond" in said
+
+
+def test_a_score_of_nan_breaks_a_law():
+    """Comparisons with NaN are false, so it chooses tokens; a score of an empty slot may be anything."""
+    laws.scores_are_numbers(Subject(Sometimes(budget=12, stored=False), TINY, None))
+    with pytest.raises(AssertionError, match="Sometimes.score returned NaN for a stored token or page"):
+        laws.scores_are_numbers(Subject(Sometimes(budget=12, stored=True), TINY, None))
 
 
 def test_a_score_that_reads_empty_slots_breaks_a_law():
@@ -266,7 +316,7 @@ def test_a_score_that_reads_empty_slots_breaks_a_law():
 
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
-    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 15
+    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 16
 
 
 # ---- the package's home for models ----------------------------------------------------------------------------------

@@ -416,3 +416,16 @@ def test_random_parameters_need_a_description_and_a_key(given):
         models.random_params(*given(config, key))
     with pytest.raises(TypeError, match="expected save_pretrained.directory, params, config. .*got ModelConfig and dict"):
         models.save_pretrained("nowhere", config, {})
+
+
+def test_saving_a_large_model_says_its_size(saved, tmp_path, monkeypatch, capsys):
+    """Nothing else says that float32, as a GGUF file is loaded, takes twice the bytes."""
+    _, params, config = saved
+    models.save_pretrained(tmp_path / "small", params, config)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(weights, "_LONG", 1)
+    models.save_pretrained(tmp_path / "again", params, config, dtype="float32")
+    models.save_pretrained(tmp_path / "half", params, config, dtype="bfloat16")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"kvjax: writing {tmp_path / 'again'}: 0 MB in float32, dtype=\"bfloat16\" takes half")
+    assert second.endswith("0 MB in bfloat16")

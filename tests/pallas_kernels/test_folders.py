@@ -35,7 +35,7 @@ IN_PLACE = {
 # Nobody has chosen shapes for these operations yet. A new operation has timed shapes.
 NOT_YET_TIMED = {
     "add_norm", "bucket_matches", "causal_attention", "chunk_query", "cluster_estimate", "cluster_rank", "cluster_tokens",
-    "dense_attention", "newest_repeat", "rotated_rows", "step_query", "token_list",
+    "newest_repeat", "rotated_rows", "step_query", "token_list",
 }  # fmt: skip
 LINE = re.compile(r"(?:^|\n\n)(Differentiable: through (?:``\w+``(?: and )?)+|Not differentiable: .+)(?:, .+)?\.\n\n")
 every_operation = pytest.mark.parametrize("name", sorted(PLACES))
@@ -155,6 +155,7 @@ UNREAD = {
     ("match_select", "pallas_triton"): {"num_bits"},
     ("match_select", "xla"): {"num_bits"},
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
+    ("dense_attention", "cudnn"): {"limit", "block"},
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
     ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check

@@ -24,7 +24,7 @@ _FUZZ = (ROOT / "tests" / "fuzz").glob("*.py")
 FUZZ = sorted(path for path in _FUZZ if not path.name.startswith("test_"))  # `kvjax fuzz`, which only a clone has
 PACKAGES = sorted(path.parent.name for path in JOBS if path.name == "__init__.py" and path.parents[1] == EXPERIMENTS)
 # Packages inside a package of experiments: jobs that share its parts.
-INNER = ("evaluation.peers", "speed.kernels", "speed.peers")
+INNER = ("evaluation.peers", "speed.exact", "speed.kernels", "speed.peers")
 
 
 def short(path):

@@ -25,6 +25,7 @@ from experiments.speed.kernels.report import kernel_table
 from experiments.speed.roofline import measure_bandwidth
 from experiments.speed.rows import finish, note_run, now
 from experiments.speed.settings import Output
+from kvjax.fields import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class KernelSettings(Settings):
             repeatable
         repeats: measurements of each row
         tiny: sizes for a test; the times mean nothing
-        interpret: run kernels interpreted, on any machine, in the sizes of --tiny: their errors, and no times
+        interpret: run kernels interpreted, on any machine, in the sizes of --tiny: their errors, and no times, because Python
+            runs each of their operations
 
     Raises:
         ValueError: a kernel of your own without exactly one operation.
@@ -73,11 +75,13 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
     only = settings.only or known
     if unknown := [name for name in only if name not in known]:
-        raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected one of {', '.join(known)}")
+        meant = nearest(unknown[0], known)
+        raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected one of {', '.join(known)}{meant}")
     if not small and jax.default_backend() == "cpu":
         raise ValueError(
             "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU: add "
-            "--interpret (kernels interpreted in small sizes, errors and no times), or --tiny"
+            "--interpret (kernels interpreted in small sizes, errors and no times), or --tiny (what a CPU can run, in small "
+            "sizes); no CPU can time a kernel for a GPU or a TPU"
         )
     device = jax.devices()[0].device_kind
     about_all = {"device": device, "tiny": small} | ({"interpret": True} if settings.interpret else {})

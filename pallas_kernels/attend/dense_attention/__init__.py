@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.attend.dense_attention import reference
+from pallas_kernels.attend.dense_attention import cudnn, reference
 from pallas_kernels.attend.dense_attention.checks import check_arrays
 from pallas_kernels.dispatch import Implementation, Operation
 
 __all__ = ["DENSE_ATTENTION", "dense_attention"]
 
-DENSE_ATTENTION = Operation("dense_attention", {"xla": Implementation(reference.dense_attention)})
+DENSE_ATTENTION = Operation(
+    "dense_attention",
+    {
+        "cudnn": Implementation(cudnn.dense_attention, ("gpu",), cudnn.check),
+        "xla": Implementation(reference.dense_attention),
+    },
+)
 
 
 def dense_attention(
@@ -23,6 +29,7 @@ def dense_attention(
     *,
     query_position: jax.Array,
     key_position: jax.Array,
+    query_first: jax.Array | None = None,
     scale: float,
     limit: jax.Array | int | None = None,
     block: int = 1024,
@@ -41,11 +48,13 @@ def dense_attention(
         value: [B, H, S, E], same dtype; E need not be D.
         query_position: int32 [B, T], in tokens; -1 for a padding query, which sees nothing.
         key_position: int32 [B, H, S], in tokens; -1 where the slot is empty. Any order, may differ per head.
+        query_first: int32 [B, T], the first position that each query sees, in tokens; None: all from 0 on.
         scale: factor of the logits.
         limit: int32 scalar, may be traced. The caller knows that slots from ``limit`` on are empty or in the future of
             every query. None reads ``key_position`` once to find the last slot that a query sees.
         block: slots per step of the loop; bounds the logits in memory at B * H * G * T * block * 4 bytes.
-        implementation: "xla" or None.
+        implementation: "cudnn" (flash attention, which needs neither ``limit`` nor ``block``; GPU, bfloat16 or float16,
+            several queries, E as D, B * H * S * max(T, 2 * D) at most 2^28), "xla" (blocks of keys), or None.
         platform: see ``Operation.run``.
 
     Returns:
@@ -60,12 +69,17 @@ def dense_attention(
         raise ValueError(
             f"dense_attention: got value {value.dtype} {value.shape}, expected {key.dtype} {key.shape[:3]} and a width"
         )
+    if query_first is not None and (query_first.shape, str(query_first.dtype)) != (query_position.shape, "int32"):
+        raise ValueError(
+            f"dense_attention: got query_first {query_first.dtype} {query_first.shape}, expected int32 {query_position.shape}"
+        )
     return DENSE_ATTENTION.run(
         query,
         key,
         value,
         query_position=query_position,
         key_position=key_position,
+        query_first=query_first,
         scale=scale,
         limit=limit,
         block=min(block, key.shape[2]),

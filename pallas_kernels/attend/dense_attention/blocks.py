@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from pallas_kernels.numerics import product_precision
 
 
-def block_logits(index, flat, key, query_position, key_position, *, scale, block, group):
+def visible(asked, held, first=None):
+    """Tell which slots a query sees: bool, of int32 that broadcast, ``asked`` and ``first`` of queries, ``held`` of slots."""
+    seen = (held >= 0) & (held <= asked)
+    return seen if first is None else seen & (held >= first)
+
+
+def block_logits(index, flat, key, query_position, key_position, *, scale, block, group, query_first=None):
     """Return the first slot of block ``index``, its logits float32 [B, H, G*T, block], and a mask of the visible logits."""
     slots = key.shape[2]
     # If the block size does not divide S, the last block starts early, which needs no padded copy of the cache. Slots that
@@ -30,8 +36,8 @@ def block_logits(index, flat, key, query_position, key_position, *, scale, block
     position = jax.lax.dynamic_slice_in_dim(key_position, start, block, axis=2)
     fresh = start + jnp.arange(block) >= index * block
     position = jnp.where(fresh[None, None], position, -1)[:, :, None]
-    asked = jnp.tile(query_position, (1, group))[:, None, :, None]
-    return start, logits, (position >= 0) & (position <= asked)
+    asked, first = (None if x is None else jnp.tile(x, (1, group))[:, None, :, None] for x in (query_position, query_first))
+    return start, logits, visible(asked, position, first)
 
 
 def block_count(query_position, key_position, limit, block):

@@ -112,4 +112,5 @@ def _tile(query):
         return query.dtype.itemsize * dim * (PART + tile * (STAGES if group * tokens > tile else 1))
 
     most = TILE if query.dtype.itemsize < 4 else TILE // 4  # products of float32 take many registers
+    most = most if group > 1 else most // 2  # rows of queries that follow each other are loaded with more registers
     return fitting_block(min(most, pl.next_power_of_2(group * tokens)), needed)

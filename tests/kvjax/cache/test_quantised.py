@@ -42,7 +42,7 @@ from tests.kvjax.cases import ask, go_on
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS = np.array([40, 23, 9], np.int32)
 OWN = ("mosaickv", "shadowkv", "think")  # with a storage of their own; written out, because a test asks all methods
-LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if WRAPPERS[name].quantisable)]
+LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if WRAPPERS[name].quantisable and not WRAPPERS[name].drafts)]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 

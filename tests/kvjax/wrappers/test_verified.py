@@ -16,7 +16,7 @@ from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
 from kvjax.families import AppendOnly
-from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, InfLLM, Quest, SelfExtend, SnapKV, TokenSelect
+from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
 from pallas_kernels.host import on_host
@@ -26,7 +26,11 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 N, DEPTH = 16, 3
 KINDS = registry.builtin()
-DRAFTS = [name for name in NAMES if KINDS[name].dense_prompt or (KINDS[name].evicts and not KINDS[name].slotted)]
+DRAFTS = [
+    name
+    for name in NAMES
+    if KINDS[name].dense_prompt or KINDS[name].appends or (KINDS[name].evicts and not KINDS[name].slotted)
+]
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
 IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ
 MARKS = pytest.mark.thorough, pytest.mark.slow
@@ -131,7 +135,9 @@ def test_a_draft_that_is_always_wrong_rests():
     np.testing.assert_array_equal(out.tokens, full().tokens)
     passes = out.cache.shared
     drafted = np.asarray(passes.drafted).sum(axis=1)
-    assert not np.asarray(passes.accepted).any() and (np.asarray(passes.rest) > 0).all() and (drafted <= 12).all(), drafted
+    assert not np.asarray(passes.accepted).any() and (np.asarray(passes.rest) > 0).all() and (drafted <= 12).all(), (
+        drafted
+    )
     assert (place(out, "passes") == N).all()
     again = go_on(out.cache)
     assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
@@ -267,7 +273,9 @@ def test_the_judge_chooses_the_drafts_tokens():
 def test_layers_with_a_window_keep_it():
     config = _Windowed(num_layers=2, windows=(4, None))
     want = kvjax.generate(params(2), read(Full(), 2, config=config), max_new_tokens=N, eos_token_ids=())
-    out = kvjax.generate(params(2), read(verified(example("snapkv")), 2, config=config), max_new_tokens=N, eos_token_ids=())
+    out = kvjax.generate(
+        params(2), read(verified(example("snapkv")), 2, config=config), max_new_tokens=N, eos_token_ids=()
+    )
     np.testing.assert_array_equal(out.tokens, want.tokens)
 
 
@@ -301,9 +309,7 @@ def test_no_pass_copies_the_cache(draft):
         (lambda: verified(Full(), depth=0), "depth must be a whole number of at least 1, got 0"),
         (lambda: verified(Quest(offload=True)), "Quest must have offload=False, got True"),
         (lambda: verified(Full(), offload=True), "offload must be False with Full, which reads every token"),
-        (lambda: verified(TokenSelect()), "prefill densely.*TokenSelect has a prefill or positions of its own"),
-        (lambda: verified(InfLLM()), "prefill densely.*InfLLM"),
-        (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend"),
+        (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend has a prefill or positions of its own"),
         (lambda: verified(NTK(factor=2.0)), "prefill densely.*NTK"),
         (lambda: verified(kvjax.Prefill(method=Full())), "prefill densely.*Prefill"),
         (lambda: verified("snapkv"), "must be a kvjax method, got the name 'snapkv'"),

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_attention import dense_attention
+from pallas_kernels import _cudnn
+from pallas_kernels.attend.dense_attention import DENSE_ATTENTION, cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
-from tests.pallas_kernels.cases import SCALE, close, compiled, dense_oracle, one_shape, positioned_cache
+from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, compiled, dense_oracle, one_shape, positioned_cache
+
+
+def added(query, key, value, *, scale, bias):
+    """Compute what cuDNN computes with a bias, in plain JAX; it takes no odd lengths and no NaN."""
+    assert query.shape[2] % 2 == key.shape[2] % 2 == 0
+    assert bias.dtype == query.dtype and bias.shape == (len(query), 1, query.shape[2], key.shape[2])
+    dtype, (query, key, value, bias) = query.dtype, (x.astype(jnp.float32) for x in (query, key, value, bias))
+    logits = scale * jnp.einsum("bntd,bsd->bnts", query, key[:, 0]) + bias
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.einsum("bnts,bsd->bntd", jnp.exp(logits - lse[..., None]), value[:, 0]).astype(dtype), lse
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The implementation for cuDNN, with plain JAX in the place of cuDNN."""
+    monkeypatch.setattr(_cudnn, "fused_attention", added)
+    return functools.partial(cudnn.dense_attention, query_first=None, scale=SCALE, limit=None, block=1024)
 
 
 @pytest.mark.parametrize("block", [7, 1024])
@@ -66,6 +86,62 @@ def test_a_mapped_call_equals_calls_one_by_one():
             np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=NEEDS_GPU)])
+def test_a_query_sees_nothing_before_its_first_position(name):
+    dtype = "float32" if name == "xla" else "bfloat16"
+    arrays, positions = positioned_cache(9, dtype=dtype)
+    positions["query_first"] = jnp.maximum(positions["query_position"] - 9, 0)
+    run = compiled(dense_attention, scale=SCALE, block=16, implementation=name)
+    for got, expected in zip(run(*arrays, **positions), dense_oracle(*arrays, **positions)):
+        close(got, expected, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", None), ("bfloat16", 9)])
+def test_a_bias_for_cudnn_hides_what_no_query_sees(on_cpu, dtype, width):
+    """Lengths are odd, empty slots hold NaN, one cache is empty, and one query is padding."""
+    arrays, positions = positioned_cache(10, length=5, slots=51, dtype=dtype)
+    if width is not None:
+        positions["query_first"] = jnp.maximum(positions["query_position"] - width, 0)
+    out, lse = jax.jit(on_cpu)(*arrays, **positions)
+    expected = dense_oracle(*arrays, **positions)
+    close(out, expected[0], dtype)
+    close(lse, expected[1], dtype)
+    assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
+
+
+def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
+    """Also where the positions of queries are the same for all calls."""
+    (first, positions), (second, others) = (positioned_cache(seed) for seed in (11, 12))
+    asked, held = positions["query_position"], jnp.stack([positions["key_position"], others["key_position"]])
+
+    def run(arrays, held):
+        return on_cpu(*arrays, query_position=asked, key_position=held)
+
+    together = jax.jit(jax.vmap(run))(jax.tree.map(lambda *x: jnp.stack(x), first, second), held)
+    for at, arrays in enumerate((first, second)):
+        for got, expected in zip(together, jax.jit(run)(arrays, held[at])):
+            np.testing.assert_allclose(got[at], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gpu_takes_cudnn_for_several_queries():
+    def resolve(platform="gpu", **sizes):
+        arrays, positions = positioned_cache(1, **{"dtype": "bfloat16", **sizes})
+        return DENSE_ATTENTION.resolve(
+            *arrays, **positions, query_first=None, scale=SCALE, limit=None, block=16, platform=platform
+        )
+
+    assert resolve() == "cudnn"
+    assert {resolve("cpu"), resolve(length=1), resolve(dtype="float32"), resolve(dim=136)} == {"xla"}
+    (query, key, value), positions = positioned_cache(1, dtype="bfloat16")
+    options = {"scale": SCALE, "implementation": "cudnn", "platform": "gpu"}
+    with pytest.raises(NotImplementedError, match="got keys of 64 numbers and values of 32, expected one width"):
+        dense_attention(query, key, value[..., :32], **positions, **options)
+    many = jax.ShapeDtypeStruct((2, 2, 1, 1 << 16, 8), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((2, 2, 1025, 8), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="got 268697600 numbers in a bias, .* at most 268435456"):
+        cudnn.check(many, slots, slots, **positions, query_first=None, scale=SCALE, limit=None, block=1)
+
+
 def test_wrong_shapes_and_dtypes_are_refused():
     (query, key, value), positions = positioned_cache(1)
     with pytest.raises(ValueError, match="dense_attention: got query"):
@@ -76,6 +152,8 @@ def test_wrong_shapes_and_dtypes_are_refused():
         dense_attention(query.astype(jnp.bfloat16), key, value, **positions, scale=SCALE)
     with pytest.raises(ValueError, match="got block=0, expected at least 1 slot"):
         dense_attention(query, key, value, **positions, scale=SCALE, block=0)
+    with pytest.raises(ValueError, match=r"got query_first int32 \(1, 5\), expected int32 \(2, 5\)"):
+        dense_attention(query, key, value, **positions, query_first=jnp.zeros((1, 5), jnp.int32), scale=SCALE)
     with pytest.raises(ValueError, match="column_mass: got lse"):
         column_mass(query, key, query, **positions, scale=SCALE)
     with pytest.raises(ValueError, match="merge_partials: got out"):

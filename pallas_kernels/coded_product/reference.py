@@ -1,0 +1,59 @@
+"""The product with a matrix in 8 or 4 bits in plain JAX. No decoded copy of the whole matrix is made."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded, paired
+from pallas_kernels.machine import current_machine
+
+_TILE = 1 << 22  # decoded numbers at a time, at most
+_LEAST = 16  # rows of the matrix in a tile, at least; a matrix whose rows no tile divides is decoded at once
+_LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
+
+
+def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
+    """Multiply in plain JAX, tile by tile; see `pallas_kernels.coded_product.coded_product`.
+
+    Compilers for GPUs and TPUs fuse the conversion of int8 into a product. They do not fuse what 4 bits need, and XLA for
+    CPUs fuses neither: there a loop decodes and multiplies some rows of the matrix at a time.
+    """
+    rows, flat = x.reshape(-1, x.shape[-1]), matrix.flat
+    if flat.by_row:
+        fused = current_machine().platform != "cpu"
+        made = _by_row(rows, flat) if fused else _tiled(_by_row, rows, flat)
+    else:
+        made = _tiled(_by_group, rows, flat)
+    return made.astype(dtype).reshape(*x.shape[:-1], *matrix.lead)
+
+
+def _by_row(rows: Array, matrix: CodedMatrix) -> Array:
+    # The vectors take the order of the codes: to put the codes in order would be a copy of the matrix.
+    codes = matrix.codes.astype(rows.dtype)
+    return lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32) * matrix.scales[:, 0]
+
+
+def _by_group(rows: Array, matrix: CodedMatrix) -> Array:
+    numbers = decoded(matrix).astype(rows.dtype)
+    return lax.dot_general(rows, numbers, _LAST, preferred_element_type=jnp.float32)
+
+
+def _tiled(product, rows: Array, matrix: CodedMatrix) -> Array:
+    """Join the products float32 [B, N] with tiles of the matrix."""
+    count, width = matrix.codes.shape[0], matrix.width
+    tile = _largest_part(count, max(_LEAST, _TILE // width))
+    if tile == count:
+        return product(rows, matrix)
+    tiles = jax.tree.map(lambda part: part.reshape(count // tile, tile, -1), matrix)
+    made = lax.map(lambda part: product(rows, part), tiles)
+    return jnp.moveaxis(made, 0, 1).reshape(len(rows), count)
+
+
+def _largest_part(count: int, most: int) -> int:
+    """Return the largest divisor of ``count`` up to ``most``, or ``count`` if that divisor is below `_LEAST`."""
+    best = max((d for n in range(1, math.isqrt(count) + 1) if count % n == 0 for d in (n, count // n) if d <= most), default=1)
+    return best if best >= _LEAST else count
