@@ -10,6 +10,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -24,6 +25,7 @@ from models.parts import LayerRope
 from models.rope_scaling import LinearScaling
 from tests import goldens
 from tests.models.test_parity import ours
+from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FOLDER = goldens.FOLDER / "models" / "families"
@@ -95,6 +97,16 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         given = np.array([row[count + step - 1] for row, count in zip(tokens, prompts, strict=True)], np.int32)
         cache = kvjax.decode_step(params, cache, given)
         assert_close(cache.logits, expected[:, step])
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES])
+def test_a_family_loads_in_8_bits(name, loaded):
+    """Codes have the order of channels, and the parts of fused tensors, that floating-point numbers have."""
+    params, config = models.from_pretrained(loaded(name)[2], weight_dtype="int8")
+    with jax.numpy_rank_promotion("allow"):
+        logits = run(config, params, jnp.asarray(golden(name)["tokens"][:1], jnp.int32))
+    expected = golden(name)["logits"]
+    assert 1e-3 < np.abs(logits[0] - expected).mean() / np.abs(expected).mean() < 0.1
 
 
 def edges(name, **changes):
