@@ -24,6 +24,7 @@ from models.families import FAMILIES, MISSING, channel_order
 from models.parts import LayerRope
 from models.rope_scaling import LinearScaling
 from tests import goldens
+from tests.models.test_damaged_files import STRANGE
 from tests.models.test_parity import ours
 from tests.tiny_models import run
 
@@ -230,7 +231,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
         (GEMMA, {"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
         (GEMMA, {"layer_types": ..., "sliding_window_pattern": "LG"}, "needs layer_types, or a positive whole number"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention and for sliding"),
-        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number, got 0"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive whole number, got 0"),
         (GEMMA, {"hidden_activation": "relu2"}, "unsupported activation 'relu2' for model_type 'gemma3_text'"),
         (GEMMA, {"vocab_size": ...}, "config.json of model_type 'gemma3_text' lacks vocab_size"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a finite number, got '8'"),
@@ -248,6 +249,19 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
 def test_a_missing_part_is_named(name, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         models.ModelConfig.from_hf(edges(name, **change))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_json_value_is_read_or_refused_by_a_sentence(name):
+    """No value of a key that a family reads ends in another error than ValueError."""
+    full = {FAR: {"rope_theta": 1e4}, NEAR: {"partial_rotary_factor": []}}
+    for key in {*edges(name), *FAMILIES[edges(name)["model_type"]].defaults, "layer_types", "no_rope_layers"}:
+        for value in (*STRANGE, full, {FAR: 3}, {FAR: [], NEAR: {}}, 1e-300, 1e300, {"partial_rotary_factor": 1e300}):
+            try:
+                config = models.ModelConfig.from_hf(edges(name, **{key: value}))
+            except ValueError:
+                continue
+            assert hash(config) and models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config, (key, value)
 
 
 def test_every_type_that_is_refused_by_name_is_no_family():
