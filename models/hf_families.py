@@ -18,7 +18,7 @@ SIZES = {  # key of the file -> our field
     "num_attention_heads": "num_q_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
-_LARGEST = 1e30  # of numbers that scale; its square root and its inverse are floats
+_LARGEST = 1e32  # of numbers that scale; its square root and its inverse are floats
 _LIMITS = {**dict.fromkeys((*SIZES, "head_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Switches of a file for parts that no family here has -> what they would need.
