@@ -186,8 +186,7 @@ def _models() -> list[Argument]:
     ]
     positive = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and finite(above=0.0)(x)  # noqa: E731
     scaling = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    multipliers = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
-    for name in ("rms_norm_eps", "rope_theta", *multipliers):
+    for name in ("rms_norm_eps", "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_multiplier"):
         made.append(_argument("ModelConfig", name, positive, lambda **x: dataclasses.replace(_MODEL, **x)))
     for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
         made.append(_argument("ModelConfig", name, boolean, lambda **x: dataclasses.replace(_MODEL, **x)))
