@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import gguf
@@ -14,11 +15,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import models
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
+from models.checkpoint_table import checkpoint_table
 from models.coded.parameters import coded, in_floats
 from models.coded.rounding import rounded
 from models.gguf_files import codes as gguf_codes
 from models.transformer import product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
+from tests.models import gguf_writing
 from tests.tiny_models import TINY, run
 
 CONFIG = ModelConfig(
@@ -148,3 +151,40 @@ def test_memory_counts_the_weights(directory, weight_dtype):
         needed = memory_needed("full", CONFIG, **sizes, params=params)
         assert needed.weights == expected and "of weights" in str(needed)
     assert memory_needed("full", CONFIG, **sizes).weights == 0
+
+
+def gguf_of(path, kinds):
+    """Write CONFIG without biases as a file of the architecture llama, whose rows are re-ordered; kinds by part of a name."""
+    config = dataclasses.replace(CONFIG, qkv_bias=False, num_layers=1)
+    flat = flatten_dict(random_params(config, jax.random.key(1)), sep="/")
+    weights = {}
+    for leaf in checkpoint_table(config):
+        weights |= dict(zip(leaf.names, leaf.split(np.asarray(flat[leaf.path])), strict=True))
+    hf = config.to_hf() | {"model_type": "llama"}
+    tensors = gguf_writing.stored(hf, weights)
+    chosen = {name: kind for name in tensors for part, kind in kinds.items() if part in name}
+    gguf_writing.write(path, gguf_writing.metadata(hf), tensors, chosen)
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_codes_of_a_file_are_kept_and_other_types_get_their_bits(weight_dtype, tmp_path):
+    path, kinds = tmp_path / "x.gguf", gguf.GGMLQuantizationType
+    four, eight = dict.fromkeys(("attn_", "attn_output"), kinds.Q4_0), dict.fromkeys(("ffn_down", "token_embd"), kinds.Q8_0)
+    one = dict.fromkeys(("ffn_gate", "ffn_up"), kinds.Q4_1)
+    gguf_of(path, {**four, **eight, **one, "attn_v": kinds.Q8_0, "attn_norm": kinds.F32})
+    params, _ = from_pretrained(path, weight_dtype=weight_dtype)
+    whole, _ = from_pretrained(path)
+    layer, numbers = params["layers_0"], floats(params)
+    kernels = {name: layer[name.split("/")[0]][name.split("/")[1]]["kernel"] for name in
+               ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")}  # fmt: skip
+    few = 4 if weight_dtype == "int4" else 8
+    # Of the fused kernel one part has 8 bits.
+    assert [kernel.bits for kernel in kernels.values()] == [8, few, few, 8]
+    groups = [kernel.scales.shape[-1] for kernel in (*kernels.values(), params["embed"]["embedding"])]
+    assert groups == [1, 4 if few == 4 else 1, 4 if few == 4 else 1, 8, 4]
+    kept = [("mlp", "down"), *([("mlp", "gate_up"), ("attention", "out")] if few == 4 else [])]
+    for block, name in kept:
+        found, expected = (tree["layers_0"][block][name]["kernel"] for tree in (numbers, whole))
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    found, expected = (tree["layers_0"]["attention"]["qkv"]["kernel"] for tree in (numbers, whole))
+    assert np.abs(found - expected).max() < np.abs(expected).max() / 250
