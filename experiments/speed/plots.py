@@ -26,7 +26,6 @@ from experiments.records import (
     token_axis,
     token_label,
 )
-from experiments.speed.exact.plots import accepted
 from experiments.speed.scaling import scaled, scaling
 
 Row = Mapping[str, Any]
@@ -346,7 +345,7 @@ def _rows_of(batch: int) -> str:
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
-    """List the figures of a record of `experiments.speed`, of its ``offload`` or its ``exact``, for ``kvjax plot``.
+    """List the figures of a record of `experiments.speed` or `experiments.speed.offload`, for ``kvjax plot``.
 
     Returns:
         Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.
@@ -354,8 +353,6 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     rows, card = record["metrics"], " and ".join(device_kinds(record))
     if record["experiment"] == "offload":
         return {"offload": functools.partial(offload, rows, card)}, ["offload"]
-    if record["experiment"] == "exact":
-        return {"exact": functools.partial(accepted, record)}, ["exact"] * any(row["name"] == "accepted" for row in rows)
     kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split, "scaling": scaling}
     usual = ["speed"] * bool(_good(rows))
     usual += ["tpot", "memory"] * bool(_several(_good(rows), "length"))  # points at a single length make no curve

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments.records import REFERENCE, device_kinds, legend, line_style, method_title, new_figure, tidy, token_label
@@ -10,6 +11,12 @@ from experiments.speed.exact.accepted import bytes_per_token, tokens_per_pass
 
 _DEPTH = 4  # the most drafted tokens of a pass
 _NAMED = 4  # names in a row of the legend
+
+
+def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """Return the figure of a record, for ``kvjax plot``: a function by name, and the name if the record's rows suffice."""
+    drawn = any(row["name"] == "accepted" for row in record["metrics"])
+    return {"exact": functools.partial(accepted, record)}, ["exact"] * drawn
 
 
 def accepted(record: Mapping[str, Any]) -> Any:
