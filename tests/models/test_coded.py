@@ -24,6 +24,8 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from tests.models import gguf_writing
 from tests.tiny_models import TINY, run
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=128, intermediate_size=256, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=32,
     max_position_embeddings=128, qkv_bias=True,
