@@ -222,7 +222,7 @@ def _of_prompts(world: World) -> list[Argument]:
         _argument("prefill", "config", nothing, world.prefill, "llama", TinyModel, {"vocab_size": 61}),
         _argument("prefill", "method", _is_method, world.prefill, *_METHODS),
         _argument("prefill", "params", nothing, world.prefill, *_wrong_params()),
-        _argument("prefill", "max_new_tokens", whole(1, 58), world.prefill),
+        _argument("prefill", "max_new_tokens", either(whole(1, 58), none), world.prefill),
         _argument("prefill", "chunk_size", whole(1), world.prefill),
         _argument("prefill", "pad_multiple", whole(1), world.prefill),
         _argument("prefill", "lengths", either(length, none), lambda **x: world.prefill(tokens=array, **x), *_LENGTHS),
