@@ -105,6 +105,27 @@ def named_by(path: str, what: str) -> Any:
         raise ValueError(f"the module {module_name!r} has no {what} {name!r}{hint}, which {path!r} names") from error
 
 
+def check_hooks(cls: type) -> None:
+    """Refuse a class with a function that cannot take the arguments of the function that it replaces.
+
+    Raises:
+        TypeError: the message names the function, and the arguments of both.
+    """
+    for name, own in vars(cls).items():
+        replaced = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        if name.startswith("__") or not (inspect.isfunction(own) and inspect.isfunction(replaced)):
+            continue
+        wanted, given = (inspect.signature(one).parameters for one in (replaced, own))
+        kinds = [one.kind for one in wanted.values()]
+        named = [at for at, kind in zip(wanted, kinds, strict=True) if kind is inspect.Parameter.KEYWORD_ONLY]
+        places = [at for at, kind in zip(wanted, kinds, strict=True) if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        try:
+            inspect.signature(own).bind(*places, **dict.fromkeys(named))
+        except TypeError as error:
+            expected = f"({', '.join(wanted)}), as {replaced.__qualname__} does"
+            raise TypeError(f"{cls.__name__}.{name} must take {expected}, got ({', '.join(given)})") from error
+
+
 def class_path(cls: type) -> str:
     """Return the path of a class, ``package.module:Class``."""
     return f"{cls.__module__}:{cls.__qualname__}"
@@ -143,6 +164,7 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
         raise TypeError(f"a method must be a final class, got {cls.__name__}, which lacks {', '.join(missing)}")
     if "__dataclass_fields__" not in vars(cls):
         raise TypeError(f"a method must be decorated with kvjax.typing.pytree, got {cls.__name__} without it")
+    check_hooks(cls)
     name = cls.__name__.lower()
     other = _own().get(name) or known.get(name)
     if other is not None and class_path(other) != class_path(cls):

@@ -173,9 +173,10 @@ def _template_files(directory: Path) -> dict[str, str]:
     templates = {}
     for name, path in files.items():
         try:
-            templates[name] = path.read_text(encoding="utf-8-sig")
+            text = path.read_bytes().decode("utf-8-sig")  # `read_text` gives "" for a part of a byte-order mark
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be a text in UTF-8: {error}") from error
+        templates[name] = text.replace("\r\n", "\n").replace("\r", "\n")
     return templates
 
 

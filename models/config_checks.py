@@ -77,11 +77,12 @@ _OR_NULL: dict[str, _Kind] = {
     "quantization_config": _OBJECT,
     "hidden_activation": _TEXT,
     "no_rope_layer_interval": _COUNT,
+    "query_pre_attn_scalar": _COUNT,
     "original_max_position_embeddings": _COUNT,
     "use_bidirectional_attention": _BOOL,
     **dict.fromkeys(
         (
-            "layer_norm_eps", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+            "layer_norm_eps", "rope_local_base_freq", "attn_logit_softcapping",
             "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
             "logits_scaling", "logit_scale",
         ),

@@ -33,9 +33,9 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
             supported.
     """
     model_type = hf.get("model_type")
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return hf_families.read(hf)
-    if model_type in MISSING:
+    if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"unsupported model_type {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")

@@ -18,6 +18,8 @@ SIZES = {  # key of the file -> our field
     "num_attention_heads": "num_q_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
+_LARGEST = 1e32  # of numbers that scale; its square root and its inverse are floats
+_LIMITS = {**dict.fromkeys((*SIZES, "head_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Switches of a file for parts that no family here has -> what they would need.
 _REFUSED = {
@@ -40,6 +42,9 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
     check_types(hf)
     _refuse(hf, family)
+    for key, limit in _LIMITS.items():
+        if (hf.get(key) or 0) >= limit:
+            raise ValueError(f"{key} must be below {limit}, got {hf[key]!r:.60}")
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     window = _window(hf, family)
@@ -103,8 +108,8 @@ def _numbers(hf: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any
     made: dict[str, Any] = {}
     for key, field in family.numbers.items():
         value = hf.get(key)
-        if value is not None and value <= 0:
-            raise ValueError(f"{key} must be a positive number, got {value!r}")
+        if value is not None and not 0 < value <= _LARGEST:
+            raise ValueError(f"{key} must be a positive number of at most {_LARGEST:g}, got {value!r:.60}")
         if value is not None:
             inverse = {"query_pre_attn_scalar": -0.5, "logits_scaling": -1}.get(key)
             value = float(value if inverse is None else value**inverse)
@@ -242,7 +247,9 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf[key] = 1 / value if key == "logits_scaling" else value
     if family.windows != "none":
         sizes = {window for window in windows if window is not None}
-        hf["sliding_window"] = max(sizes, default=None)
+        # Where only layers with a window rotate, a model without either has a window that no layer uses.
+        unused = fields["max_position_embeddings"] if family.rotates == "windows" and fields["ropes"] else None
+        hf["sliding_window"] = max(sizes, default=unused)
     if family.windows == "some":
         hf["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)
@@ -271,7 +278,7 @@ def _written_ropes(
         made = one(next((rope for rope in ropes if rope.rotated != 0), ropes[0]))
         whole = "partial_rotary_factor" in family.defaults and "partial_rotary_factor" not in made
         return {**made, "partial_rotary_factor": 1.0} if whole else made
-    kinds = {_FULL: None, _SLIDING: None}
+    kinds: dict[str, LayerRope | None] = {_FULL: None, _SLIDING: None}
     for window, rope in zip(windows, ropes, strict=True):
         kinds[_FULL if window is None else _SLIDING] = rope
     return {kind: one(rope or ropes[0]) for kind, rope in kinds.items()}

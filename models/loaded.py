@@ -16,12 +16,15 @@ import jax
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+
 from . import gguf_files
 from .chat import ChatTemplate
 from .config import ModelConfig
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS
 from .tokenizer import check_unicode, load_tokenizer, opening_ids
+from .transformer import shape_of
 from .weights import from_pretrained
 
 
@@ -46,8 +49,12 @@ class Loaded:
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
-        return f"Loaded({self.name!r}, {count / 1e6:.0f}M parameters in {self.config.dtype}, config={self.config})"
+        shapes = jax.tree.leaves_with_path(self.params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
+        count = sum(math.prod(shape_of(str(path[-1].key), leaf)) for path, leaf in shapes)
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params)) / 1e6
+        coded = any(isinstance(leaf, CodedMatrix) for _, leaf in shapes)
+        kind = f"codes and {self.config.dtype}, {held:.0f} MB" if coded else self.config.dtype
+        return f"Loaded({self.name!r}, {count / 1e6:.0f}M parameters in {kind}, config={self.config})"
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -97,7 +104,12 @@ class Loaded:
 
 
 def load(
-    model: str | os.PathLike = "builtin", dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
+    model: str | os.PathLike = "builtin",
+    dtype: str | None = None,
+    *,
+    offline: bool = False,
+    mesh: Mesh | None = None,
+    weight_dtype: str | None = None,
 ) -> Loaded:
     """Load a named model, a Hugging Face directory, a GGUF file or a repository of the hub, with all that it takes to ask it.
 
@@ -106,10 +118,12 @@ def load(
         dtype: dtype of computation; None takes float32 on a CPU and bfloat16 elsewhere.
         offline: whether to raise an error instead of downloading.
         mesh: the devices over which the parameters are spread; None means one device.
+        weight_dtype: "int8" or "int4" keeps kernels and tables in 8 or 4 bits, see `from_pretrained`.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: the checkpoint is damaged or of an unknown kind, or the mesh does not divide it.
+        ValueError: the checkpoint is damaged or of an unknown kind, the mesh does not divide it, or it has experts and is to
+            have codes.
         OSError: a download failed.
     """
     name = str(model)
@@ -117,7 +131,7 @@ def load(
     directory = checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    params, config = from_pretrained(model, dtype=dtype, offline=offline, mesh=mesh)
+    params, config = from_pretrained(model, dtype=dtype, offline=offline, mesh=mesh, weight_dtype=weight_dtype)
     tokenizer = load_tokenizer(directory if gguf is None else gguf, config)  # its errors name the user's file
     if gguf is not None:
         name = gguf.stem

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import axes
@@ -19,6 +19,7 @@ from pallas_kernels import axes
 from .families import FAMILIES
 from .rope_scaling import LongRopeScaling, RopeRule
 
+_FLOAT32 = float(np.finfo(np.float32).max)
 # The function on the gate of a gated MLP, by its name in config.json.
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -44,7 +45,7 @@ class LayerRope:
     rotated: int | None = None  # channels of a head that rotate; None: all; 0: none, a layer without positions
 
     def __post_init__(self):
-        if type(self.theta) not in (int, float) or not 0 < self.theta <= sys.float_info.max:
+        if type(self.theta) not in (int, float) or not 0 < self.theta <= _FLOAT32:
             raise ValueError(f"LayerRope: theta must be a positive number, got {self.theta!r}")
         if self.rotated is not None and (type(self.rotated) is not int or self.rotated < 0 or self.rotated % 2):
             raise ValueError(f"LayerRope: rotated must be an even number of channels or None, got {self.rotated!r}")
@@ -83,7 +84,7 @@ def check_parts(config: Any) -> None:
         value = vars(config)[name]
         if value is None and name in ("query_scale", "logit_softcap"):
             continue
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
             raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
     if config.qk_norm and config.wide_qk_norm:
         raise ValueError("ModelConfig: expected one of qk_norm and wide_qk_norm, got both True")

@@ -53,7 +53,7 @@ def param_specs(params: Any) -> Any:
 
 
 def coded_specs(path: str, matrix: CodedMatrix) -> CodedMatrix:
-    """Return the splits of the parts of a parameter in codes: those of the parameter, with the axis of its sums at the end."""
+    """Return the splits of a parameter in codes: the parameter's own split, with the axis of its sums moved to the end."""
     spec = param_spec(path, matrix.codes.ndim)
     if spec and not path.endswith("embedding"):
         spec = PartitionSpec(*spec[1:], spec[0])
@@ -65,6 +65,13 @@ def coded_specs(path: str, matrix: CodedMatrix) -> CodedMatrix:
 def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
     """Return the sharding of the parameter at ``path`` on ``mesh``; a mesh without the axis "model" splits nothing."""
     return NamedSharding(mesh, param_spec(path, ndim) if MODEL in mesh.axis_names else PartitionSpec())
+
+
+def leaf_shardings(path: str, leaf: Any, mesh: Mesh) -> Any:
+    """Return the sharding of a parameter (an array, a shape or codes) on ``mesh``; see `coded_shardings` for the error."""
+    if isinstance(leaf, CodedMatrix):
+        return coded_shardings(path, leaf, mesh)
+    return param_sharding(path, leaf.ndim, mesh)
 
 
 def shard_params(params: Any, mesh: Mesh) -> Any:

@@ -39,9 +39,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import axes
-from pallas_kernels.add_norm import add_norm, rms_norm
-from pallas_kernels.coded_product import coded_product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
+from pallas_kernels.layer.add_norm import add_norm, rms_norm
+from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
 from .experts import Experts, mix, route
@@ -187,11 +187,11 @@ class Attention(nn.Module):
             qkv = jnp.where(row > group, qkv, rms_norm(qkv, scale, config.rms_norm_eps))
         if config.wide_qk_norm:
             widths = {"all_q_norm": heads * group * dim, "all_k_norm": heads * dim}
-            scales = [Scale(config, width, name=name)() for name, width in widths.items()]
-            qkv = wide_qk_norm(qkv, *scales, config.rms_norm_eps)
+            of_query, of_key = (Scale(config, width, name=name)() for name, width in widths.items())
+            qkv = wide_qk_norm(qkv, of_query, of_key, config.rms_norm_eps)
         if config.query_scale is not None:  # attention divides by sqrt(D), under every method
-            of_query = jnp.arange(group + 2).reshape(1, 1, 1, -1, 1) < group
-            qkv = qkv * jnp.where(of_query, config.query_scale * math.sqrt(dim), 1.0).astype(qkv.dtype)
+            asks = jnp.arange(group + 2).reshape(1, 1, 1, -1, 1) < group
+            qkv = qkv * jnp.where(asks, config.query_scale * math.sqrt(dim), 1.0).astype(qkv.dtype)
         guess = ()
         if before is not None:
             qkv, ahead = jnp.split(qkv, 2, axis=1)
@@ -275,11 +275,11 @@ class Block(nn.Module):
             The stream after this layer's attention, this layer's own last update, the new state, and this layer's attention
             input. The last update is not added yet: one launch in the next layer computes the sum and its norm.
         """
-        config, layer = self.config, self.layer
+        config, layer, experts = self.config, self.layer, self.config.experts
         x, given = self._enter("attention_norm", x, update)
         update, state = Attention(config, layer, name="attention")(given, attend, state, before)
-        mixed = config.experts is not None and layer in config.experts.layers
-        mlp = MixtureMLP(config, config.experts, name="mlp") if mixed else MLP(config, name="mlp")
+        mixed = experts is not None and layer in experts.layers
+        mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
         if config.norm_place == "parallel":
             return x, self._leave("", update + mlp(given)), state, given
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))

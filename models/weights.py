@@ -25,14 +25,14 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 from . import gguf_files
 from .adapter import apply_adapter
 from .checkpoint_table import Leaf, Parts, checkpoint_table
-from .coded.parameters import check_weight_dtype, code_params, coded, coded_shapes, in_floats
+from .coded.parameters import check_weight_dtype, code_params, coded, coded_shapes, in_floats, random_codes
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
 from .named_models import adapter_directory
 from .progress import megabytes, progress, say
 from .replaced_files import replaced_files
-from .sharding import check_mesh, on_host, param_sharding, placed, shard_params, spans_processes
+from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
 from .tokenizer import tokenizer_files
 from .transformer import Transformer, initializer, shape_of
@@ -74,7 +74,12 @@ def _check_config_and_key(config: Any, key: Any) -> None:
 
 
 def random_params(
-    config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None
+    config: ModelConfig,
+    key: jax.Array,
+    sharding: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    weight_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Draw random parameters in ``config.dtype``, allocated one leaf after the other.
 
@@ -88,6 +93,7 @@ def random_params(
             structure of the parameters.
         mesh: devices over which the parameters are split as by `from_pretrained`; no device makes more than its parts. The
             values are the same as on one device.
+        weight_dtype: as in `from_pretrained`: kernels and tables are random codes.
 
     Raises:
         ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or
@@ -95,12 +101,12 @@ def random_params(
         TypeError: ``mesh`` is no mesh, ``config`` is no `ModelConfig`, or ``key`` is no PRNG key.
     """
     _check_config_and_key(config, key)
-    shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config), sep="/"))
+    shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config, weight_dtype), sep="/"))
     if mesh is not None:
         if sharding is not None:
             raise ValueError("random_params takes a sharding or a mesh, got both")
         check_mesh(config, mesh)
-        sharding = {path: param_sharding(path, leaf.ndim, mesh) for path, leaf in shapes.items()}
+        sharding = {path: leaf_shardings(path, leaf, mesh) for path, leaf in shapes.items()}
     shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
     if shardings.keys() != shapes.keys():
         differing = sorted(shardings.keys() ^ shapes.keys())
@@ -109,15 +115,17 @@ def random_params(
     params = {}
     for index, (path, leaf) in enumerate(shapes.items()):
         kind = "/".join(path.split("/")[-2:])
-        recipe = (kind, leaf.shape, shardings[path])
+        recipe = (kind, shape_of(path, leaf), str(shardings[path]))
         if recipe not in makers:
             makers[recipe] = _maker(kind, config, leaf, shardings[path])
         params[path] = makers[recipe](jax.random.fold_in(key, index))
     return unflatten_dict(params, sep="/")
 
 
-def _maker(kind: str, config: ModelConfig, leaf: jax.ShapeDtypeStruct, sharding: Any):
+def _maker(kind: str, config: ModelConfig, leaf: Any, sharding: Any):
     """Return a jitted function from a key to a leaf. It draws in float32: bfloat16 has only 128 different draws."""
+    if isinstance(leaf, CodedMatrix):
+        return jax.jit(lambda key: random_codes(leaf, key), out_shardings=sharding)
     init = initializer(kind, config)
     return jax.jit(lambda key: init(key, leaf.shape, jnp.float32).astype(leaf.dtype), out_shardings=sharding)
 
@@ -146,9 +154,10 @@ def from_pretrained(
         offline: whether to raise an error instead of downloading.
         mesh: devices with an axis "model", over which the parameters are split, or an axis "data", along which they are
             replicated, or both; with axes of any type, and of one process or several. None means the default device.
-        weight_dtype: None keeps floating-point numbers. "int8" stores kernels and tables in 8 bits with a scale for each row.
-            "int4" stores kernels in 4 bits with a scale and a minimum for every 32 numbers, and tables in 8 bits. Codes that a
-            GGUF file has are kept: Q8_0, and for "int4" also Q4_0, Q4_1 and Q4_K; other types of 5 to 8 bits become 8 bits.
+        weight_dtype: None keeps floating-point numbers. "int8" stores kernels and tables in 8 bits, with a scale for each
+            number of a product. "int4" stores kernels in 4 bits with a scale and a minimum for every 32 numbers, and tables
+            in 8 bits. Codes of a GGUF file are kept if they are Q8_0, and for "int4" also Q4_0, Q4_1 and Q4_K; other types
+            of 5 to 8 bits become 8 bits.
 
     Returns:
         The parameters in the config's dtype, or as `pallas_kernels.formats.coded_matrix.CodedMatrix`, and the config.

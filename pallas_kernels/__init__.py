@@ -1,4 +1,4 @@
-"""Kernels that depend on JAX alone, in rooms by what they do: attend, score, choose, store, query.
+"""Kernels that depend on JAX alone, in rooms by what they do: attend, score, choose, store, query, layer.
 
 A folder of a room holds one operation, which has one public function of the folder's name:
 
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-ROOMS = ("attend", "score", "choose", "store", "query")
+ROOMS = ("attend", "score", "choose", "store", "query", "layer")
 
 
 def operations() -> Iterator[tuple[str, str]]:

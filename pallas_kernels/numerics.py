@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 LOG2_E = math.log2(math.e)
@@ -181,3 +182,12 @@ def merge_pair(
     other = jnp.where(other_share > 0, other, 0)
     merged = out.astype(jnp.float32) * share + other.astype(jnp.float32) * other_share
     return merged.astype(out.dtype), shift + jnp.log(total)
+
+
+def drawn[T](draw: Callable[[Array], T], seed: Array | int) -> T:
+    """Draw what depends on a seed alone: ``draw`` gets a key whose numbers JAX's switches of random numbers do not change.
+
+    A cache stores codes of these numbers, and must be read with the same ones in another process.
+    """
+    with jax.threefry_partitionable(True):
+        return draw(jax.random.key(seed, impl="threefry2x32"))

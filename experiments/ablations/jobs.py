@@ -70,10 +70,10 @@ def _run_alone(
 
 def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
     """Load the model that does the tasks, and the base."""
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     if settings.base in (None, settings.model):
         return model, model
-    return model, load_model(settings.base, settings.dtype, offline=settings.offline)
+    return model, load_model(settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
 
 
 def _run(settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path) -> None:

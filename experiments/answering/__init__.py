@@ -28,6 +28,7 @@ from experiments.answering.mesh import make_mesh as make_mesh
 from experiments.answering.mesh import mesh_axes as mesh_axes
 from experiments.answering.mesh import mesh_text as mesh_text
 from experiments.answering.model import DTYPES as DTYPES
+from experiments.answering.model import WEIGHT_DTYPES as WEIGHT_DTYPES
 from experiments.answering.model import LoadedModel as LoadedModel
 from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings

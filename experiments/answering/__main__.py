@@ -98,7 +98,9 @@ def _generate(settings: GenerateSettings) -> None:
     """Print the continuation to standard output, and its costs to standard error."""
     prompt = _read_prompt(settings.prompt, settings.prompt_file)
     mesh = make_mesh(settings.mesh)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
+    model = load_model(
+        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
+    )
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = _encode(model, prompt, settings)

@@ -17,6 +17,7 @@ from experiments.answering.mesh import groups_of, mesh_axes
 from experiments.cli import Settings, option
 
 DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("int8", "int4")
 _NUMBERS = 64  # values of a leaf, at least; enough to differ between two quantisations of a model
 
 
@@ -27,11 +28,13 @@ class ModelSettings(Settings):
     Attributes:
         model: a name (see kvjax ls models), a Hugging Face directory, a GGUF file, or a repository OWNER/NAME of the hub
         dtype: dtype of computation (default: float32 on a CPU, bfloat16 elsewhere)
+        weight_dtype: keep kernels and tables in int8 or int4 (default: as numbers in the dtype of computation)
         offline: never download a model that is not on this machine
     """
 
     model: str = "builtin"
     dtype: str | None = option(None, choices=DTYPES)
+    weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
     offline: bool = False
 
 
@@ -128,7 +131,12 @@ def _some(leaf: Array) -> np.ndarray:
 
 
 def load_model(
-    model: str | pathlib.Path, dtype: str | None = None, *, offline: bool = False, mesh: Mesh | None = None
+    model: str | pathlib.Path,
+    dtype: str | None = None,
+    *,
+    offline: bool = False,
+    mesh: Mesh | None = None,
+    weight_dtype: str | None = None,
 ) -> LoadedModel:
     """Load a named model, a Hugging Face directory, a GGUF file or a repository of the hub.
 
@@ -137,13 +145,15 @@ def load_model(
         dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
         offline: whether to raise an error instead of downloading.
         mesh: the devices over which the parameters are spread; None means one device.
+        weight_dtype: "int8" or "int4", see `models.from_pretrained`.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: the checkpoint is damaged or of a kind that `models` does not know, or the mesh does not divide it.
+        ValueError: the checkpoint is damaged or of a kind that `models` does not know, the mesh does not divide it, or its
+            weights have no codes.
         OSError: a download failed.
     """
-    return of_loaded(models.load(model, dtype, offline=offline, mesh=mesh))
+    return of_loaded(models.load(model, dtype, offline=offline, mesh=mesh, weight_dtype=weight_dtype))
 
 
 def of_loaded(model: models.Loaded) -> LoadedModel:

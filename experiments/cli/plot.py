@@ -32,6 +32,7 @@ PACKAGES = {
     "fidelity": "experiments.fidelity",
     "speed": "experiments.speed",
     "offload": "experiments.speed",
+    "exact": "experiments.speed.exact",
     "insight": "experiments.insight",
     "drift": "experiments.ablations",
     "ablation": "experiments.ablations",

@@ -23,7 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
     check_output(output)
     output = with_figures(output)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=make_mesh(settings.mesh))
+    model = load_model(
+        settings.model,
+        settings.dtype,
+        offline=settings.offline,
+        weight_dtype=settings.weight_dtype,
+        mesh=make_mesh(settings.mesh),
+    )
     result = run_demo(model, settings, progress=not output.quiet)
     if not output.json:
         print(table(result), flush=True)  # before anything is written, so that a full disk does not lose the result

@@ -24,7 +24,7 @@ from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
-from models.progress import progress_bar
+from models.progress import is_drawn, progress_bar, say
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 
@@ -146,7 +146,9 @@ def _answer(
     stats: list[list[tuple[int, kvjax.Stats]]] = [[] for _ in methods]
     starts = range(0, len(texts), rows)
     about = f"{encoded.cell.title}, {len(methods)} settings"
-    bar = progress_bar(iterable=starts, unit="batch", desc=about, disable=not runner.progress)
+    if runner.progress and not is_drawn():
+        say(f"{about}: compiling, reading and asking")
+    bar = progress_bar(iterable=starts, unit="batch", desc=about, disable=not (runner.progress and is_drawn()))
     with CompileClock() as clock, Timer(clock) as timer:
         for start in bar:
             bar.set_postfix_str("compiling, reading and asking" if start == 0 else "reading and asking")

@@ -14,7 +14,7 @@ from experiments.evaluation.comparison import averages, beside_full, load, place
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.evaluation.tables import cell_table, left_out, report, summary_table
+from experiments.evaluation.tables import cell_table, cut_short, left_out, report, summary_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,9 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
     mesh = make_mesh(settings.mesh)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, mesh=mesh)
+    model = load_model(
+        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
+    )
     return Runner(settings, model, output.out, cells=cells, force=output.force, progress=not output.quiet)
 
 
@@ -60,7 +62,8 @@ def finish(folder: Folder, output: Output, against: Against) -> None:
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": rows}))
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
-        print("\n\n".join([summary_table(compared), *left_out(compared)] if scored else [cell_table(compared)]))
+        parts = [summary_table(compared), *left_out(compared), *cut_short(compared)] if scored else [cell_table(compared)]
+        print("\n\n".join(parts))
         against.show(folder.path)
     if not output.quiet:
         print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)

@@ -51,7 +51,9 @@ def evaluate_methods(
     if isinstance(model, models.Loaded):
         loaded = of_loaded(model)
     else:
-        loaded = load_model(name, chosen.dtype, offline=chosen.offline, mesh=make_mesh(chosen.mesh))
+        loaded = load_model(
+            name, chosen.dtype, offline=chosen.offline, mesh=make_mesh(chosen.mesh), weight_dtype=chosen.weight_dtype
+        )
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         runner = Runner(chosen, loaded, folder, cells=cells, progress=progress)

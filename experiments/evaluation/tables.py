@@ -147,7 +147,8 @@ def cut_short(compared: Sequence[Compared]) -> list[str]:
         mine = counts.setdefault(_method(row), [0, 0])
         mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
     told = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
-    return [f"Answers that reached their limit of tokens and scored below 100: {', '.join(told)}."] * bool(told)
+    hint = "a larger --max-new-tokens might score more"
+    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(told)}."] * bool(told)
 
 
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
     command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     Runner(settings, model, command.out, force=command.force, progress=not command.quiet).run()
     record = read_record(command.out)
     written = [command.out / "table.md"]

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
     command = with_figures(command)
     knobs = knobs_by_method(settings.knobs)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     path = command.out.with_suffix(".json")
     run_methods(settings, model, open_results(path, settings, model), knobs)
     record = json.loads(path.read_text(encoding="utf-8"))

@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _heads(settings: HeadSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     found = measured(model, settings)
     write_bytes(settings.out, (json.dumps(found) + "\n").encode())
     print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _layers(settings: LayerSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))

@@ -180,7 +180,7 @@ def _file(settings: PatternSettings) -> pathlib.Path:
 
 def _patterns(settings: PatternSettings) -> None:
     file = _file(settings)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
     found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)

@@ -28,6 +28,7 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 # files are in the repository, and git ignores all other figures.
 FIGURES = {
     "ablations/drift.png": ("ablations/drift.json", "drift"),
+    "exact/qwen-16k.png": ("exact/qwen-16k.json", "exact"),
     "demo-16k.png": ("demo-16k.json", "demo"),
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),

@@ -23,7 +23,7 @@ from experiments.speed.rows import note_run, now
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings, part_of
 from experiments.speed.sum_variants import compiled, instructions
 from experiments.speed.token_loop import TokenLoop, check_cache
-from experiments.speed.variants import Nothing, kv_dtype_of, setting
+from experiments.speed.variants import VERIFIED, Nothing, kv_dtype_of, setting
 from kvjax.accounting.memory import check_memory, placed_bytes
 from kvjax.api import shard_map
 from kvjax.api.programs import cost_program
@@ -85,7 +85,9 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Random parameters."""
-        return jax.block_until_ready(random_params(self.config, jax.random.key(0), mesh=self.mesh))
+        return jax.block_until_ready(
+            random_params(self.config, jax.random.key(0), mesh=self.mesh, weight_dtype=self.settings.weight_dtype)
+        )
 
     @property
     def weights(self) -> int:
@@ -107,7 +109,7 @@ class Bench:
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:
         """Return a variant at a length; ``knobs`` override all other knobs."""
-        return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs})
+        return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs}, self.settings.acceptance)
 
     def row(
         self,
@@ -133,7 +135,7 @@ class Bench:
             **more: further fields that tell rows apart.
         """
         chosen = self.setting(name, length, **(knobs or {}))
-        key = {"name": kind, "model": self.settings.model, "mesh": self._placed, "method": name, "length": length}
+        key = {"name": kind, "model": self.settings.shown_model, "mesh": self._placed, "method": name, "length": length}
         key |= {"batch": batch, **self._parts, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
@@ -193,13 +195,15 @@ class Bench:
             split: split the time into its parts; None does as the settings say.
             sums: a variant of sums over devices.
         """
-        split = self.settings.splits if split is None else split
+        drafts = name.startswith(VERIFIED)
+        split = (self.settings.splits if split is None else split) and not drafts
+        kept = {"kept": list(self.settings.acceptance)} if drafts else {}
 
         def measure(chosen: Setting) -> dict[str, Any]:
             figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)
             return figures | ({"split": self._split(figures["value"], cache, batch)} if split else {})
 
-        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums)
+        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums, **kept)
 
     def _split(self, whole: float, cache: Any, batch: int) -> dict[str, float | None] | None:
         """Measure the seconds of a step's parts; None if there is too little memory to measure them."""
@@ -214,7 +218,7 @@ class Bench:
 
     def rest(self, batch: int) -> float:
         """Measure the seconds per token of everything but the method, once per batch size and run."""
-        key = {"model": self.settings.model, "batch": batch, "run": self.run}  # a run has one mesh at most
+        key = {"model": self.settings.shown_model, "batch": batch, "run": self.run}  # a run has one mesh at most
         known = next((x for x in self.results.notes.get("rest", []) if key.items() <= x.items()), None)
         if known is None:
             figures, _ = self.decode_figures(Nothing(), 1, batch)
@@ -246,11 +250,14 @@ class Bench:
         settings, params, peak = self.settings, self.params, peak_bytes()
         sizes = {"length": length, "batch": batch, "room": self.room, "kv_dtype": kv_dtype}
         check_cache(params, self.config, method, limit=bytes_limit(), **sizes)
-        loop = TokenLoop(params, self.config, method, **sizes, steps=settings.tokens, sums=sums)
+        kept = settings.acceptance if method.drafts else ()
+        loop = TokenLoop(params, self.config, method, **sizes, steps=settings.tokens, sums=sums, kept=kept)
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
         program, cache, plan = loop.program, loop.cache, loop.plan
         seen, devices, groups = cost_program(cache), *((1, 1) if plan is None else (plan.mesh.size, plan.groups))
         of_weights = self.config.weight_bytes(of_device(params), batch // groups)
+        if kept:  # a pass and its draft steps read all weights, and give several tokens
+            of_weights *= (1 + len(kept)) / float(seen.counters["tokens_per_pass"].mean())
         of_cache = float(seen.bytes_read.sum()) / devices
         seconds = statistics.median(spans)
         roof = roofline(of_weights + of_cache, seconds, self.bandwidth)
@@ -382,7 +389,7 @@ class Bench:
                 return 0  # another error says nothing about the batches that fit
         else:
             batch = 0
-        key = {"model": self.settings.model, "method": name, "length": length}
+        key = {"model": self.settings.shown_model, "method": name, "length": length}
         mine = {**key, "batch": batch, "bytes_per_row": row, "capped": batch == self.most_rows}
         self.results.change(
             "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), mine]

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from experiments.speed.verified_cache import shares_storage, verified_cache
 from kvjax.api.shard_map import SAME, cache_specs, spread
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
@@ -25,8 +26,10 @@ from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, laye
 from kvjax.decoding.prefill import prompt_blocks
 from kvjax.mesh.sharding import Plan
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
+from kvjax.methods import Full
 from kvjax.rope import frequencies
 from kvjax.typing import EMPTY, layer_ropes
+from kvjax.wrappers.verified import Verified
 from models import ModelConfig
 from pallas_kernels.formats.quantised import Quantised, stored_like, vectors, with_vectors
 from pallas_kernels.host import on_host, to_host
@@ -68,6 +71,13 @@ def filled_cache(
     """
     if plan is not None:
         return _filled_on(plan, method, model, (length, batch, max_new_tokens), weights, seed, kv_dtype)
+    if method.drafts:
+        verified = cast("Verified", method)
+        sizes: dict[str, Any] = {"length": length, "batch": batch, "max_new_tokens": max_new_tokens}
+        sizes |= {"weights": weights, "seed": seed, "kv_dtype": kv_dtype}
+        draft = filled_cache(verified.draft, model, **sizes)
+        full = draft if shares_storage(verified, model) else filled_cache(Full(), model, **sizes)
+        return verified_cache(verified, full, draft)
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     layers = tuple(
@@ -172,6 +182,11 @@ def state_bytes(
     method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, kv_dtype: str | None = None
 ) -> int:
     """Count the bytes on the device of the states of all layers for a single row; nothing is allocated."""
+    if method.drafts:
+        verified = cast("Verified", method)
+        parts = [verified.draft, *[Full()] * (not shares_storage(verified, model))]
+        sizes = {"length": length, "max_new_tokens": max_new_tokens}
+        return sum(state_bytes(part, model, kv_dtype=kv_dtype, **sizes) for part in parts)
     methods = layer_methods(method, model)
     specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
     total = 0

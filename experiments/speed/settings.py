@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.answering import mesh_axes
-from experiments.cli import Settings, names, numbers, option, positive, record_path
+from experiments.answering import WEIGHT_DTYPES, mesh_axes
+from experiments.cli import Settings, items, names, numbers, option, positive, record_path
 from experiments.speed.sum_variants import check_sums
-from experiments.speed.variants import VARIANTS
+from experiments.speed.variants import VARIANTS, VERIFIED
 from kvjax.cache.quantised import check_kv_dtype
 from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA, MODEL
@@ -57,6 +58,9 @@ class SpeedSettings(Settings):
         knobs: a knob of a method; repeatable
         kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is timed with keys and values in these, too, in rows
             named METHOD@KV_DTYPE
+        acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
+            place, as `experiments.speed.exact` measures it on real text; so many tokens are drafted in each pass
+        weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number below 1, or a setting that has no meaning beside the others.
@@ -81,9 +85,17 @@ class SpeedSettings(Settings):
     most_rows: int | None = option(None, parse=positive)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     kv_dtype: tuple[str, ...] = option((), parse=names)
+    acceptance: tuple[float, ...] = option((), parse=functools.partial(items, float))
+    weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
+
+    @property
+    def shown_model(self) -> str:
+        """The model's name in rows, with the dtype of its codes if it has any."""
+        return self.model if self.weight_dtype is None else f"{self.model}@{self.weight_dtype}"
 
     def __post_init__(self) -> None:
         _check_shared(self, ("lengths", "batches", "tokens", "repeats", "chunk_size", "queries", "most_rows"))
+        self._check_acceptance()
         if sum(vars(self)[name] for name in _MODES) > 1:
             raise ValueError(f"expected at most one of {', '.join(_MODES[:-1])} and {_MODES[-1]}")
         for name, needs in (("chunk_size", "prefill"), ("queries", "attention_only"), ("most_rows", "largest_batch")):
@@ -107,6 +119,19 @@ class SpeedSettings(Settings):
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")
         if self.batches and (self.attention_only or self.largest_batch):
             raise ValueError("--batches has no meaning with --attention-only, which has one row, and --largest-batch")
+
+    def _check_acceptance(self) -> None:
+        kept, drafts = self.acceptance, [name for name in self.methods if name.startswith(VERIFIED)]
+        if bool(kept) != bool(drafts):
+            raise ValueError(
+                f"--acceptance belongs to methods named verified_METHOD, got {kept or 'none'} and {', '.join(self.methods)}"
+            )
+        if drafts and (self.mesh or any(vars(self)[name] for name in _MODES)):
+            raise ValueError(f"{drafts[0]} is timed in decode steps on one device: leave out --mesh, --prefill and the like")
+        if kept and (len(kept) < 2 or not 1 >= kept[0] >= kept[-1] >= 0 or list(kept) != sorted(kept, reverse=True)):
+            raise ValueError(f"acceptance must be at least two shares from 1 to 0 that do not rise, got {kept}")
+        if kept and self.tokens <= len(kept):
+            raise ValueError(f"tokens must be above {len(kept)}, the tokens drafted in a pass, got {self.tokens}")
 
     @property
     def splits(self) -> bool:
@@ -225,7 +250,7 @@ def _check_shared(settings: SpeedSettings | OffloadSettings, fields: Sequence[st
     if settings.model not in MODELS:
         raise ValueError(f"unknown model {settings.model!r}, expected one of {', '.join(MODELS)}")
     for name in _variants(settings.methods):
-        if name not in VARIANTS:
+        if name.removeprefix(VERIFIED) not in VARIANTS:
             raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
     for kind in settings.kv_dtype:
         check_kv_dtype(kind)

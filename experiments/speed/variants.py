@@ -20,6 +20,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.typing import pytree
 from models import ModelConfig
 
+VERIFIED = "verified_"  # before a variant's name: `kvjax.Verified` with the variant as its draft
 _SENTENCE = 20  # tokens; every 20th token id ends a sentence
 
 
@@ -120,18 +121,31 @@ def kv_dtype_of(name: str) -> str | None:
     return name.partition("@")[2] or None
 
 
-def setting(name: str, length: int, config: ModelConfig, given: Mapping[str, Any] | None = None) -> Setting:
+def setting(
+    name: str,
+    length: int,
+    config: ModelConfig,
+    given: Mapping[str, Any] | None = None,
+    kept: Sequence[float] = (),
+) -> Setting:
     """Make the variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
-        name: see `VARIANTS`; with or without a ``kv_dtype``, see `kv_dtype_of`.
+        name: see `VARIANTS`; with or without `VERIFIED` before it, and with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
         given: knobs that override the variant's.
+        kept: for names ``verified_VARIANT``, whose draft is the variant: the share of drafted tokens that are kept at each
+            place. So many tokens are drafted in each pass.
 
     Raises:
         ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
     """
+    if name.startswith(VERIFIED):
+        inner = setting(name.removeprefix(VERIFIED), length, config, given)
+        told = f"drafted tokens kept: {', '.join(f'{share:g}' for share in kept)}"
+        method = kvjax.Verified(draft=inner.method, depth=len(kept), worth=None)
+        return Setting(name, method, "; ".join(note for note in (inner.note, told) if note))
     if (base := name.partition("@")[0]) not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
     variant = VARIANTS[base]

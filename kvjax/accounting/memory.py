@@ -24,7 +24,7 @@ from kvjax.decoding.prefill import reading_order
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
 from kvjax.fields import positive_int
 from kvjax.mesh.processes import least
-from kvjax.mesh.sharding import Plan, check_axes, on_each
+from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
 from kvjax.method import LayerMethod, LayerSpec, Method, num_bytes
 from kvjax.registry import classes, resolve, resolve_each
 from kvjax.typing import Model, not_none
@@ -45,11 +45,13 @@ class Needed:
         staged: further bytes on the device while a prompt chunk attends in one layer. They hold the layer's keys and values
             if it is offloaded or in 8 bits, its codes and dequantised values if it is both, and the row that a pass takes out
             of the layer (`kvjax.decoding.prefill`).
+        weights: bytes of the parameters on the device; 0 if none were given.
     """
 
     device: int
     host: int
     staged: int
+    weights: int = 0
 
     @property
     def brief(self) -> str:
@@ -58,7 +60,8 @@ class Needed:
 
     def __str__(self) -> str:
         device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
-        return f"{device}, {_gib(self.host)} of host memory"
+        weights = f", {_gib(self.weights)} of weights" if self.weights else ""
+        return f"{device}, {_gib(self.host)} of host memory{weights}"
 
 
 @in_32_bits
@@ -73,6 +76,7 @@ def memory_needed(
     mesh: Mesh | AbstractMesh | None = None,
     kv_dtype: str | None = None,
     share_storage: bool = False,
+    params: Any = None,
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need.
 
@@ -88,6 +92,7 @@ def memory_needed(
         mesh: the devices over which the parameters are spread; None means one device.
         kv_dtype: as in `kvjax.prefill`.
         share_storage: as in `kvjax.prefill_each`; what several caches share counts once.
+        params: the parameters, or their shapes (`models.param_shapes`), if they are to be counted too.
 
     Raises:
         TypeError: ``mesh`` is no mesh.
@@ -98,7 +103,8 @@ def memory_needed(
     methods = resolve_each(cast("Any", method if several else [method]), prompt_slots)
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
-    return _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
+    needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
+    return dataclasses.replace(needed, weights=bytes_on_device(params))
 
 
 def _sum(each: Sequence[Phases]) -> Needed:

@@ -52,7 +52,8 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
     multiple = positive_int("multiple", multiple)
     if isinstance(tokens, (np.ndarray, jax.Array)):
         if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
+            hint = " (for one prompt: tokens[None])" if tokens.ndim == 1 else ""
+            raise ValueError(f"tokens must be integers of shape [B, T]{hint}, got {tokens.dtype} {list(tokens.shape)}")
         rows, padded = tokens.shape
         check_int32("token ids", tokens)
         given = np.full(rows, padded, np.int32) if lengths is None else lengths

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -123,6 +124,15 @@ def readable[X](plan: Plan | None, tree: X) -> X:
 def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``run`` so that each device of a mesh runs it with the same arguments, to find the shapes of a device's result."""
     return jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Count the bytes on a device of the arrays or shapes of ``tree``; shapes without a sharding count whole."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        total += math.prod(shape) * x.dtype.itemsize
+    return total
 
 
 def plan_of(params: Any) -> Plan | None:

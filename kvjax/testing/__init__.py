@@ -17,6 +17,7 @@ import jax
 
 from kvjax.method import Method
 from kvjax.methods import Full
+from kvjax.plugins import check_hooks
 from kvjax.registry import resolve
 from kvjax.testing import laws
 from kvjax.testing.model import TinyModel
@@ -80,11 +81,13 @@ def check_method(
 
     Raises:
         AssertionError: laws are broken; the message names each broken law and quotes its docstring or its error.
+        TypeError: a function of the method takes other arguments than the function that it replaces.
         ValueError: the method refuses the setting.
     """
     has_budget = "budget" in resolve(make(**knobs)).__dataclass_fields__
     knobs = {**({"budget": _BUDGET} if has_budget else {}), **knobs}
     method = make(**knobs)
+    check_hooks(type(method))
     if everything is None and has_budget:
         everything = {"budget": _EVERYTHING}
     unbounded = {knob: value for knob, value in knobs.items() if knob != "capacity"}

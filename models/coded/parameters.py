@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded
 
 from ..config import ModelConfig
 from .rounding import rounded
 
+_DEVIATION = 0.02  # of random numbers
 BITS = {"int8": 8, "int4": 4}  # by the names of ``weight_dtype``
 
 
@@ -38,7 +39,9 @@ def bits_of(path: str, weight_dtype: str) -> int | None:
 
 def by_rows(path: str, param: Any) -> Any:
     """Move the axis that a product sums over to the end: [K, ...] to [..., K]; a table [V, d] stays."""
-    return param if path.endswith("embedding") else (np if isinstance(param, np.ndarray) else jnp).moveaxis(param, 0, -1)
+    return (
+        param if path.endswith("embedding") else (np if isinstance(param, np.ndarray) else jnp).moveaxis(param, 0, -1)
+    )
 
 
 def coded(path: str, param: Any, weight_dtype: str) -> Array | CodedMatrix:
@@ -79,3 +82,13 @@ def _coded_shape(path: str, leaf: jax.ShapeDtypeStruct, weight_dtype: str) -> An
         )
     group = jax.ShapeDtypeStruct((*lead, width // GROUP), jnp.float16)
     return CodedMatrix(codes=jax.ShapeDtypeStruct((*lead, width // 2), jnp.uint8), scales=group, minima=group)
+
+
+def random_codes(shapes: CodedMatrix, key: Array) -> CodedMatrix:
+    """Draw codes that are all equally likely; the numbers have a standard deviation of about 0.02."""
+    top = {8: 255, 4: 15}[shapes.bits]
+    scale = _DEVIATION * 12**0.5 / top
+    codes = jax.random.bits(key, shapes.codes.shape, jnp.uint8)
+    scales = jnp.full(shapes.scales.shape, scale, shapes.scales.dtype)
+    minima = None if shapes.minima is None else jnp.full_like(scales, -scale * top / 2)
+    return CodedMatrix(codes=lax.bitcast_convert_type(codes, shapes.codes.dtype), scales=scales, minima=minima)

@@ -14,7 +14,7 @@ _LARGEST = 127
 _TOP = 15  # the largest code of 4 bits
 _STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 7)  # steps between a group's smallest and largest number that are tried
 _CUTS = (0.95, 0.9, 0.85)  # parts of the range that 15 steps are tried for, so that the ends are cut
-_AT_ONCE = 1 << 22  # numbers that are rounded at once
+_AT_ONCE = 1 << 20  # numbers that are rounded at once; more of them would fall out of the caches of a CPU
 
 
 def rounded(rows: Array, bits: int) -> CodedMatrix:
@@ -53,19 +53,23 @@ def _by_group(row: Array) -> CodedMatrix:
         first = _judged(x, *start)
         second = _judged(x, *_fitted(x, first[1]))
         for found in (first, second):
-            best = tuple(jnp.where((found[0] < best[0]).reshape(-1, *(1,) * (y.ndim - 1)), y, z) for y, z in zip(found, best))
+            better = found[0] < best[0]
+            chosen = [better if y.ndim == 1 else better[:, None] for y in found]
+            best = tuple(jnp.where(*each) for each in zip(chosen, found, best, strict=True))
         return best, None
 
     none = jnp.full_like(low, jnp.inf), jnp.zeros_like(x), low, low
     (_, codes, scale, least), _ = lax.scan(attempt, none, (jnp.stack(scales), jnp.stack(lows)))
     return CodedMatrix(
-        codes=packed(codes.reshape(-1).astype(jnp.uint8)), scales=scale.astype(jnp.float16), minima=least.astype(jnp.float16)
+        codes=packed(codes.reshape(-1).astype(jnp.uint8)),
+        scales=scale.astype(jnp.float16),
+        minima=least.astype(jnp.float16),
     )
 
 
 def _judged(x: Array, scale: Array, least: Array) -> tuple[Array, Array, Array, Array]:
     """Round groups [G, 32] with the scale and the minimum that float16 can hold: squared error, codes, scale, minimum."""
-    scale, least = (lax.reduce_precision(y, exponent_bits=5, mantissa_bits=10) for y in (scale, least))
+    scale, least = (lax.reduce_precision(y, exponent_bits=8, mantissa_bits=10) for y in (scale, least))
     codes = jnp.clip(jnp.round((x - least[:, None]) / jnp.where(scale > 0, scale, 1)[:, None]), 0, _TOP)
     error = x - codes * scale[:, None] - least[:, None]
     return jnp.sum(error * error, axis=1), codes, scale, least

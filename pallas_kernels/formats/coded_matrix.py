@@ -103,6 +103,8 @@ def decoded(matrix: CodedMatrix) -> Array:
 
 def taken(matrix: CodedMatrix, rows: Array) -> Array:
     """Compute the rows [..., K] of a matrix [N, K] at ``rows`` int [...], float32; a row of N or more is NaN."""
+    if rows.size == 1:  # for one row XLA for TPUs copies the table into another layout; for two it reads them in place
+        return taken(matrix, jnp.broadcast_to(rows.reshape(1), (2,)))[0].reshape(*rows.shape, -1)
     inside = rows < matrix.codes.shape[0]
     found = decoded(jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), matrix))
     return jnp.where(inside[..., None], found, jnp.nan)

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.numerics import drawn
+
 BLOCK = 16  # tokens whose buckets of a table are neighbours in memory
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 def random_planes(seed: Array | int, tables: int, bits: int, dim: int) -> Array:
     """Draw normal vectors of planes through 0 from a Gaussian: float32 [L, P, D] for L ``tables`` of P ``bits``."""
-    return jax.random.normal(jax.random.key(seed), (tables, bits, dim), jnp.float32)
+    return drawn(lambda key: jax.random.normal(key, (tables, bits, dim), jnp.float32), seed)
 
 
 def projections(x: Array, planes: Array) -> Array:

@@ -600,9 +600,19 @@ def test_a_table_with_long_answers_tells_their_length(tiny):
 def test_answers_that_were_cut_at_their_limit_are_told():
     rows = [entry("full", [1.0] * 6, examples=6, cut_below_100=0), entry("h2o", [0.0] * 6, examples=6, cut_below_100=2)]
     rows += [entry("h2o", [0.0] * 4, task="u", examples=4, cut_below_100=1), entry("full", [1.0] * 4, task="u")]
-    told = "Answers that reached their limit of tokens and scored below 100: H2O 3 of 10."
-    assert tables.cut_short(comparison.beside_full(rows)) == [told]
+    (told,) = tables.cut_short(comparison.beside_full(rows))
+    assert told.startswith("Answers that reached their limit of tokens and scored below 100 (a larger --max-new-tokens ")
+    assert told.endswith("): H2O 3 of 10.")
     assert tables.cut_short(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "rows of earlier versions"
+
+
+def test_a_table_with_verified_rows_tells_their_tokens_per_pass():
+    verified = entry("verified(draft=snapkv)", [1.0] * 6, counters={"tokens_per_pass": 3.456}, knobs={})
+    compared = comparison.beside_full([entry("full", [1.0] * 6, counters={}, knobs={}), verified])
+    head, _, *body = tables.cell_table(compared).split("\n")
+    assert "| same answer | accepted | tokens attended |" in head
+    assert [line.split(" | ")[8] for line in body] == ["", "3.46 a pass"]
+    assert "accepted" not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
 
 
 def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():

@@ -159,6 +159,7 @@ def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels,
         (["--with", "nowhere:merge", "--only", "merge_splits", "--interpret"], "there is no module 'nowhere'"),
         (["--with", "{}", "--only", "merge_splits", "--interpret"], "is named package.module:Function"),
         (["--with", "{}:NUMBER", "--only", "merge_splits", "--interpret"], "expected a function of the arguments of merge"),
+        (["--with", "{}:misnamed", "--only", "merge_splits", "--interpret"], "misnamed: no shape of merge_splits can run it"),
         ([], "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU"),
     ],
 )

@@ -78,6 +78,35 @@ def test_variants_cover_the_registry():
         setting("nope", N, CONFIG)
 
 
+def test_exact_decoding_is_timed_with_drafted_tokens_kept_as_told(command):
+    """A row has the shares that were given, tokens per pass as they say, and the weights of a pass and its draft steps."""
+    kept = ["--methods", "verified_knorm", "--acceptance", "1,0.5", "--tokens", 64, "--repeats", 1, "--no-split"]
+    _, record = command(*kept)
+    full, row = record["metrics"]
+    assert (full["method"], row["method"], row["kept"]) == ("full", "verified_knorm", [1.0, 0.5])
+    assert row["error"] is None and row["note"].endswith("drafted tokens kept: 1, 0.5")
+    per_pass = row["counters"]["tokens_per_pass"]
+    assert 2 <= per_pass <= 3 and abs(per_pass - 2.5) < 0.4
+    np.testing.assert_allclose(row["weight_bytes_read"], full["weight_bytes_read"] * 3 / per_pass, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"methods": ("verified_snapkv",)}, "--acceptance belongs to methods named verified_METHOD, got none"),
+        ({"acceptance": (0.5, 0.2)}, "--acceptance belongs to methods named verified_METHOD, got"),
+        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.6)}, "that do not rise, got"),
+        ({"methods": ("verified_snapkv",), "acceptance": (0.5,)}, "at least two shares"),
+        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.4), "tokens": 2}, "tokens must be above 2"),
+        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.4), "prefill": True}, "timed in decode steps on one device"),
+        ({"methods": ("verified_nope",), "acceptance": (0.5, 0.4)}, "unknown method 'verified_nope'"),
+    ],
+)
+def test_settings_of_exact_decoding_are_checked(flags, expected):
+    with pytest.raises(ValueError, match=expected):
+        SpeedSettings(**flags)
+
+
 FILLED = [group(name) for name, variant in VARIANTS.items() if name == variant.method]
 
 

@@ -186,7 +186,7 @@ def _models() -> list[Argument]:
     ]
     positive = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and finite(above=0.0)(x)  # noqa: E731
     scaling = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    for name in ("rms_norm_eps", "rope_theta"):
+    for name in ("rms_norm_eps", "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_multiplier"):
         made.append(_argument("ModelConfig", name, positive, lambda **x: dataclasses.replace(_MODEL, **x)))
     for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
         made.append(_argument("ModelConfig", name, boolean, lambda **x: dataclasses.replace(_MODEL, **x)))
@@ -222,7 +222,7 @@ def _of_prompts(world: World) -> list[Argument]:
         _argument("prefill", "config", nothing, world.prefill, "llama", TinyModel, {"vocab_size": 61}),
         _argument("prefill", "method", _is_method, world.prefill, *_METHODS),
         _argument("prefill", "params", nothing, world.prefill, *_wrong_params()),
-        _argument("prefill", "max_new_tokens", whole(1, 58), world.prefill),
+        _argument("prefill", "max_new_tokens", either(whole(1, 58), none), world.prefill),
         _argument("prefill", "chunk_size", whole(1), world.prefill),
         _argument("prefill", "pad_multiple", whole(1), world.prefill),
         _argument("prefill", "lengths", either(length, none), lambda **x: world.prefill(tokens=array, **x), *_LENGTHS),

@@ -201,7 +201,7 @@ def test_a_prompt_leaves_room_for_what_the_model_has_positions_for():
         (lambda: prefill([]), "list of token lists"),
         (lambda: prefill([[1]], lengths=[1]), "lengths belong to a padded array of tokens"),
         (lambda: prefill(np.ones((2, 3), np.float32)), r"integers of shape \[B, T\], got float32 \[2, 3\]"),
-        (lambda: prefill(np.ones(3, np.int32)), r"integers of shape \[B, T\], got int32 \[3\]"),
+        (lambda: prefill(np.ones(3, np.int32)), r"shape \[B, T\] .for one prompt: tokens.None.., got int32 \[3\]"),
         (lambda: prefill(np.ones((2, 3), np.int32), lengths=[1]), r"lengths must be integers of shape \[2\].*got \[1\]"),
         (lambda: prefill(np.ones((2, 3), np.int32), lengths=[1, 4]), r"lie between 0 and T=3, got \[1, 4\]"),
         (lambda: prefill([[1]], method="ful"), "unknown method 'ful' .did you mean 'full'"),

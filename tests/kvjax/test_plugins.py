@@ -106,6 +106,8 @@ def test_a_registered_method_has_a_name():
         (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
         (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.typing.pytree, got Bare without it"),
+        (pytree(type("Short", (Newest,), {"score": lambda self, cache: cache})), TypeError,
+         r"Short.score must take .self, cache, prompt., as Newest.score does, got .self, cache."),
         (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),
     ],
 )
@@ -113,6 +115,14 @@ def test_unfit_classes_are_not_registered(cls, error, told):
     with pytest.raises(error, match=told):
         kvjax.register(cls)
     assert not plugins.outside()
+
+
+def test_functions_of_all_methods_take_what_those_take_that_they_replace():
+    for cls in (*registry.builtin().values(), *registry.WRAPPERS.values(), Newest, Forgetful, Average):
+        plugins.check_hooks(cls)
+    told = "Short.compress must take .self, cache, prompt, room., as Eviction.compress does, got .self, cache."
+    with pytest.raises(TypeError, match=told):
+        check_method(pytree(type("Short", (Average,), {"compress": lambda self, *, cache: cache})))
 
 
 def test_two_classes_of_one_name_are_refused():

@@ -21,6 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
 
+import kvjax
 import models
 from models import adapter, gguf_files, sharding, weights
 from models.tensor_files import SafeTensors
@@ -70,6 +71,30 @@ def counted():
 
     with mock.patch.object(SafeTensors, "_read", note):
         yield reads
+
+
+def check_codes_of_weights_are_divided_like_their_numbers(folder):
+    config = models.ModelConfig(**{**TINY, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}, qkv_bias=True)
+    params, tokens, mesh = models.random_params(config, jax.random.key(0)), np.arange(12)[None], on(4, 2)
+    models.save_pretrained(folder, params, config)
+    for weight_dtype in ("int8", "int4"):
+        one, _ = models.from_pretrained(folder, weight_dtype=weight_dtype)
+        spread, _ = models.from_pretrained(folder, weight_dtype=weight_dtype, mesh=mesh)
+        for each in (spread, models.shard_params(one, mesh)):
+            assert_same(each, one, mesh)
+        made = []
+        for each, rows in ((one, 1), (spread, 4)):
+            cache = kvjax.prefill(each, np.repeat(tokens, rows, 0), config=config, method="full", max_new_tokens=4)
+            made.append(np.asarray(kvjax.generate(each, cache, max_new_tokens=4).tokens)[0])
+        np.testing.assert_array_equal(*made)
+        drawn = (models.random_params(config, jax.random.key(0), weight_dtype=weight_dtype, mesh=x) for x in (mesh, None))
+        assert_same(*drawn, mesh)
+        try:
+            models.shard_params(one, on(1, 8))  # parts of 32 numbers of a row
+        except ValueError as error:
+            assert "expected a number of devices that divides 128 into multiples of 64" in str(error), error
+        else:
+            raise AssertionError("a chunk was cut")
 
 
 def check_every_family_loads_as_on_one_device(folder):

@@ -253,6 +253,9 @@ def test_chat_templates_that_are_no_text_or_ask_for_files(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
     with pytest.raises(ValueError, match="chat_template.jinja must be a text in UTF-8"):
         models.ChatTemplate.from_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xef")  # a part of a byte-order mark
+    with pytest.raises(ValueError, match="chat_template.jinja must be a text in UTF-8"):
+        models.ChatTemplate.from_directory(tmp_path)
     for template in ("{% include 'secret' %}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ 'x' * 'y' }}"):
         with pytest.raises(ValueError, match="the chat template (cannot be rendered|refuses)"):
             models.ChatTemplate(template).render([{"role": "user", "content": "hello"}])

@@ -49,17 +49,19 @@ def test_values_of_another_type_are_refused(change, message):
         ModelConfig.from_hf({**HF, **change})
 
 
+STRANGE = (None, True, False, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**400, "", "4", [], [1], [[1]], ["x"])
+STRANGE += ({}, {"a": 1}, {"rope_type": 3}, {"rope_type": "llama3", "factor": []}, {"rope_theta": "x"})
+
+
 def test_any_json_value_is_read_or_refused_by_a_sentence():
     """No value of a known key ends in another error than ValueError."""
-    strange = (None, True, False, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**400, "", "4", [], [1], [[1]], ["x"])
-    strange += ({}, {"a": 1}, {"rope_type": 3}, {"rope_type": "llama3", "factor": []}, {"rope_theta": "x"})
     keys = [
         *HF, "head_dim", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters", "rope_scaling", "sliding_window",
         "layer_types", "max_window_layers", "use_sliding_window", "tie_word_embeddings", "attention_bias", "mlp_bias",
         "torch_dtype", "dtype", "eos_token_id", "quantization_config", "partial_rotary_factor",
     ]  # fmt: skip
     base = {**HF, "use_sliding_window": True, "sliding_window": None}
-    for kind, key, value in itertools.product(("llama", "mistral", "qwen2", "qwen3"), keys, strange):
+    for kind, key, value in itertools.product(("llama", "mistral", "qwen2", "qwen3"), keys, STRANGE):
         try:
             read = ModelConfig.from_hf({**base, "model_type": kind, key: value})
         except ValueError:

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -22,7 +24,9 @@ from models.families import FAMILIES, MISSING, channel_order
 from models.parts import LayerRope
 from models.rope_scaling import LinearScaling
 from tests import goldens
+from tests.models.test_damaged_files import STRANGE
 from tests.models.test_parity import ours
+from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FOLDER = goldens.FOLDER / "models" / "families"
@@ -94,6 +98,16 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         given = np.array([row[count + step - 1] for row, count in zip(tokens, prompts, strict=True)], np.int32)
         cache = kvjax.decode_step(params, cache, given)
         assert_close(cache.logits, expected[:, step])
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES])
+def test_a_family_loads_in_8_bits(name, loaded):
+    """Codes have the order of channels, and the parts of fused tensors, that floating-point numbers have."""
+    params, config = models.from_pretrained(loaded(name)[2], weight_dtype="int8")
+    with jax.numpy_rank_promotion("allow"):
+        logits = run(config, params, jnp.asarray(golden(name)["tokens"][:1], jnp.int32))
+    expected = golden(name)["logits"]
+    assert 1e-3 < np.abs(logits[0] - expected).mean() / np.abs(expected).mean() < 0.1
 
 
 def edges(name, **changes):
@@ -217,7 +231,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
         (GEMMA, {"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
         (GEMMA, {"layer_types": ..., "sliding_window_pattern": "LG"}, "needs layer_types, or a positive whole number"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention and for sliding"),
-        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number, got 0"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive whole number, got 0"),
         (GEMMA, {"hidden_activation": "relu2"}, "unsupported activation 'relu2' for model_type 'gemma3_text'"),
         (GEMMA, {"vocab_size": ...}, "config.json of model_type 'gemma3_text' lacks vocab_size"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a finite number, got '8'"),
@@ -237,6 +251,19 @@ def test_a_missing_part_is_named(name, change, message):
         models.ModelConfig.from_hf(edges(name, **change))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_any_json_value_is_read_or_refused_by_a_sentence(name):
+    """No value of a key that a family reads ends in another error than ValueError."""
+    full = {FAR: {"rope_theta": 1e4}, NEAR: {"partial_rotary_factor": []}}
+    for key in {*edges(name), *FAMILIES[edges(name)["model_type"]].defaults, "layer_types", "no_rope_layers"}:
+        for value in (*STRANGE, full, {FAR: 3}, {FAR: [], NEAR: {}}, 1e-300, 1e300, {"partial_rotary_factor": 1e300}):
+            try:
+                config = models.ModelConfig.from_hf(edges(name, **{key: value}))
+            except ValueError:
+                continue
+            assert hash(config) and models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config, (key, value)
+
+
 def test_every_type_that_is_refused_by_name_is_no_family():
     assert not MISSING.keys() & {*FAMILIES, *hf_config.MODEL_TYPES}
     assert {edges(name)["model_type"] for name in NAMES} == FAMILIES.keys(), "every family has a golden"
@@ -248,3 +275,51 @@ def test_a_family_that_lacks_a_part_is_not_written():
         dataclasses.replace(config, logit_softcap=3.0).to_hf()
     with pytest.raises(ValueError, match="norm_place='after' needs the family of its files, got family=''"):
         dataclasses.replace(config, family="", wide_qk_norm=False).to_hf()
+
+
+SHARED = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+PUBLISHED = {  # what a config.json of the hub says, and the number of parameters of its weights
+    "gemma-3-270m": (268_098_176, {
+        "model_type": GEMMA, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768,
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "rope_theta": 1e6, "rope_scaling": None,
+        "sliding_window": 512, "_sliding_window_pattern": 6, "vocab_size": 262144, "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    }),
+    "phi-4-mini": (3_836_021_760, {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 200064,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "sliding_window": 262144,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48},
+        "tie_word_embeddings": True,
+    }),
+    "smollm3-3b": (3_075_098_624, {
+        "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 65536, "vocab_size": 128256,
+        "no_rope_layer_interval": 4, "sliding_window": None, "use_sliding_window": False, "rope_theta": 5e6,
+    }),
+    "olmo-3-7b": (7_298_011_136, {
+        **SHARED, "model_type": "olmo3", "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 65536, "vocab_size": 100278, "sliding_window": 4096, "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    }),
+    "glm-4-9b-0414": (9_400_279_040, {
+        **SHARED, "model_type": "glm4", "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "max_position_embeddings": 32768, "vocab_size": 151552, "partial_rotary_factor": 0.5, "attention_bias": True,
+    }),
+    "command-r7b": (8_028_033_024, {
+        **SHARED, "model_type": "cohere2", "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 256000,
+        "max_position_embeddings": 8192, "logit_scale": 0.25, "sliding_window": 4096, "sliding_window_pattern": 4,
+        "rope_theta": 5e4,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x not in ("gemma-3-270m", "phi-4-mini"))) for x in PUBLISHED]
+)
+def test_a_published_config_has_the_published_number_of_parameters(name):
+    count, hf = PUBLISHED[name]
+    config = models.ModelConfig.from_hf(hf)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(models.param_shapes(config))) == count
+    assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config

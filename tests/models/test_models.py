@@ -311,9 +311,10 @@ def test_query_heads_are_grouped_as_in_the_checkpoint(tmp_path):
         np.testing.assert_allclose(got, heads, rtol=1e-4, atol=1e-4)
 
 
-def test_a_guess_is_what_the_layer_makes_of_the_input_of_the_layer_before():
-    """With bias and norm: it is the query of layer 0 if that has the projections of layer 1."""
-    config = dataclasses.replace(FAMILIES["qwen3"], qkv_bias=True)
+@pytest.mark.parametrize("parts", [{}, {"qk_norm": False, "wide_qk_norm": True, "query_scale": 0.3, "norm_place": "after"}])
+def test_a_guess_is_what_the_layer_makes_of_the_input_of_the_layer_before(parts):
+    """With bias, norm and scale: it is the query of layer 0 if that has the projections of layer 1."""
+    config = dataclasses.replace(FAMILIES["qwen3"], qkv_bias=True, **parts)
     params = vivid_params(config)
     seen = []
 

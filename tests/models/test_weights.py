@@ -326,7 +326,7 @@ def test_random_parameters_are_made_where_the_sharding_says(monkeypatch):
     config = FAMILIES["qwen3"]
     shapes = models.param_shapes(config)  # a few of them, since drawing takes long to compile
     some = {"final_norm": shapes["final_norm"], "layers_0": {"mlp": {"down": shapes["layers_0"]["mlp"]["down"]}}}
-    monkeypatch.setattr(weights, "param_shapes", lambda config: some)
+    monkeypatch.setattr(weights, "param_shapes", lambda config, weight_dtype: some)
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec())
     plain = models.random_params(config, jax.random.key(0))
     everywhere = models.random_params(config, jax.random.key(0), sharding)

@@ -25,7 +25,6 @@ from tests.pallas_kernels import cases, untimed
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
-PLACES["add_norm"] = "pallas_kernels.add_norm"
 # `experiments.speed.kernels` repeats a call on the same arrays. These operations write in place: each call would copy
 # the cache first.
 IN_PLACE = {

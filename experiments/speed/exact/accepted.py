@@ -14,9 +14,9 @@ from experiments.answering import LoadedModel
 from experiments.records import Results
 from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs, same_share
 from experiments.speed.exact.drafts import Draft, make_drafts
-from experiments.speed.exact.samplers import ByRow
 from experiments.speed.exact.settings import ExactSettings
 from experiments.speed.exact.texts import Prompts, make_prompts
+from experiments.speed.samplers import ByRow
 
 Say = Callable[[str], None]
 

@@ -16,41 +16,16 @@ from jax import Array
 import kvjax
 from experiments.answering import LoadedModel
 from experiments.speed.exact.texts import Prompts
+from experiments.speed.verified_cache import verified_cache
 from kvjax.accounting.stats import Stats
 from kvjax.api.programs import generate_program, prefill_once_program, repeat_program
 from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded
-from kvjax.decoding.layers import layer_methods
 from kvjax.method import Method
 from kvjax.methods import Full
-from kvjax.typing import layer_windows
-from kvjax.wrappers.verified import Verified, no_passes
-from kvjax.wrappers.verified_layer import Pair
 
 _MOST_THREADS = 8
 _TOLD = 500  # letters of an error
-
-
-def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
-    """Make the cache of ``method`` from the caches of Full and of its draft, which have read the same prompts together.
-
-    It equals the cache that `kvjax.prefill` makes, and has the arrays of the given caches.
-
-    Args:
-        method: whose draft has a dense prompt.
-        full: Full's cache.
-        draft: the draft's cache; its arrays, or their shapes.
-    """
-    batch, model = full.batch, full.model
-    layers = []
-    for layer, window, exact, guess in zip(
-        layer_methods(method, model), layer_windows(model), full.layers, draft.layers, strict=True
-    ):
-        shares = window is not None or layer.shares
-        layers.append(guess if shares else Pair(full=exact, draft=guess))
-    shared = no_passes(draft.shared, batch, method.depth)
-    own = dataclasses.replace(method, draft=draft.method)
-    return dataclasses.replace(full, method=own, layers=tuple(layers), shared=shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +66,7 @@ class Programs:
         steps: tokens that a call decodes.
         copies: of each row, after the prompt is read.
         chunk_size: prompt tokens of a pass.
-        sampler: draws the tokens; see `experiments.speed.exact.samplers`.
+        sampler: draws the tokens; see `experiments.speed.samplers`.
         key: for every call that decodes; None if the sampler needs none.
         ends: whether the model's end-of-text tokens end a row.
     """

@@ -21,10 +21,10 @@ from experiments.records import Results, knobs_of
 from experiments.speed.exact.accepted import tokens_per_pass
 from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs, same_share
 from experiments.speed.exact.drafts import make_drafts
-from experiments.speed.exact.samplers import Forced
 from experiments.speed.exact.settings import ExactSettings
 from experiments.speed.exact.texts import Prompts, make_prompts
 from experiments.speed.filled_cache import filled_cache
+from experiments.speed.samplers import Forced
 from experiments.speed.settings import MODELS
 from experiments.speed.variants import setting
 from kvjax.api import shard_map
@@ -46,8 +46,7 @@ def measure_speed(settings: ExactSettings, model: LoadedModel, results: Results,
 def measure_rejected(settings: ExactSettings, model: LoadedModel, results: Results, say: Say) -> None:
     """Time Verified beside Full where no drafted token is kept: first calls, and later calls, which know the draft."""
     for length, batch, depth in itertools.product(settings.lengths, settings.batches, settings.depths):
-        never = Forced(rates=jnp.zeros((depth,), jnp.float32), rows=batch)
-        drawn = never, jax.random.key(settings.seed)
+        drawn = Forced.keeping([0.0] * depth, batch), jax.random.key(settings.seed)
         _beside_full("rejected", settings, model, results, say, (length, batch, depth), drawn)
 
 
@@ -168,10 +167,9 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
                 if results.find(identity) is not None:
                     continue
                 params = random_params(config, jax.random.key(0)) if params is None else params
-                never = Forced(rates=jnp.zeros((depth,), jnp.float32), rows=batch)
+                never = Forced.keeping([0.0] * depth, batch)
                 full = full or _in_shape(settings, params, config, Full(), (length, batch), never)
-                ratios = [now / before if before else 0.0 for before, now in zip([1.0, *kept], kept, strict=False)]
-                sampler = Forced(rates=jnp.asarray(ratios, jnp.float32), rows=batch)
+                sampler = Forced.keeping(kept, batch)
                 method = kvjax.Verified(draft=chosen, depth=depth, worth=None)
                 try:
                     own = _in_shape(settings, params, config, method, (length, batch), sampler)

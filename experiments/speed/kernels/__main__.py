@@ -96,6 +96,10 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
         with added(mine, settings.outside, settings.interpret):
             failed += sum(run_case(case, results, bandwidth, run_name, settings.repeats) for case in mine)
     finish(results, kernel_table(results.metrics, results.notes), against, failed, "failed or are wrong; see the record")
+    ran = {(row["name"], row["implementation"]) for row in results.metrics}
+    for own in settings.outside:  # what has no row has no error either
+        if (settings.only[0], own) not in ran:
+            raise ValueError(f"--with {own}: no shape of {settings.only[0]} can run it here; the lines above say why")
 
 
 if __name__ == "__main__":

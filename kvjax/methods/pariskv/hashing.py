@@ -28,6 +28,7 @@ from pallas_kernels.choose.collision.votes import (
     tier_weights,
 )
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE, cluster_counts, codes, estimate, rotation
+from pallas_kernels.numerics import drawn
 
 __all__ = [
     "CLUSTERS",
@@ -63,7 +64,7 @@ class Codes:
 
 def random_signs(seed: Array | int, dim: int) -> Array:
     """Draw the random part of the rotation: float32 [D], each -1 or 1."""
-    return jax.random.rademacher(jax.random.key(seed), (dim,), jnp.float32)
+    return drawn(lambda key: jax.random.rademacher(key, (dim,), jnp.float32), seed)
 
 
 def encode(rotated: Array, scale: float) -> Codes:

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
+from pallas_kernels.formats.sign_codes import random_planes
 from tests.harness import example
 from tests.kvjax.methods.pariskv_cases import (
     DIMS,
@@ -162,3 +163,13 @@ def test_most_of_the_true_best_keys_are_picked(make, coarse, final):
             assert len(zone) == budget
             got[at, column] = len(truth & zone) / count
     assert got.mean(axis=0) == pytest.approx([coarse, final], abs=0.03)
+
+
+@pytest.mark.parametrize("switch", [lambda: jax.default_prng_impl("rbg"), lambda: jax.threefry_partitionable(False)])
+def test_switches_of_random_numbers_change_no_stored_code(switch):
+    """A cache that was saved without them is read under them."""
+    want = hashing.random_signs(3, 16), random_planes(3, 2, 3, 8)
+    with switch():
+        for draw in (lambda run: run, jax.jit):
+            got = draw(lambda seed: (hashing.random_signs(seed, 16), random_planes(seed, 2, 3, 8)))(3)
+            jax.tree.map(np.testing.assert_array_equal, got, want)

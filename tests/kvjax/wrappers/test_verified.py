@@ -17,7 +17,7 @@ from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.verify import _rested
 from kvjax.families import AppendOnly
-from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV
+from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
 from kvjax.wrappers.verified_layer import Passes
@@ -306,7 +306,13 @@ class _Windowed(TinyModel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "draft", [Quest(budget=512, num_dense_layers=0), many(SnapKV(budget=512)), many(H2O(budget=512))]
+    "draft",
+    [
+        Quest(budget=512, num_dense_layers=0),
+        many(SnapKV(budget=512)),
+        many(H2O(budget=512)),
+        many(TokenSelect(budget=64, num_sink=4, num_local=32, chunk=32)),
+    ],
 )
 def test_no_pass_copies_the_cache(draft):
     """In the compiled loop no instruction copies an array of the size of a layer's keys. Full's own steps are not in it."""

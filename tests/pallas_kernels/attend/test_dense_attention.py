@@ -28,9 +28,10 @@ def added(query, key, value, *, scale, bias):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The implementation for cuDNN, with plain JAX in the place of cuDNN."""
+    """The implementation for cuDNN, with plain JAX in the place of cuDNN, whose products are exact on a GPU too."""
     monkeypatch.setattr(_cudnn, "fused_attention", added)
-    return functools.partial(cudnn.dense_attention, query_first=None, scale=SCALE, limit=None, block=1024)
+    with jax.default_matmul_precision("highest"):
+        yield functools.partial(cudnn.dense_attention, query_first=None, scale=SCALE, limit=None, block=1024)
 
 
 @pytest.mark.parametrize("block", [7, 1024])

@@ -17,14 +17,16 @@ _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 
 
 def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
-    """Multiply in plain JAX, tile by tile; see `pallas_kernels.coded_product.coded_product`.
+    """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
-    Compilers for GPUs and TPUs fuse the conversion of int8 into a product. They do not fuse what 4 bits need, and XLA for
-    CPUs fuses neither: there a loop decodes and multiplies some rows of the matrix at a time.
+    Compilers for TPUs and for GPUs with bfloat16 fuse the conversion of int8 into a product. They do not fuse what 4 bits
+    need, and compilers for CPUs and older GPUs fuse neither: there a loop decodes and multiplies some rows of the matrix at
+    a time.
     """
     rows, flat = x.reshape(-1, x.shape[-1]), matrix.flat
     if flat.by_row:
-        fused = current_machine().platform != "cpu"
+        machine = current_machine()
+        fused = machine.platform == "tpu" or (machine.has_kernels and x.dtype.itemsize == 2)
         made = _by_row(rows, flat) if fused else _tiled(_by_row, rows, flat)
     else:
         made = _tiled(_by_group, rows, flat)
@@ -34,7 +36,8 @@ def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
 def _by_row(rows: Array, matrix: CodedMatrix) -> Array:
     # The vectors take the order of the codes: to put the codes in order would be a copy of the matrix.
     codes = matrix.codes.astype(rows.dtype)
-    return lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32) * matrix.scales[:, 0]
+    made = lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32)
+    return made * matrix.scales[:, 0].astype(jnp.float32)[None]
 
 
 def _by_group(rows: Array, matrix: CodedMatrix) -> Array:
@@ -55,5 +58,7 @@ def _tiled(product, rows: Array, matrix: CodedMatrix) -> Array:
 
 def _largest_part(count: int, most: int) -> int:
     """Return the largest divisor of ``count`` up to ``most``, or ``count`` if that divisor is below `_LEAST`."""
-    best = max((d for n in range(1, math.isqrt(count) + 1) if count % n == 0 for d in (n, count // n) if d <= most), default=1)
+    best = max(
+        (d for n in range(1, math.isqrt(count) + 1) if count % n == 0 for d in (n, count // n) if d <= most), default=1
+    )
     return best if best >= _LEAST else count

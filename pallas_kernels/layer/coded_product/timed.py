@@ -52,7 +52,9 @@ class Product(Shape):
             codes = jax.random.randint(second, (self.count, self.width), -127, 128, jnp.int8)
             return {"x": x, "matrix": CodedMatrix(codes=codes, scales=jnp.full((self.count, 1), 1e-3, jnp.float32))}
         codes = jax.random.bits(second, (self.count, self.width // 2), jnp.uint8)
-        scales = jax.random.uniform(third, (self.count, self.width // GROUP), jnp.float32, 0.005, 0.01).astype(jnp.float16)
+        scales = jax.random.uniform(third, (self.count, self.width // GROUP), jnp.float32, 0.005, 0.01).astype(
+            jnp.float16
+        )
         return {"x": x, "matrix": CodedMatrix(codes=codes, scales=scales, minima=-8 * scales)}
 
     def tiny(self) -> Self:

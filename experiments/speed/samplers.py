@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -39,6 +41,12 @@ class Forced:
 
     rates: Array  # float32 [N], probability that a drafted token is kept if all tokens before it are; N = depth, at least 2
     rows: int = static()  # B
+
+    @classmethod
+    def keeping(cls, kept: Sequence[float], rows: int) -> Forced:
+        """Make a sampler by the share of drafted tokens ``kept`` at each place, for batches of so many ``rows``."""
+        rates = [now / before if before else 0.0 for before, now in zip([1.0, *kept], kept, strict=False)]
+        return cls(rates=jnp.asarray(rates, jnp.float32), rows=rows)
 
     def draw(self, logits: Array, key: Array) -> Array:
         """Draw next tokens int32 [B] from logits float32 [B, V]."""

@@ -10,7 +10,7 @@ import jax.test_util
 import numpy as np
 import pytest
 
-from pallas_kernels.add_norm import ADD_NORM, add_norm, pallas_triton
+from pallas_kernels.layer.add_norm import ADD_NORM, add_norm, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
 EPS = 1e-3

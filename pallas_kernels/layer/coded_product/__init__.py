@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.coded_product import pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.layer.coded_product import pallas_triton, reference
 
 __all__ = ["CODED_PRODUCT", "coded_product"]
 

@@ -6,9 +6,9 @@ import functools
 
 import jax
 
-from pallas_kernels.add_norm import pallas_triton, reference
-from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.layer.add_norm import pallas_triton, reference
+from pallas_kernels.layer.add_norm.reference import rms_norm
 
 __all__ = ["ADD_NORM", "add_norm", "rms_norm"]
 

@@ -52,7 +52,11 @@ def _bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, span, interpre
 
     total = lax.fori_loop(0, codes_ref.shape[1] // span, body, jnp.zeros((MOST_ROWS, block), jnp.float32))
     scale = scale_ref[safe, 0].astype(jnp.float32) * (1 / UNIT["int8"])
-    plt.store(out_ref.at[rows[:, None], row[None, :]], (total * scale[None, :]).astype(out_ref.dtype), mask=x_mask & inside[None])
+    plt.store(
+        out_ref.at[rows[:, None], row[None, :]],
+        (total * scale[None, :]).astype(out_ref.dtype),
+        mask=x_mask & inside[None],
+    )
 
 
 def _grouped_bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, chunks, interpret):
@@ -111,7 +115,15 @@ def _places(x_ref, codes_ref, block):
 
 
 def coded_product(
-    x, matrix, *, dtype, block: int = 32, span: int | None = None, num_warps: int = 4, num_stages: int = 4, interpret=False
+    x,
+    matrix,
+    *,
+    dtype,
+    block: int = 32,
+    span: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 4,
+    interpret=False,
 ):
     """Multiply up to 16 vectors; ``block`` rows of the matrix per program, ``span`` words of 16 bits of each at a time."""
     flat, rows = matrix.flat, x.reshape(-1, matrix.width)
@@ -151,7 +163,7 @@ def check(x, matrix, *, dtype):
     by_group = matrix.scales.shape[-1] * GROUP == width and (matrix.bits == 4 or matrix.minima is None)
     if not (matrix.by_row or by_group) or width % CHUNK:
         raise NotImplementedError(
-            f"got {matrix.bits} bits with {matrix.scales.shape[-1]} scales for rows of {width}, expected 8 bits with a scale a "
-            f"row, or a scale for {GROUP} numbers, and rows of a multiple of {CHUNK}"
+            f"got {matrix.bits} bits with {matrix.scales.shape[-1]} scales for rows of {width}, expected 8 bits with a scale "
+            f"a row, or a scale for {GROUP} numbers, and rows of a multiple of {CHUNK}"
         )
     check_bytes(matrix.codes)

@@ -1,0 +1,41 @@
+"""A cache of `kvjax.Verified` from the caches of Full and of its draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+from kvjax.cache import Cache
+from kvjax.decoding.layers import layer_methods
+from kvjax.typing import Model, layer_windows
+from kvjax.wrappers.verified import Verified, no_passes
+from kvjax.wrappers.verified_layer import Pair, VerifiedLayer
+
+
+def shares_storage(method: Verified, model: Model) -> bool:
+    """Tell whether the draft has Full's storage in all layers."""
+    return all(_own(method, model))
+
+
+def _own(method: Verified, model: Model) -> list[bool]:
+    """Tell for each layer whether its whole state is the draft's; a layer with a window has nothing to draft."""
+    layers = zip(layer_methods(method, model), layer_windows(model), strict=True)
+    return [window is not None or cast("VerifiedLayer", layer).shares for layer, window in layers]
+
+
+def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:
+    """Make the cache of ``method`` from the caches of Full and of its draft, which have read the same prompts together.
+
+    It equals the cache that `kvjax.prefill` makes, and has the arrays of the given caches.
+
+    Args:
+        method: whose draft has a dense prompt.
+        full: Full's cache, or the draft's own if it has Full's storage in all layers.
+        draft: the draft's cache; its arrays, or their shapes.
+    """
+    batch = full.batch
+    each = zip(_own(method, full.model), full.layers, draft.layers, strict=True)
+    layers: list[Any] = [guess if own else Pair(full=exact, draft=guess) for own, exact, guess in each]
+    shared = no_passes(draft.shared, batch, method.depth)
+    own = dataclasses.replace(method, draft=draft.method)
+    return dataclasses.replace(full, method=own, layers=tuple(layers), shared=shared)

@@ -1,0 +1,84 @@
+"""Products with weights in 8 and 4 bits for accelerators that need not be here; see `tests.compile_only.test_methods`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax import memory_needed, registry
+from kvjax.decoding.decode import run_step
+from kvjax.decoding.prefill import run_prefill
+from models import param_shapes, shapes
+from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
+from pallas_kernels.layer.coded_product import coded_product
+from tests.compile_only.test_methods import needs
+
+COUNT, WIDTH = 14336, 4096
+TABLE = CodedMatrix(
+    codes=jax.ShapeDtypeStruct((128256, WIDTH), jnp.int8), scales=jax.ShapeDtypeStruct((128256, 1), jnp.float32)
+)
+GIB = 2**30
+
+
+def matrix(bits):
+    if bits == 8:
+        scales = jax.ShapeDtypeStruct((COUNT, 1), jnp.float32)
+        return CodedMatrix(codes=jax.ShapeDtypeStruct((COUNT, WIDTH), jnp.int8), scales=scales)
+    scales = jax.ShapeDtypeStruct((COUNT, WIDTH // 32), jnp.float16)
+    return CodedMatrix(codes=jax.ShapeDtypeStruct((COUNT, WIDTH // 2), jnp.uint8), scales=scales, minima=scales)
+
+
+def held(machine, run, *args):
+    return machine.compile(run, *args).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.thorough)])
+def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
+    compiled = needs("h100").compile(coded_product, jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), matrix(bits))
+    assert f"coded_product_{bits}" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes == 0
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", ["h100", "t4", "tpu_v5e"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_plain_products_hold_no_decoded_copy(name, bits, rows):
+    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
+    run = functools.partial(coded_product, implementation="xla")
+    assert held(needs(name), run, x, matrix(bits)) < 2 * COUNT * WIDTH / 3
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", ["h100", "t4", "tpu_v5e"])
+def test_a_table_of_codes_is_neither_copied_nor_decoded(name):
+    head = functools.partial(coded_product, dtype=jnp.float32)
+    assert held(needs(name), head, jax.ShapeDtypeStruct((1, WIDTH), jnp.bfloat16), TABLE) < 2**24
+    assert held(needs(name), taken, TABLE, jax.ShapeDtypeStruct((1, 1), jnp.int32)) < 2**24
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t4", "tpu_v5e"])
+@pytest.mark.parametrize("method", ["snapkv"])
+def test_an_8b_model_in_8_bits_reads_32k_tokens_in_14_gib(name, method):
+    machine, config = needs(name), shapes.llama31_8b()
+    params = param_shapes(config, "int8")
+    run = functools.partial(
+        run_prefill, method=registry.make(method), model=config, max_new_tokens=64, chunk_size=2048
+    )
+    prompt = jax.ShapeDtypeStruct((1, 32768), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    memory = machine.compile(run, params, *prompt).memory_analysis()
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes < 14 * GIB
+    with machine.assumed():
+        cache = jax.eval_shape(run, params, *prompt)
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), bool)
+    memory = machine.compile(run_step, params, cache, *token, donate_argnums=1).memory_analysis()
+    assert memory.temp_size_in_bytes < GIB / 8
+    sizes = {"batch": 1, "prompt_slots": 32768, "max_new_tokens": 64, "chunk_size": 2048}
+    needed = memory_needed(method, config, **sizes)
+    assert needed.device + needed.staged + config.weight_bytes(params, 1) < 14 * GIB

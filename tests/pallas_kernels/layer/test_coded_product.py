@@ -1,0 +1,111 @@
+"""Products with matrices in 8 and 4 bits against float64; what is stored and how; what the compiled program holds."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, paired, taken
+from pallas_kernels.layer.coded_product import CODED_PRODUCT, coded_product, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, one_shape
+
+RUN = {
+    "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
+    "interpreted": functools.partial(pallas_triton.coded_product, dtype=jnp.float32, interpret=True),
+    "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
+}
+KINDS = ("8 bits", "8 bits in groups", "4 bits")
+
+
+def draw(kind, count=40, width=128, seed=0):
+    """A random matrix, and its numbers in float64, computed number by number from the order of the format's docstring."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if kind == "8 bits" else width // GROUP
+    scale = rng.uniform(0.5, 1, (count, groups)).astype(np.float16 if groups > 1 else np.float32)
+    least = rng.normal(size=scale.shape).astype(np.float16) * 4 if kind == "4 bits" else None
+    codes = rng.integers(0, 16, (count, width)) if kind == "4 bits" else rng.integers(-127, 128, (count, width))
+    stored = np.zeros((count, width // 2) if kind == "4 bits" else (count, width), np.uint8 if kind == "4 bits" else np.int8)
+    for number in range(width):
+        chunk, place = divmod(number, 64)
+        if kind == "4 bits":
+            byte = chunk * 32 + 2 * (place % 16) + place // 32
+            stored[:, byte] |= (codes[:, number] << (4 * (place % 32 // 16))).astype(np.uint8)
+        else:
+            stored[:, chunk * 64 + 2 * (place % 32) + place // 32] = codes[:, number]
+    wide = np.repeat(scale.astype(np.float64), width // groups, axis=1)
+    numbers = codes * wide + (0 if least is None else np.repeat(least.astype(np.float64), width // groups, axis=1))
+    minima = None if least is None else jnp.asarray(least)
+    return CodedMatrix(codes=jnp.asarray(stored), scales=jnp.asarray(scale), minima=minima), numbers, codes
+
+
+@every_body
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [[3, 40, 128], *one_shape([1, 33, 64], [16, 64, 448])])
+def test_product_equals_float64(name, kind, shape):
+    rows, count, width = shape
+    matrix, numbers, _ = draw(kind, count, width)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, width)), jnp.bfloat16)
+    expected = np.asarray(x, np.float64) @ numbers.T
+    error = np.abs(np.asarray(compiled(RUN[name])(x, matrix), np.float64) - expected).max() / np.abs(expected).max()
+    # Plain JAX rounds numbers with a scale of their own group to bfloat16, as the weights of a model in bfloat16 are.
+    assert error < (4e-3 if name == "xla" and kind != "8 bits" else 2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_numbers_and_rows_are_what_was_stored(kind):
+    matrix, numbers, codes = draw(kind)
+    np.testing.assert_array_equal(levels(matrix.codes), codes)
+    again = paired(jnp.asarray(codes, jnp.int8)) if matrix.bits == 8 else packed(jnp.asarray(codes, jnp.uint8))
+    np.testing.assert_array_equal(again, matrix.codes)
+    np.testing.assert_allclose(decoded(matrix), numbers, rtol=1e-6, atol=1e-5)
+    rows = taken(matrix, jnp.asarray([[3, 39, 40]]))
+    np.testing.assert_allclose(rows[0, :2], numbers[[3, 39]], rtol=1e-6, atol=1e-5)
+    assert np.isnan(rows[0, 2]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_axes_of_rows_and_of_vectors_are_kept(kind):
+    matrix, numbers, _ = draw(kind)
+    both = jax.tree.map(lambda x: x.reshape(2, 20, -1), matrix)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 128)), jnp.float32)
+    got = coded_product(x, both)
+    assert got.shape == (2, 3, 2, 20) and got.dtype == x.dtype
+    np.testing.assert_allclose(got.reshape(2, 3, 40), np.asarray(x, np.float64) @ numbers.T, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_compiled_program_holds_no_decoded_copy(kind, rows):
+    width, count = 1024, 32768  # a tile of the loop is an eighth of it
+    groups = 1 if kind == "8 bits" else width // GROUP
+    scales = jax.ShapeDtypeStruct((count, groups), jnp.float16)
+    if kind == "4 bits":
+        matrix = CodedMatrix(codes=jax.ShapeDtypeStruct((count, width // 2), jnp.uint8), scales=scales, minima=scales)
+    else:
+        matrix = CodedMatrix(codes=jax.ShapeDtypeStruct((count, width), jnp.int8), scales=scales)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    program = jax.jit(functools.partial(coded_product, implementation="xla")).lower(x, matrix).compile()
+    held = program.memory_analysis().temp_size_in_bytes
+    assert held < 2 * count * width, f"{held} bytes beside a matrix of {2 * count * width} bytes in bfloat16"
+
+
+def test_a_derivative_goes_through_plain_jax():
+    matrix, numbers, _ = draw("4 bits")
+    slope = jax.grad(lambda x: coded_product(x, matrix, implementation="xla").sum())(jnp.ones((2, 128)))
+    np.testing.assert_allclose(slope, np.broadcast_to(numbers.sum(0), slope.shape), rtol=1e-4, atol=1e-2)
+
+
+def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
+    with pytest.raises(ValueError, match=r"got x float32 \(2, 64\) and a matrix \(40, 128\), expected floats \[..., 128\]"):
+        coded_product(jnp.zeros((2, 64)), draw("8 bits")[0])
+    for rows, dtype, width, chosen in (
+        (1, "bfloat16", 128, "pallas_triton"), (16, "bfloat16", 128, "pallas_triton"), (17, "bfloat16", 128, "xla"),
+        (1, "float32", 128, "xla"), (1, "bfloat16", 96, "xla"),
+    ):  # fmt: skip
+        codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
+        x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
+        assert CODED_PRODUCT.resolve(x, matrix, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
