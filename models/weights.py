@@ -256,8 +256,9 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     path = directory / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
+    declared = read_json(path)
     try:
-        config = ModelConfig.from_hf(read_json(path), dtype)
+        config = ModelConfig.from_hf(declared, dtype)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     generation = directory / "generation_config.json"

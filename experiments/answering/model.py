@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import models
 from experiments.answering.mesh import groups_of, mesh_axes
 from experiments.cli import Settings, option
+from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("int8", "int4")
@@ -80,8 +81,11 @@ class LoadedModel:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of computation, and the dtype of stored keys and values if it differs."""
-        return self.config.dtype if self.kv_dtype is None else f"{self.config.dtype}, keys and values {self.kv_dtype}"
+        """The dtype of computation, and the dtypes of weights and of stored keys and values that differ from it."""
+        leaves = jax.tree.leaves(self.params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
+        bits = min((leaf.bits for leaf in leaves if isinstance(leaf, CodedMatrix)), default=None)
+        weights = [] if bits is None else [f"weights int{bits}"]
+        return ", ".join([self.config.dtype, *weights, *([f"keys and values {self.kv_dtype}"] if self.kv_dtype else [])])
 
     @property
     def groups(self) -> int:

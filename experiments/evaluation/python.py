@@ -43,7 +43,9 @@ def evaluate_methods(
 
     Raises:
         ValueError: unknown names or values out of range.
+        TypeError: ``model`` is something else.
     """
+    _check_model(model, settings)
     entries = [entry_of(method) if isinstance(method, Method) else method for method in methods]
     name = model.name if isinstance(model, models.Loaded) else str(model)
     chosen = EvaluationSettings.from_mapping({"workers": 0, **settings, "model": name, "methods": entries}, "kvjax.evaluate")
@@ -69,6 +71,16 @@ def evaluate_methods(
     ]
     place = place_of([item.row for item in mine])
     return [flat(item) for item in sorted(mine, key=lambda item: place(item.row))]
+
+
+def _check_model(model: Any, settings: Mapping[str, Any]) -> None:
+    if not isinstance(model, (models.Loaded, str, os.PathLike)):
+        raise TypeError(f"model must be what kvjax.models.load returns, a name or a path, got {type(model).__name__}")
+    if isinstance(model, models.Loaded) and settings.get("weight_dtype") is not None:
+        raise ValueError(
+            f"weight_dtype is for a model that evaluate loads, got {settings['weight_dtype']!r} and a loaded model: give it "
+            "to kvjax.models.load"
+        )
 
 
 def entry_of(method: Method) -> dict[str, Any]:

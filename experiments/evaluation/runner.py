@@ -108,8 +108,8 @@ class Runner:
         self._reading = make_reading(settings, model.tokenizer_file, template, self._limit, ends)
         common = {
             "model": model.name,
+            "dtype": model.dtypes,  # before the weights: an error about a folder names the first that differs
             "weights": model.weights,
-            "dtype": model.dtypes,
             "template": template.identity if template else None,
             "system": settings.system,
             "template_variables": dict(settings.template_variables),

@@ -78,11 +78,14 @@ def evaluate(
     Raises:
         ValueError: unknown names, values out of range, or a folder of other settings.
         FileNotFoundError: a model or a file does not exist.
+        TypeError: ``model`` or ``methods`` is something else.
     """
     from experiments.evaluation.python import evaluate_methods  # what measures is above the library
 
     if isinstance(methods, (Method, str, Mapping)):
         methods = [methods]
+    elif isinstance(methods, type) or not isinstance(methods, Iterable):
+        raise TypeError(f"methods must be a method, a name, {{name: knobs}} or a list of these, got {methods!r}")
     given = {
         "tasks": [tasks] if isinstance(tasks, str) else list(tasks),
         "lengths": [_plain(length) for length in _listed(lengths)],

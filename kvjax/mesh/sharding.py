@@ -138,8 +138,9 @@ def bytes_on_device(tree: Any) -> int:
 def plan_of(params: Any) -> Plan | None:
     """Derive the plan of parameters that are spread over a mesh with the axes ``data``, ``model`` and ``slots``, else None.
 
-    Parameters on one device have no plan. Parameters on a mesh with other axes have none either: if the axes are Auto, XLA's
-    partitioner divides the programs. It cannot divide kernels, so on GPUs and TPUs such a mesh is refused: every step would
+    Parameters on one device have no plan, unless they are on a mesh with Explicit axes: there JAX runs the program inside
+    `jax.shard_map` alone. Parameters on a mesh with other axes have none either: if the axes are Auto, XLA's partitioner
+    divides the programs. It cannot divide kernels, so on GPUs and TPUs such a mesh is refused: every step would
     gather the whole cache on each device, or would not compile.
 
     Args:
@@ -153,17 +154,17 @@ def plan_of(params: Any) -> Plan | None:
     shardings = [
         x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named
     ]
-    spread = [sharding for sharding in shardings if sharding is not None and sharding.num_devices > 1]
+    spread = [x for x in shardings if x is not None and (x.num_devices > 1 or _is_explicit(x))]
     if not spread:
         return None
     first = spread[0]
     if not isinstance(first, NamedSharding) or not NAMES.issuperset(first.mesh.axis_names):
-        if (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
+        if first.num_devices > 1 and (platform := next(iter(first.device_set)).platform) in ("gpu", "tpu"):
             raise ValueError(
                 f"parameters on several {platform.upper()}s must be on a mesh with the axes {DATA!r}, {MODEL!r} and "
                 f"{SLOTS!r} (see models.sharding.shard_params), got {first}; XLA's partitioner cannot divide kernels"
             )
-        if isinstance(first, NamedSharding) and AxisType.Explicit in first.mesh.axis_types:
+        if _is_explicit(first):
             raise ValueError(
                 f"parameters on a mesh with Explicit axes must be on one with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} "
                 f"(see models.sharding.shard_params), or have Auto axes, got the axes {first.mesh.axis_names}"
@@ -184,6 +185,10 @@ def plan_of(params: Any) -> Plan | None:
             f"got parameters that are split along {got} of the mesh {_shape(mesh)}"
         )
     return Plan(mesh=mesh, params=tuple(specs))
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def check_plan(params: Any, plan: Plan | None) -> None:

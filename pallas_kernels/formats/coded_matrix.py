@@ -41,7 +41,7 @@ class CodedMatrix:
     @property
     def bits(self) -> int:
         """8 or 4."""
-        return 8 if self.codes.dtype == jnp.int8 else 4
+        return _bits_of(self.codes)
 
     @property
     def width(self) -> int:
@@ -64,10 +64,16 @@ class CodedMatrix:
         return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), self)
 
 
+def _bits_of(codes: Array) -> int:
+    if codes.dtype not in (jnp.int8, jnp.uint8):
+        raise TypeError(f"codes of a matrix must be int8 or uint8, got {codes.dtype}: they cannot be cast as numbers can")
+    return 8 if codes.dtype == jnp.int8 else 4
+
+
 def levels(codes: Array) -> Array:
     """Put codes into the order of their numbers: int8 [..., K], or uint8 [..., K / 2] to uint8 [..., K]."""
     lead = codes.shape[:-1]
-    if codes.dtype == jnp.int8:
+    if _bits_of(codes) == 8:
         if codes.shape[-1] % CHUNK:
             return codes
         return codes.reshape(*lead, -1, CHUNK // 2, 2).swapaxes(-1, -2).reshape(*lead, -1)

@@ -13,13 +13,14 @@ import sys
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import generate, load_cache, memory_needed, offload_share, save_cache
+from kvjax import generate, load_cache, memory_needed, offload_share, prefill, save_cache
 from kvjax.accounting import memory
 from kvjax.mesh.sharding import plan_of
 from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
 from models import Experts
+from models.sharding import shard_params
 from tests.harness import example
 from tests.mesh import divided_rows, eight_devices, two_processes
 from tests.mesh.eight_devices import CONFIG, STEPS, params
@@ -104,6 +105,17 @@ def test_gpus_without_a_plan_are_refused():
     with pytest.raises(ValueError, match="parameters on several GPUs must be on a mesh with the axes 'data', 'model' and"):
         plan_of(given("gpu"))
     assert plan_of(given("cpu")) is None
+
+
+def test_a_mesh_of_one_device_runs_with_axes_of_both_types():
+    """`jax.make_mesh` makes Explicit axes, with which a program runs inside shard_map alone."""
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        given = shard_params(params(), jax.make_mesh((1,), ("model",), axis_types=(kind,)))
+        cache = prefill(given, [[1, 2, 3]], config=CONFIG, method=Full(), max_new_tokens=1, pad_multiple=16)
+        assert (cache.plan is None) == (kind == AxisType.Auto)
+    foreign = NamedSharding(jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,)), PartitionSpec())
+    with pytest.raises(ValueError, match="Explicit axes must be on one with the axes 'data', 'model' and 'slots'"):
+        plan_of({"kernel": jax.ShapeDtypeStruct((8,), np.float32, sharding=foreign)})
 
 
 def test_a_model_is_divided_by_heads_and_widths():

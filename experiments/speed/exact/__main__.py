@@ -43,7 +43,7 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
     if model is None and command.out.exists():  # a shape has no model, and may join a record that has
         about = {**json.loads(command.out.read_text(encoding="utf-8"))["settings"], **about}
     elif model is not None:
-        about |= {"model": model.name, "weights": model.weights, "dtype": model.dtypes}
+        about |= {"model": model.name, "dtype": model.dtypes, "weights": model.weights}
     results = Results(command.out, "exact", about)
     note_run(results, now(), {"commit": commit(), "versions": versions(), **about, **operations()})
 

@@ -51,6 +51,13 @@ def test_what_cannot_be_evaluated_is_named(model):
         kvjax.evaluate(model, "qest")
     with pytest.raises(ValueError, match="SentenceKV: boundary must be a knob that a settings file can hold"):
         kvjax.evaluate(model, SentenceKV(boundary=jnp.zeros(9, bool)))
+    for methods in (Quest, None):
+        with pytest.raises(TypeError, match="methods must be a method, a name, {name: knobs} or a list of these, got"):
+            kvjax.evaluate(model, methods)
+    with pytest.raises(TypeError, match=r"model must be what kvjax.models.load returns, a name or a path, got dict"):
+        kvjax.evaluate(model.params, "quest")
+    with pytest.raises(ValueError, match="got 'int8' and a loaded model: give it to kvjax.models.load"):
+        kvjax.evaluate(model, "quest", weight_dtype="int8")
 
 
 @pytest.mark.parametrize(

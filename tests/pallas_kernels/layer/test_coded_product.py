@@ -56,6 +56,14 @@ def test_product_equals_float64(name, kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_codes_that_were_cast_are_refused(kind):
+    cast = jax.tree.map(lambda part: part.astype(jnp.bfloat16), draw(kind)[0])
+    for read in (lambda: taken(cast, jnp.arange(3)), lambda: coded_product(jnp.ones((1, 128)), cast)):
+        with pytest.raises(TypeError, match="codes of a matrix must be int8 or uint8, got bfloat16: they cannot be cast"):
+            read()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_codes_numbers_and_rows_are_what_was_stored(kind):
     matrix, numbers, codes = draw(kind)
     np.testing.assert_array_equal(levels(matrix.codes), codes)
