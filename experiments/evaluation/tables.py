@@ -209,8 +209,9 @@ def _trace(row: Mapping[str, Any]) -> str:
 
 def _accepted(row: Mapping[str, Any]) -> str:
     """Format the tokens that a pass of `kvjax.Verified` gave; "" for other methods."""
-    per_pass = row.get("counters", {}).get("tokens_per_pass")
-    return "" if per_pass is None else f"{per_pass:.2f} a pass"
+    counters = row.get("counters")
+    per_pass = counters.get("tokens_per_pass") if isinstance(counters, Mapping) else None  # a file may hold anything
+    return f"{per_pass:.2f} a pass" if isinstance(per_pass, (int, float)) else ""
 
 
 def _change(item: Compared) -> str:

@@ -161,7 +161,7 @@ def gguf_of(path, kinds):
     flat = flatten_dict(random_params(config, jax.random.key(1)), sep="/")
     weights = {}
     for leaf in checkpoint_table(config):
-        weights |= dict(zip(leaf.names, leaf.split(np.asarray(flat[leaf.path])), strict=True))
+        weights |= leaf.split(np.asarray(flat[leaf.path]))
     hf = config.to_hf() | {"model_type": "llama"}
     tensors = gguf_writing.stored(hf, weights)
     chosen = {name: kind for name in tensors for part, kind in kinds.items() if part in name}
