@@ -30,6 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+
 from .config import ModelConfig
 from .eight_bits import SCALE, numbers, problem
 from .hub import read_json
@@ -235,8 +237,11 @@ def apply_adapter(
     Raises:
         FileNotFoundError: a file is absent.
         ValueError: a file is damaged, or the adapter belongs to another base.
+        TypeError: parameters are in codes.
     """
     factors, about = load_adapter(directory)
+    if any(isinstance(leaf, CodedMatrix) for leaf in flatten_dict(params).values()):
+        raise TypeError("an adapter needs parameters as numbers, got codes: from_pretrained adds it before it rounds")
     found = fingerprint(params)
     if found != about.fingerprint:
         raise ValueError(

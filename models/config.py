@@ -239,7 +239,10 @@ class ModelConfig:
 
         Raises:
             ValueError: this decoder would not compute exactly what the file declares.
+            TypeError: ``hf`` is no dict.
         """
+        if not isinstance(hf, dict):
+            raise TypeError(f"expected the dict of a config.json, got {type(hf).__name__} (from_pretrained reads a folder)")
         fields = hf_config.read(hf)
         if dtype is not None:
             fields["dtype"] = dtype

@@ -21,7 +21,7 @@ from kvjax.method import num_bytes
 from kvjax.typing import layer_windows, pytree, static
 from pallas_kernels import axes
 
-_ROUNDING = 1e-4  # relative error of sums of bytes in float32
+_ROUNDING = 1e-4  # relative error of sums in float32
 
 
 @pytree
@@ -62,8 +62,9 @@ class Stats:
 
     @property
     def is_no_op(self) -> Array:
-        """Rows in which the method reads all that `Full` reads, so that it has no effect: bool [B]."""
-        return (self.attended >= self.visible) & (self.kv_bytes >= self.full_bytes_read * (1 - _ROUNDING))
+        """Rows in which the method reads what `Full` reads, so that it has no effect: bool [B]. `Verified` may read more."""
+        alike = (self.attended >= self.visible) & (self.attended <= self.visible * (1 + _ROUNDING))
+        return alike & (self.kv_bytes >= self.full_bytes_read * (1 - _ROUNDING))
 
     def summary(self) -> str:
         """Write one line for people. It says so if the method had no effect at this length."""

@@ -56,6 +56,8 @@ def evaluate(
 ) -> Table:
     """Score methods on tasks, Full first, and compare each with Full example by example.
 
+    The defaults ask 60 questions behind 4096 tokens: minutes on a CPU, in which only ``progress=True`` shows anything.
+
     Args:
         model: what ``kvjax.models.load`` returns, or a name, a directory, a GGUF file or a repository of the hub.
         methods: methods as objects, as names or texts such as "twilight(quest)", or as ``{name: knobs}``. An object runs with

@@ -92,6 +92,7 @@ def test_tokens_are_compared_up_to_the_first_difference():
         (["--tokens", "4", "--depths", "4"], "tokens must be above the depth 4, got 4"),
         (["--sizes", "128"], "sizes must be LENGTHxROWS, such as 131072x1, got 128"),
         (["--shape", "large"], "shape must be one of"),
+        (["--methods", "full"], "methods must name a draft, got full alone"),
         (["--parts", "shape", "--methods", "snapkv", "--shape", "small", "--sizes", "512x1"], ""),
     ],
 )
@@ -102,7 +103,21 @@ def test_wrong_flags_are_refused_in_a_line(flags, expected, tmp_path, capsys, mo
     if expected:
         assert code == 2 and expected in said.err and said.err.count("\n") == 1
     else:  # a draft without measured shares is left out, and told
-        assert code == 0 and "the record has no acceptance of snapkv(budget=1/8) at depth 8" in said.err
+        assert code == 2 and "the record has no acceptance of snapkv(budget=1/8) at depth 8" in said.err
+        assert "no draft could be measured: the lines above say why" in said.err
+
+
+def test_codes_of_weights_are_measured_and_help_names_drafts(tmp_path, capsys, monkeypatch):
+    def loaded(name, dtype, **options):
+        raise ValueError(f"loads {name} with {options}")
+
+    monkeypatch.setattr("experiments.speed.exact.__main__.load_model", loaded)
+    assert main(["--weight-dtype", "int4", "--no-cache", "--out", str(tmp_path / "exact.json")]) == 2
+    assert "loads builtin with {'offline': False, 'weight_dtype': 'int4'}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m experiments.speed.exact") and "Choice(" not in said
 
 
 def test_budgets_are_drafts_of_their_own():

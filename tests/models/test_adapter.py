@@ -97,6 +97,9 @@ def test_adapter_of_another_base_is_refused(tmp_path, params, factors):
     save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
     with pytest.raises(ValueError, match=r"was trained on smollm2 \(fingerprint 0{16}\), and cannot be applied"):
         apply_adapter(params, CONFIG, tmp_path)
+    codes = models.random_params(CONFIG, jax.random.key(0), weight_dtype="int8")
+    with pytest.raises(TypeError, match="an adapter needs parameters as numbers, got codes: from_pretrained adds it before"):
+        apply_adapter(codes, CONFIG, tmp_path)
 
 
 def test_damaged_adapters_are_named(tmp_path, params, factors):

@@ -106,6 +106,8 @@ def test_from_hf_lists_missing_keys():
         ModelConfig.from_hf({"model_type": "qwen3"})
     with pytest.raises(ValueError, match="unsupported model_type None"):
         ModelConfig.from_hf({})
+    with pytest.raises(TypeError, match="expected the dict of a config.json, got str .from_pretrained reads a folder"):
+        ModelConfig.from_hf("config.json")
 
 
 def test_from_hf_defaults_follow_each_class():

@@ -32,13 +32,15 @@ from experiments.speed.rows import finish, note_run, now
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     about = "Measure exact decoding: tokens per pass of every draft, and its speed beside Full."
-    return run(_exact, ExactSettings, ExactCommand, Against, prog="kvjax exact", about=about, argv=argv, compiles=True)
+    kinds = ExactSettings, ExactCommand, Against
+    return run(_exact, *kinds, prog="python -m experiments.speed.exact", about=about, argv=argv, compiles=True)
 
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
     begun = time.monotonic()
     needed = set(settings.parts) - {"shape"}
-    model = load_model(settings.model, settings.dtype, offline=settings.offline) if needed else None
+    options = {"offline": settings.offline, "weight_dtype": settings.weight_dtype}
+    model = load_model(settings.model, settings.dtype, **options) if needed else None
     about = {"device": jax.devices()[0].device_kind}
     if model is None and command.out.exists():  # a shape has no model, and may join a record that has
         about = {**json.loads(command.out.read_text(encoding="utf-8"))["settings"], **about}
@@ -57,6 +59,8 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
         if part == "shape":
             model = None  # frees the parameters
             measure_shape(settings, results, say)
+    if not results.metrics:
+        raise ValueError("no draft could be measured: the lines above say why")
     tables = exact_tables(results.metrics)
     print(tables)
     finish(results, tables, against, 0)

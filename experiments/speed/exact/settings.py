@@ -28,7 +28,7 @@ class ExactSettings(ModelSettings):
         parts: comma-separated: accepted, the drafted tokens that are kept on real text; speed, tokens per second beside Full;
             rejected, the cost of a draft that is always wrong; shape, tokens per second of a shape with random weights, with
             drafted tokens kept as often as measured; equal, whether the tokens are Full's in float32
-        methods: comma-separated drafts
+        methods: comma-separated drafts (default: snapkv, quest, pariskv and sixteen more)
         budgets: comma-separated shares of the length or tokens, for drafts whose budget is not set
         lengths: comma-separated, tokens of prompt and answer together
         texts: comma-separated, prose, code, or tasks
@@ -77,6 +77,8 @@ class ExactSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         check_choices(self.methods, self.budgets, min(self.lengths))
+        if not self.drafts:
+            raise ValueError("methods must name a draft, got full alone")
         if unknown := [name for name in self.texts if name not in (*TEXTS, *TASKS)]:
             raise ValueError(f"texts must be prose, code or a task, got {unknown[0]!r}")
         if self.shape not in MODELS:

@@ -92,4 +92,6 @@ def test_weights_are_read_once_for_all_rows():
     assert stats.weight_bytes == total - table.nbytes + 3 * ONE.hidden_size * 4
     tied = dataclasses.replace(ONE, tie_word_embeddings=True)
     assert tied.weight_bytes(params, 3) == total
-    assert "of weights for all rows" in stats.summary()
+    assert "of weights for all rows" in stats.summary() and "no effect" in stats.summary()
+    more = dataclasses.replace(stats, attended=1.5 * stats.attended)  # as under `Verified`
+    assert "no effect" not in more.summary()
