@@ -25,7 +25,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 from . import gguf_files
 from .adapter import apply_adapter
 from .checkpoint_table import Leaf, Parts, checkpoint_table
-from .coded.parameters import check_weight_dtype, code_params, coded, coded_shapes, in_floats, random_codes
+from .coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
@@ -206,7 +206,7 @@ def _load(
 
     def rounded(leaf: Leaf) -> CodedMatrix:
         whole = tensors.parts(leaf, HOST_DTYPES[config.dtype])((slice(None),) * len(leaf.shape))
-        return coded(leaf.path, whole, cast("str", weight_dtype))
+        return coded_kernel(leaf.path, whole, cast("str", weight_dtype))
 
     return _assemble(config, table, tensors.parts, mesh, directory.name, rounded if weight_dtype else None), config
 

@@ -167,7 +167,7 @@ def plan_of(params: Any) -> Plan | None:
         if _is_explicit(first):
             raise ValueError(
                 f"parameters on a mesh with Explicit axes must be on one with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} "
-                f"(see models.sharding.shard_params), or have Auto axes, got the axes {first.mesh.axis_names}"
+                f"(see models.sharding.shard_params), or have Auto axes, got the axes {cast("Any", first).mesh.axis_names}"
             )
         return None
     mesh, specs = cast("Mesh", first.mesh), []

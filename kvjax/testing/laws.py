@@ -88,7 +88,8 @@ def prompt_chunks_do_not_change_results(subject: Subject) -> None:
 
 def scores_are_numbers(subject: Subject) -> None:
     """Check that no stored token scores NaN: every comparison with NaN is false, so NaN would choose tokens silently."""
-    cls, seen = type(subject.layer), []
+    cls: Any = type(subject.layer)
+    seen: list[Any] = []
 
     def score(self: Any, cache: Any, *arguments: Any) -> Any:
         made = cls.score(self, cache, *arguments)

@@ -50,6 +50,11 @@ def coded(path: str, param: Any, weight_dtype: str) -> Array | CodedMatrix:
     return jnp.asarray(param) if bits is None else rounded(jnp.asarray(by_rows(path, param)), bits)
 
 
+def coded_kernel(path: str, param: Any, weight_dtype: str) -> CodedMatrix:
+    """Round a kernel or a table as `coded` does."""
+    return cast("CodedMatrix", coded(path, param, weight_dtype))
+
+
 def in_floats(path: str, param: Any, dtype: Any) -> Any:
     """Return a parameter as an array of the model's shape: decoded in ``dtype``, or as it is."""
     if not isinstance(param, CodedMatrix):
@@ -77,11 +82,14 @@ def _coded_shape(path: str, leaf: jax.ShapeDtypeStruct, weight_dtype: str) -> An
         return leaf
     lead, width = (leaf.shape[:-1], leaf.shape[-1]) if path.endswith("embedding") else (leaf.shape[1:], leaf.shape[0])
     if bits == 8 or width % CHUNK:
-        return CodedMatrix(
-            codes=jax.ShapeDtypeStruct((*lead, width), jnp.int8), scales=jax.ShapeDtypeStruct((*lead, 1), jnp.float32)
-        )
-    group = jax.ShapeDtypeStruct((*lead, width // GROUP), jnp.float16)
-    return CodedMatrix(codes=jax.ShapeDtypeStruct((*lead, width // 2), jnp.uint8), scales=group, minima=group)
+        return CodedMatrix(codes=_shape((*lead, width), jnp.int8), scales=_shape((*lead, 1), jnp.float32))
+    group = _shape((*lead, width // GROUP), jnp.float16)
+    return CodedMatrix(codes=_shape((*lead, width // 2), jnp.uint8), scales=group, minima=group)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Make a shape that stands in the place of an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def random_codes(shapes: CodedMatrix, key: Array) -> CodedMatrix:

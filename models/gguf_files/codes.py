@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed, paired
 
 from ..checkpoint_table import Leaf
-from ..coded.parameters import coded
+from ..coded.parameters import coded_kernel
 from .tensors import GGUFTensors, halves
 
 _Types = gguf.GGMLQuantizationType
@@ -31,7 +31,7 @@ def coder(tensors: GGUFTensors, weight_dtype: str) -> Callable[[Leaf], CodedMatr
         if found is not None:
             return found
         numbers = leaf.join([tensors.read(name, np.dtype(np.float32)) for name in leaf.names])
-        return coded(leaf.path, numbers, "int8" if has_many_bits(tensors, leaf) else weight_dtype)
+        return coded_kernel(leaf.path, numbers, "int8" if has_many_bits(tensors, leaf) else weight_dtype)
 
     return make
 
@@ -52,11 +52,12 @@ def kept(tensors: GGUFTensors, leaf: Leaf, weight_dtype: str) -> CodedMatrix | N
     if kind not in _READ or (weight_dtype == "int8" and kind != _Types.Q8_0):
         return None
     each = [_parts(tensors, name, _READ[kind]) for name in leaf.names]
-    codes, scales, minima = ([part[at] for part in each] for at in range(3))
+    codes, scales = [part[0] for part in each], [part[1] for part in each]
+    minima = [part[2] for part in each if part[2] is not None]  # all tensors are of one type: all have them, or none
     return CodedMatrix(
         codes=jnp.asarray(leaf.rows(codes)),
         scales=jnp.asarray(leaf.rows(scales)),
-        minima=None if minima[0] is None else jnp.asarray(leaf.rows(minima)),
+        minima=jnp.asarray(leaf.rows(minima)) if minima else None,
     )
 
 
@@ -65,14 +66,19 @@ def has_many_bits(tensors: GGUFTensors, leaf: Leaf) -> bool:
     return any(tensors.file.tensors[tensors.names[name]].kind in _MANY for name in leaf.names)
 
 
-def _parts(tensors: GGUFTensors, name: str, read: Read) -> list[np.ndarray | None]:
+def _parts(tensors: GGUFTensors, name: str, read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     tensor = tensors.file.tensors[tensors.names[name]]
     rows = tensor.shape[0]
     block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
     blocks = np.asarray(tensors.file.data[tensor.begin : tensor.begin + tensor.size]).reshape(-1, size)
     heads = tensors.rotated.get(name)
-    found = [None if part is None else part.reshape(rows, -1) for part in read(blocks)]
-    return [part if part is None or heads is None else halves(part, heads) for part in found]
+
+    def own(part: np.ndarray) -> np.ndarray:
+        part = part.reshape(rows, -1)
+        return part if heads is None else halves(part, heads)
+
+    codes, scales, minima = read(blocks)
+    return own(codes), own(scales), None if minima is None else own(minima)
 
 
 def _scales(blocks: np.ndarray, at: int = 0) -> np.ndarray:

@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 CHUNK = 64  # numbers
@@ -82,14 +83,14 @@ def levels(codes: Array) -> Array:
     return jnp.moveaxis(places, -3, -1).reshape(*lead, -1)
 
 
-def paired(x: Array) -> Array:
+def paired[T: (Array, np.ndarray)](x: T) -> T:
     """Put numbers or codes [..., K] into the order of stored codes of 8 bits."""
     if x.shape[-1] % CHUNK:
         return x
     return x.reshape(*x.shape[:-1], -1, 2, CHUNK // 2).swapaxes(-1, -2).reshape(x.shape)
 
 
-def packed(codes: Array) -> Array:
+def packed[T: (Array, np.ndarray)](codes: T) -> T:
     """Store codes from 0 to 15, uint8 [..., K] with K a multiple of `CHUNK`, in 4 bits: [..., K / 2]."""
     lead = codes.shape[:-1]
     places = codes.reshape(*lead, -1, 2, 2, CHUNK // 4)  # [..., chunks, byte, place, 16]

@@ -162,7 +162,7 @@ def check_random_parameters_are_those_of_one_device(folder):
     layer = models.param_shapes(WIDE)["layers_0"]
     some = {"layers_0": {"mlp": {"gate_up": layer["mlp"]["gate_up"]}, "mlp_norm": layer["mlp_norm"]}}
     mesh, key = on(2, 4, AxisType.Explicit), jax.random.key(3)
-    with mock.patch.object(weights, "param_shapes", lambda config: some):
+    with mock.patch.object(weights, "param_shapes", lambda config, weight_dtype: some):
         assert_same(models.random_params(WIDE, key, mesh=mesh), models.random_params(WIDE, key), mesh)
 
 
