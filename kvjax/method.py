@@ -204,6 +204,7 @@ class LayerMethod(Method):
     # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
     # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
     common_prompt = False
+    recurs = False  # True: the layer has no keys, and the model says what it keeps: `kvjax.decoding.recurrent`
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:

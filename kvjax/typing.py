@@ -27,6 +27,7 @@ from jax.tree_util import GetAttrKey
 from kvjax.describe import with_fields
 from kvjax.fields import Limits
 
+Recurrence = tuple[tuple[tuple[int, ...], str], ...]  # shape without axis B, and dtype, of each array of a recurrent layer
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
 
 
@@ -97,6 +98,9 @@ class Model(Protocol):
 
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
     layer in tokens, and None for a layer that attends in full. See `layer_windows` and `kvjax.decoding.sliding_window`.
+
+    A model with layers that keep a state of a fixed size instead of keys has a member ``recurrent``, with the shapes of that
+    state or None for each layer, and calls ``attend`` in another way there: see `kvjax.decoding.recurrent`.
 
     A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 
@@ -183,6 +187,36 @@ def layer_windows(model: Model) -> tuple[int | None, ...]:
             f"got {windows!r:.80}"
         )
     return tuple(windows)
+
+
+@runtime_checkable
+class _Recurrent(Protocol):
+    """A model that says which of its layers are recurrent; see `kvjax.decoding.recurrent`."""
+
+    @property
+    def recurrent(self) -> tuple[Recurrence | None, ...]: ...
+
+
+def layer_recurrence(model: Model) -> tuple[Recurrence | None, ...]:
+    """Return the shapes of what each recurrent layer keeps of a row, None for a layer with attention.
+
+    Raises:
+        ValueError: the model names shapes for another number of layers.
+    """
+    found = model.recurrent if isinstance(model, _Recurrent) else ()  # a model need not know of recurrent layers
+    if not found:
+        return (None,) * model.num_layers
+    if len(found) != model.num_layers:
+        raise ValueError(
+            f"the model's recurrent must be shapes or None for each of {model.num_layers} layers, got {found!r:.80}"
+        )
+    return tuple(found)
+
+
+def method_layers(model: Model) -> tuple[int, ...]:
+    """List the layers in which the method runs: they have attention, and no window."""
+    both = zip(layer_windows(model), layer_recurrence(model), strict=True)
+    return tuple(layer for layer, (window, state) in enumerate(both) if window is None and state is None)
 
 
 class Rope(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 from .config import ModelConfig
 from .experts import tensor_names
 from .families import FAMILIES, Family, channel_order
+from .linear.files import leaves as linear_leaves
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -38,6 +39,7 @@ class Leaf:
     # For each tensor, which of its channels is channel i here, along axis 2 of its fold or the only axis; () = the same.
     orders: tuple[tuple[int, ...], ...] = ()
     offset: float = 0.0  # the file has the parameter less this number
+    gated: bool = False  # every second row of axis 1 of the first fold is a gate, whose channels keep their order
 
     def file_shape(self, index: int) -> tuple[int, ...]:
         """Compute the shape of tensor ``index`` in the file: [out, in] for a matrix, [N] for a vector."""
@@ -50,7 +52,14 @@ class Leaf:
         # Embeddings are the only matrices that are not transposed; their fold is their shape.
         if self.transpose:
             return (math.prod(fold[:-1]), fold[-1])
+        if self.is_taps:
+            return (math.prod(fold[:-1]), 1, fold[-1])
         return fold if self.path.endswith("embedding") else (math.prod(fold),)
+
+    @property
+    def is_taps(self) -> bool:
+        """Whether the parameter is the weights of a convolution [C, W], which the file has as [C, 1, W]."""
+        return self.path.endswith("taps")
 
     def _rows(self, index: int) -> int:
         return self._part_shape(index)[0]
@@ -62,6 +71,8 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
+        if self.is_taps:
+            return (sum(math.prod(fold[:-1]) for fold in self.folds), self.folds[0][-1])
         if not self.transpose:
             return self.folds[0] if self.path.endswith("embedding") else (sum(map(math.prod, self.folds)),)
         rows = sum(math.prod(fold[:-1]) for fold in self.folds) // max(1, self.stack)
@@ -84,6 +95,8 @@ class Leaf:
         if self.offset:
             folded = [(part.astype(np.float32) + self.offset).astype(part.dtype) for part in folded]
         whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
+        if self.is_taps:
+            return whole.reshape(-1, whole.shape[-1])
         if not self.transpose:
             return whole if self.path.endswith("embedding") else whole.reshape(-1)
         stack = (self.stack,) if self.stack else ()
@@ -100,7 +113,10 @@ class Leaf:
         order = self.orders[index] if self.orders else ()
         if not order:
             return part
-        return part.take(np.argsort(order) if back else np.array(order), axis=min(2, part.ndim - 1))
+        moved = part.take(np.argsort(order) if back else np.array(order), axis=min(2, part.ndim - 1))
+        if self.gated and index == 0:
+            moved[:, 1::2] = part[:, 1::2]
+        return moved
 
     def rows(self, tensors: list[np.ndarray]) -> np.ndarray:
         """Join what belongs to the rows of the file's matrices, arrays [out, X]: [N, X], [2, F, X] or, of a table, [V, X]."""
@@ -173,7 +189,11 @@ def checkpoint_table(config: ModelConfig) -> list[Leaf]:
             Leaf(f"{ours}/{norm}/scale", (f"{theirs}.{name}.weight",), ((hidden,),), offset=family.norm_offset)
             for norm, name in family.norms.items()
         ]
-        leaves += [*_attention(config, family, layer), *_mlp(config, family, layer), *norms]
+        if config.linear is not None and layer in config.linear.layers:
+            leaves += linear_leaves(config.linear, hidden, layer, family.linear == "fused")
+        else:
+            leaves += _attention(config, family, layer)
+        leaves += [*_mlp(config, family, layer), *norms]
     leaves.append(Leaf("final_norm/scale", ("model.norm.weight",), ((hidden,),), offset=family.norm_offset))
     if not config.tie_word_embeddings:
         leaves.append(Leaf("lm_head/embedding", (LM_HEAD,), ((config.vocab_size, hidden),)))
@@ -185,14 +205,16 @@ def _attention(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
     ours, theirs = f"layers_{layer}/attention", f"model.layers.{layer}.self_attn"
     hidden, dim, heads, group = config.hidden_size, config.head_dim, config.num_kv_heads, config.group_size
     # Query head kv * G + g belongs to KV head kv, so [H, G, D] is a plain reshape of the file's rows.
-    counts = {"q_proj": group, "k_proj": 1, "v_proj": 1}
+    gated = config.output_gate
+    counts = {"q_proj": 2 * group if gated else group, "k_proj": 1, "v_proj": 1}
     rotated = next((rope.rotated for rope in config.ropes if rope.rotated != 0), None)
     order = channel_order(dim, dim if rotated is None else rotated, family.interleaved)
     orders = (order, order, ()) if order else ()
     files = ["qkv_proj"] * 3 if family.fused_qkv else list(counts)
     leaves = [
         Leaf(f"{ours}/qkv/kernel", tuple(f"{theirs}.{name}.weight" for name in files),
-             tuple((heads, count, dim, hidden) for count in counts.values()), axis=1, transpose=True, orders=orders),
+             tuple((heads, count, dim, hidden) for count in counts.values()), axis=1, transpose=True, orders=orders,
+             gated=gated),
         Leaf(f"{ours}/out/kernel", (f"{theirs}.o_proj.weight",), ((hidden, heads * group * dim),), transpose=True),
     ]  # fmt: skip
     if config.qkv_bias:
@@ -224,10 +246,23 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
         count, inner = experts.num_experts, experts.intermediate_size
         router, both, down = tensor_names(theirs, count, qwen=config.qk_norm)
         leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]
+        if experts.shared_size:
+            leaves += _shared(ours, f"{theirs}.mlp", hidden, experts.shared_size)
     return [
         *leaves,
         Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count, pair=True),
         Leaf(f"{ours}/down/kernel", tuple(down), ((hidden, inner),) * len(down), transpose=True, stack=count),
+    ]
+
+
+def _shared(ours: str, theirs: str, hidden: int, inner: int) -> list[Leaf]:
+    """List the parameters of an expert that every token uses."""
+    both = tuple(f"{theirs}.shared_expert.{name}.weight" for name in ("gate_proj", "up_proj"))
+    down = (f"{theirs}.shared_expert.down_proj.weight",)
+    return [
+        Leaf(f"{ours}/shared/gate_up/kernel", both, ((inner, hidden),) * 2, transpose=True, pair=True),
+        Leaf(f"{ours}/shared/down/kernel", down, ((hidden, inner),), transpose=True),
+        Leaf(f"{ours}/shared_gate/kernel", (f"{theirs}.shared_expert_gate.weight",), ((1, hidden),), transpose=True),
     ]
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from . import hf_config
 from .experts import Experts
+from .linear.sizes import LinearLayers, check_linear
 from .parts import LayerRope, check_parts, check_rope
 from .rope_scaling import RopeRule
 
@@ -75,6 +76,8 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen2: bias on q, k and v, none on the output
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of every query and key head
     wide_qk_norm: bool = False  # OLMo 2: RMSNorm over all query heads together, and over all key heads
+    output_gate: bool = False  # Qwen3-Next: a gate of each query head, a sigmoid, on the output of attention
+    linear: LinearLayers | None = None  # layers of linear attention, which keep a state instead of keys
     experts: Experts | None = None  # Qwen3-MoE, Mixtral: layers whose MLP is a mixture of experts
     eos_token_ids: tuple[int, ...] = ()  # any of these ends a text
     windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, None = none; () = none in any layer
@@ -130,6 +133,7 @@ class ModelConfig:
             )
         self._check_windows()
         check_parts(self)
+        check_linear(self)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
@@ -162,6 +166,9 @@ class ModelConfig:
         shared = {"num_kv_heads": self.num_kv_heads, "intermediate_size": self.intermediate_size}
         if self.experts is not None:
             shared["experts.intermediate_size"] = self.experts.intermediate_size
+            shared |= {"experts.shared_size": self.experts.shared_size} if self.experts.shared_size else {}
+        if self.linear is not None:
+            shared["linear.num_key_heads"] = self.linear.num_key_heads
         shared["vocab_size"] = self.vocab_size
         common = math.gcd(*shared.values())
         if devices < 1 or common % devices:
@@ -172,14 +179,25 @@ class ModelConfig:
             )
         experts = self.experts
         if experts is not None:
-            experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // devices)
+            sizes = {name: vars(experts)[name] // devices for name in ("intermediate_size", "shared_size")}
+            experts = dataclasses.replace(experts, **sizes)
         return dataclasses.replace(
             self,
             num_q_heads=self.num_q_heads // devices,
             num_kv_heads=self.num_kv_heads // devices,
             intermediate_size=self.intermediate_size // devices,
             experts=experts,
+            linear=None if self.linear is None else self.linear.local(devices),
         )
+
+    @property
+    def recurrent(self) -> tuple[Any, ...]:
+        """The shapes of what each layer of linear attention keeps, None for other layers; see `kvjax.typing.Model`."""
+        linear = self.linear
+        if linear is None:
+            return ()
+        memory = linear.memory(self.dtype)
+        return tuple(memory if layer in linear.layers else None for layer in range(self.num_layers))
 
     def apply(
         self,

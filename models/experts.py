@@ -32,7 +32,10 @@ _COUNTS = ("num_experts", "num_local_experts")  # both spellings
 FAMILIES = {  # model_type -> the key of an expert's intermediate size
     "qwen3_moe": "moe_intermediate_size",
     "mixtral": "intermediate_size",
+    "qwen3_next": "moe_intermediate_size",
 }
+_SHARED = "shared_expert_intermediate_size"
+_OF_QWEN = ("qwen3_moe", "qwen3_next")  # with `mlp_only_layers`, and `norm_topk_prob` as a choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Experts:
     intermediate_size: int  # F of one expert
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # layers with experts; every other layer has the model's dense MLP
+    shared_size: int = 0  # F of an expert that every token uses, times the sigmoid of a product (Qwen3-Next); 0 = none
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -59,6 +63,8 @@ class Experts:
                 f"Experts: num_experts_per_tok must be at most num_experts={self.num_experts}, "
                 f"got {self.num_experts_per_tok}"
             )
+        if type(self.shared_size) is not int or self.shared_size < 0:
+            raise ValueError(f"Experts: shared_size must be a whole number of at least 0, got {self.shared_size!r}")
         if not isinstance(self.norm_topk_prob, bool):
             raise ValueError(f"Experts: norm_topk_prob must be true or false, got {self.norm_topk_prob!r}")
         good = type(self.layers) is tuple and all(type(layer) is int and layer >= 0 for layer in self.layers)
@@ -177,31 +183,32 @@ def read(hf: dict[str, Any]) -> Experts | None:
         if declared:
             raise ValueError(f"model_type {kind!r} has no experts, got {declared}")
         return None
-    foreign = [key for key in _FOREIGN if hf.get(key)]
+    foreign = [key for key in _FOREIGN if hf.get(key) and (kind, key) != ("qwen3_next", _SHARED)]
     if foreign:
         raise ValueError(f"unsupported {foreign[0]}={hf[foreign[0]]!r} for model_type {kind!r}, expected none")
     absent = [key for key in (FAMILIES[kind], "num_experts_per_tok") if hf.get(key) is None]
     absent += [] if counts else [" or ".join(_COUNTS)]
     if absent:
         raise ValueError(f"config.json of model_type {kind!r} lacks {', '.join(absent)}")
-    if len(set(counts.values())) > 1:
+    if any(value != next(iter(counts.values())) for value in counts.values()):
         raise ValueError(f"expected one number of experts, got {counts}")
     count, layers = next(iter(counts.values())), range(hf["num_hidden_layers"])
-    if kind == "qwen3_moe":
+    if kind in _OF_QWEN:
         dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
         if not isinstance(dense, list) or any(type(layer) is not int or layer not in layers for layer in dense):
             raise ValueError(f"mlp_only_layers must be a list of layers below {len(layers)}, got {dense!r}")
         if type(step) is not int or step < 1:
             raise ValueError(f"decoder_sparse_step must be a whole number of at least 1, got {step!r}")
         layers = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
-    if not layers or (kind == "qwen3_moe" and count == 0):
+    if not layers or (kind in _OF_QWEN and count == 0):
         return None
     return Experts(
         num_experts=count,
         num_experts_per_tok=hf["num_experts_per_tok"],
         intermediate_size=hf[FAMILIES[kind]],
-        norm_topk_prob=hf.get("norm_topk_prob", False) if kind == "qwen3_moe" else True,
+        norm_topk_prob=hf.get("norm_topk_prob", False) if kind in _OF_QWEN else True,
         layers=tuple(layers),
+        shared_size=(hf.get(_SHARED) or 0) if kind == "qwen3_next" else 0,
     )
 
 
@@ -219,24 +226,34 @@ def write(fields: dict[str, Any], model_type: str) -> tuple[str, dict[str, Any]]
     if experts is None:
         return model_type, {}
     keys = {"num_experts_per_tok": experts.num_experts_per_tok}
-    if model_type == "qwen3":
-        dense = [layer for layer in range(fields["num_layers"]) if layer not in experts.layers]
-        return "qwen3_moe", {
-            "num_experts": experts.num_experts,
-            **keys,
-            "moe_intermediate_size": experts.intermediate_size,
-            "norm_topk_prob": experts.norm_topk_prob,
-            "mlp_only_layers": dense,
-            "decoder_sparse_step": 1,
-            "attention_bias": False,
-        }
+    if model_type == "qwen3" and not experts.shared_size:
+        return "qwen3_moe", {**qwen_keys(experts, fields["num_layers"]), "attention_bias": False}
     whole = len(experts.layers) == fields["num_layers"] and experts.intermediate_size == fields["intermediate_size"]
-    if model_type == "qwen2" or not experts.norm_topk_prob or not whole:
+    if model_type in ("qwen2", "qwen3") or not experts.norm_topk_prob or not whole or experts.shared_size:
         raise ValueError(
             "no Hugging Face family has these experts: expected qk_norm (Qwen3-MoE), or no qkv_bias, norm_topk_prob and "
             f"experts of the model's intermediate_size in every layer (Mixtral), got {experts}"
         )
     return "mixtral", {"num_local_experts": experts.num_experts, **keys}
+
+
+def qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
+    """Return the keys of ``config.json`` for experts of Qwen's kind in a model of ``count`` layers."""
+    if experts is None:
+        return {"num_experts": 0}
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.norm_topk_prob,
+        "mlp_only_layers": [layer for layer in range(count) if layer not in experts.layers],
+        "decoder_sparse_step": 1,
+    }
+
+
+def shared_keys(experts: Experts | None, count: int) -> dict[str, Any]:
+    """Return `qwen_keys`, with the size of the expert that every token uses."""
+    return qwen_keys(experts, count) | {_SHARED: 0 if experts is None else experts.shared_size}
 
 
 def tensor_names(layer: str, count: int, qwen: bool) -> tuple[str, list[str], list[str]]:

@@ -14,6 +14,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from .linear.files import DEFAULTS as LINEAR_DEFAULTS
+
 # Our norms of a layer, by the names of the file's tensors, for each `models.config.ModelConfig.norm_place`.
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
@@ -43,6 +45,8 @@ class Family:
     optional_window: bool = False  # a null sliding_window means full attention in layers that would have a window
     two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
     rotates: str = "all"  # layers with RoPE: "all", "windows" (of a model that has windows) or "listed"
+    linear: str = ""  # layers of linear attention: "" for none; "fused" or "apart": how the file stores their projections
+    experts: bool = False  # layers may have experts, see `models.experts`
     qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
 
 
@@ -53,6 +57,11 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
+_QWEN_PARTS = {"qk_norm": True, "output_gate": True}
+_QWEN_DEFAULTS = {
+    **LINEAR_DEFAULTS, "head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
@@ -126,13 +135,25 @@ FAMILIES = {
         name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, refused="a bias on the output",
         defaults={"head_dim": 128, "attention_bias": True},
     ),
+    "qwen3_next": Family(
+        name="Qwen3-Next", class_name="Qwen3Next", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="fused",
+        experts=True, refused="biases",
+        defaults={
+            **_QWEN_DEFAULTS, "intermediate_size": 5632, "num_key_value_heads": 2, "num_experts": 512,
+            "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5_text": Family(
+        name="Qwen3.5, text, dense", class_name="Qwen3_5", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="apart",
+        refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
+    ),
 }  # fmt: skip
 
 # Types that people ask for and that this decoder cannot run: the part that is missing.
 MISSING = {
     "gpt_oss": "sink logits in attention",
-    "qwen3_next": "layers of linear attention (the gated delta rule)",
-    "qwen3_5_text": "layers of linear attention (the gated delta rule)",
+    "qwen3_5": "an encoder of images; its text model has model_type 'qwen3_5_text'",
     "gemma3": "an encoder of images; its text model has model_type 'gemma3_text'",
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",

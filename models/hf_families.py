@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import rope_scaling
+from . import experts, rope_scaling
 from .config_checks import check_types, eos_ids
 from .families import FAMILIES, Family
+from .linear import files as linear_files
 from .parts import ACTIVATIONS, LayerRope
 
 SIZES = {  # key of the file -> our field
@@ -76,6 +77,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "dtype": declared_dtype(hf),
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": model_type,
+        "linear": linear_files.read(hf) if family.linear else None,
+        "experts": experts.read(hf) if family.experts else None,
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
@@ -204,7 +207,8 @@ def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int
             f"unsupported partial_rotary_factor {share!r}, expected an even number of at most {head_dim} channels, "
             f"got {rotated}"
         )
-    rest = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    # The sections of several positions of a token are the same channels in any order where a text has one position.
+    rest = {key: value for key, value in given.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}
     if hf["model_type"] == "phi3" and rest.get("type", rest.get("rope_type")) in ("su", "yarn"):  # its old names of longrope
         rest = {**rest, "rope_type": "longrope"}
         rest.pop("type", None)
@@ -252,6 +256,10 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf["sliding_window"] = max(sizes, default=unused)
     if family.windows == "some":
         hf["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
+    if family.linear:
+        hf |= linear_files.write(fields["linear"], count)
+    if family.experts:
+        hf |= experts.shared_keys(fields["experts"], count)
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)
     if family.rotates == "listed":
         hf["no_rope_layers"] = [int(rope.rotated != 0) for rope in ropes]

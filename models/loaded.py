@@ -22,9 +22,9 @@ from . import gguf_files
 from .chat import ChatTemplate
 from .config import ModelConfig
 from .hub import checkpoint_directory
+from .modules import shape_of
 from .named_models import NAMED_MODELS
 from .tokenizer import check_unicode, load_tokenizer, opening_ids
-from .transformer import shape_of
 from .weights import from_pretrained
 
 

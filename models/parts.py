@@ -140,6 +140,23 @@ def wide_qk_norm(qkv: jax.Array, of_query: jax.Array, of_key: jax.Array, eps: fl
     return jnp.concatenate([normed.astype(qkv.dtype), qkv[..., -1:, :]], axis=3)
 
 
+def without_gates(qkv: jax.Array, group: int) -> tuple[jax.Array, jax.Array | None]:
+    """Take the gates of attention's output out of a fused projection.
+
+    Args:
+        qkv: [B, T, H, 2 * G + 2, D], where each query is followed by its gate; or [B, T, H, G + 2, D] without gates.
+        group: G.
+
+    Returns:
+        [B, T, H, G + 2, D], and the gates [B, T, H, G, D] or None.
+    """
+    if qkv.shape[3] == group + 2:
+        return qkv, None
+    both, rest = qkv[:, :, :, : 2 * group], qkv[:, :, :, 2 * group :]
+    both = both.reshape(*qkv.shape[:3], group, 2, qkv.shape[4])
+    return jnp.concatenate([both[..., 0, :], rest], axis=3), both[..., 1, :]
+
+
 def final_logits(logits: jax.Array, multiplier: float, cap: float | None) -> jax.Array:
     """Scale the logits float32 [..., V] of the LM head, and press them into (-cap, cap) by a tangent."""
     if multiplier != 1:

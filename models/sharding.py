@@ -26,6 +26,11 @@ _SPLIT = {  # the dimension that is split, from the end: gate_up and down may ha
     "qkv/bias": -1,
     "all_q_norm/scale": -1,
     "all_k_norm/scale": -1,
+    "qkvz/kernel": -1,
+    "ba/kernel": -1,
+    "conv/taps": -2,
+    "decay/log_rate": -1,
+    "decay/bias": -1,
     "out/kernel": -2,
     "gate_up/kernel": -1,
     "down/kernel": -2,
@@ -157,6 +162,9 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     split = {"num_kv_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
         split["experts.intermediate_size"] = config.experts.intermediate_size
+        split |= {"experts.shared_size": config.experts.shared_size} if config.experts.shared_size else {}
+    if config.linear is not None:
+        split["linear.num_key_heads"] = config.linear.num_key_heads
     split["vocab_size"] = config.vocab_size
     common, devices = math.gcd(*split.values()), mesh.shape.get(MODEL, 1)
     if common % devices:

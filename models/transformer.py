@@ -12,18 +12,21 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm), or all_q_norm/scale [H*G*D], all_k_norm/scale [H*D]
     layers_{i}/attention/out/kernel [H*G*D, d]
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
+    layers_{i}/linear/... instead of layers_{i}/attention/... in layers without keys, see `models.linear.layer`
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
+    with a shared expert too: layers_{i}/mlp/shared/gate_up/kernel, down/kernel, and layers_{i}/mlp/shared_gate/kernel [d, 1]
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
-products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
-reshape gives grouped queries, and a split of the columns over devices is a split of KV heads. The kernel of ``gate_up`` has
-an axis for gate and up, so that a split of F divides both alike. Its product is an einsum: on a GPU or CPU it compiles to the
-product with the matrix [d, 2F]. On a TPU a reshape to [d, 2F] would copy the weights in every step; the einsum does not.
+products. The columns of ``qkv`` are in the order of KV heads: the G queries (each with its gate behind it, if outputs have
+gates), the key and the value of each head. So one reshape gives grouped queries, and a split of the columns over devices is
+a split of KV heads. The kernel of ``gate_up`` has an axis for gate and up, so that a split of F divides both alike. Its
+product is an einsum: on a GPU or CPU it compiles to the product with the matrix [d, 2F]. On a TPU a reshape to [d, 2F] would
+copy the weights in every step; the einsum does not.
 
 Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`ModelConfig.local`): the results of ``out``
 and ``down`` are summed over the devices, and each device has its rows of the tables [V, d].
 
-A kernel or a table may be a `CodedMatrix` (`models.coded`): then `product` reads its codes.
+A kernel or a table may be a `CodedMatrix` (`models.coded`): then `models.modules.product` reads its codes.
 
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
@@ -40,121 +43,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
-from pallas_kernels.layer.add_norm import add_norm, rms_norm
+from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
 from .experts import Experts, mix, route
-from .one_row import multiplied
-from .parts import ACTIVATIONS, final_logits, layer_norm, wide_qk_norm
+from .linear.layer import GatedDelta
+from .modules import Dense, Norm, Scale, product, stored
+from .parts import ACTIVATIONS, final_logits, wide_qk_norm, without_gates
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
-
-_INIT_STD = 0.02
-
-
-def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
-    """Return the initial distribution of the parameter at ``path`` ('a/b/c').
-
-    Norm scales are ones, biases are zeros, and matrices are normal with standard deviation 0.02. The two projections that
-    write into the residual stream are divided by sqrt(2L), so that the stream's variance does not grow with depth.
-    """
-    module, leaf = path.split("/")[-2:]
-    if leaf == "scale":
-        return nn.initializers.ones
-    if leaf == "bias":
-        return nn.initializers.zeros
-    shrink = (2 * config.num_layers) ** -0.5 if module in ("out", "down") else 1.0
-    return nn.initializers.normal(stddev=_INIT_STD * shrink)
-
-
-def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> Any:
-    """Return the parameter of a module that the last part of ``path`` names, in the dtype in which it is stored.
-
-    ``nn.Module.param`` checks a parameter's shape by tracing its `initializer`, which takes half the time of tracing a model.
-    """
-    name = path.split("/")[-1]
-    if module.has_variable("params", name):
-        value = module.get_variable("params", name)
-        if shape_of(name, value) == shape:
-            return value
-    return module.param(name, initializer(path, config), shape, config.dtype)  # also raises the errors of wrong parameters
-
-
-def shape_of(path: str, value: Any) -> tuple[int, ...]:
-    """Return the shape that the parameter at ``path`` has as an array."""
-    if not isinstance(value, CodedMatrix):
-        return jnp.shape(value)
-    return (*value.lead, value.width) if path.endswith("embedding") else (value.width, *value.lead)
-
-
-def product(
-    x: jax.Array, kernel: Any, dense: Callable[[jax.Array, jax.Array], jax.Array], bias: jax.Array | None = None
-) -> jax.Array:
-    """Multiply ``x`` [B, T, K] with a kernel [K, ...], and add a bias: every product with a kernel of the layers.
-
-    Args:
-        x: in the dtype of computation.
-        kernel: an array in any dtype, or its codes.
-        dense: multiplies with a kernel in the dtype of ``x``.
-        bias: of the shape of a result's row.
-
-    Returns:
-        [B, T, ...] in the dtype of ``x``.
-    """
-    if isinstance(kernel, CodedMatrix):
-        made = coded_product(x, kernel)
-        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
-    matrix = kernel.astype(x.dtype)
-
-    def times(x: jax.Array) -> jax.Array:
-        made = dense(x, matrix)
-        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
-
-    return multiplied(times, x, math.prod(matrix.shape[1:]))
-
-
-class Scale(nn.Module):
-    """The factors [N] of a norm."""
-
-    config: ModelConfig
-    width: int
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        return stored(self, "norm/scale", self.config, (self.width,))
-
-
-class Norm(nn.Module):
-    """A norm over the last axis, computed in float32: by the root mean square, or LayerNorm."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
-        """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum."""
-        scale, eps = stored(self, "norm/scale", self.config, (x.shape[-1],)), self.config.rms_norm_eps
-        if self.config.norm == "layer":
-            total = x if update is None else x + update
-            normed = layer_norm(total, scale, eps)
-            return normed if update is None else (total, normed)
-        return rms_norm(x, scale, eps) if update is None else add_norm(x, update, scale, eps)
-
-
-class Dense(nn.Module):
-    """A projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
-
-    config: ModelConfig
-    features: int
-    use_bias: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]."""
-        config, wide = self.config, (self.features,)
-        kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
-        bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype) if self.use_bias else None
-        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias)
 
 
 class Attention(nn.Module):
@@ -175,9 +73,9 @@ class Attention(nn.Module):
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
-        wide = heads * (group + 2) * dim
+        wide = heads * (group * (2 if config.output_gate else 1) + 2) * dim
         qkv = Dense(config, wide, config.qkv_bias, name="qkv")(rows.astype(config.dtype))
-        qkv = qkv.reshape(batch, rows.shape[1], heads, group + 2, dim)
+        qkv, gate = without_gates(qkv.reshape(batch, rows.shape[1], heads, -1, dim), group)
         if config.qk_norm:
             # All heads are normalised in one pass, because norms of slices would be five launches. The pass comes before the
             # transposition, because for norms after it XLA on a GPU would choose tilings for ten seconds.
@@ -204,6 +102,8 @@ class Attention(nn.Module):
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
         out = out.astype(config.dtype)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate[:, :length].reshape(out.shape))
         return axes.total(Dense(config, config.hidden_size, name="out")(out)), state
 
 
@@ -222,12 +122,14 @@ class MLP(nn.Module):
     """A gated MLP. The projections gate and up are fused."""
 
     config: ModelConfig
+    inner: int | None = None  # F; None: the model's
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
         config = self.config
-        kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
+        inner = config.intermediate_size if self.inner is None else self.inner
+        kernel = Kernel(config, (config.hidden_size, 2, inner), name="gate_up")()
         both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
         gated = ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :]
         return axes.total(Dense(config, config.hidden_size, name="down")(gated))
@@ -249,7 +151,11 @@ class MixtureMLP(nn.Module):
             Kernel(self.config, shape, name=name)().astype(self.config.dtype) for name, shape in shapes.items()
         )
         rows = x.reshape(-1, hidden)
-        return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        made = axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        if not experts.shared_size:
+            return made
+        gate = Dense(self.config, 1, name="shared_gate")(x.astype(self.config.dtype))
+        return made + jax.nn.sigmoid(gate) * MLP(self.config, experts.shared_size, name="shared")(x)
 
 
 class Block(nn.Module):
@@ -277,7 +183,10 @@ class Block(nn.Module):
         """
         config, layer, experts = self.config, self.layer, self.config.experts
         x, given = self._enter("attention_norm", x, update)
-        update, state = Attention(config, layer, name="attention")(given, attend, state, before)
+        if config.linear is not None and layer in config.linear.layers:
+            update, state = GatedDelta(config, layer, name="linear")(given, attend, state)
+        else:
+            update, state = Attention(config, layer, name="attention")(given, attend, state, before)
         mixed = experts is not None and layer in experts.layers
         mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
         if config.norm_place == "parallel":
@@ -362,7 +271,8 @@ class Transformer(nn.Module):
         Args:
             tokens: int32 [B, T] in [0, V). An id of V or more gives NaN logits.
             attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
-                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation.
+                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation. A layer of linear attention
+                calls ``attend(layer, state, advance)``, see `models.linear.layer.GatedDelta`.
             states: one pytree per layer; ``attend`` gets it and returns a new one.
             last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
                 None means all positions.

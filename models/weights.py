@@ -29,13 +29,14 @@ from .coded.parameters import check_weight_dtype, code_params, coded_kernel, cod
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
+from .modules import initializer, shape_of
 from .named_models import adapter_directory
 from .progress import megabytes, progress, say
 from .replaced_files import replaced_files
 from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
 from .tensor_files import WEIGHTS, SafeTensors
 from .tokenizer import tokenizer_files
-from .transformer import Transformer, initializer, shape_of
+from .transformer import Transformer
 
 _CONFIG = "config.json"
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
@@ -55,9 +56,15 @@ def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[s
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
-        return Transformer(config).init(
-            key, tokens, lambda layer, state, q, k, v: (q, state), (None,) * config.num_layers
-        )
+        kept = config.recurrent or (None,) * config.num_layers
+
+        def attend(layer, state, q, *rest):
+            """Return the query; in a recurrent layer, what its function makes of empty arrays."""
+            if kept[layer] is None:
+                return q, state
+            return q(tuple(jnp.zeros((1, *shape), of) for shape, of in kept[layer]), jnp.ones((1, 1), bool))[0], state
+
+        return Transformer(config).init(key, tokens, attend, (None,) * config.num_layers)
 
     shapes = jax.eval_shape(init, jax.random.key(0))["params"]
     return shapes if weight_dtype is None else coded_shapes(shapes, weight_dtype)

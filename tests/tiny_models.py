@@ -12,7 +12,7 @@ import numpy as np
 
 import models
 from kvjax import rope
-from kvjax.typing import layer_ropes
+from kvjax.typing import layer_recurrence, layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
 
@@ -36,12 +36,20 @@ SHIPPED = ModelConfig(  # with the vocabulary of the tokenizer that ships
 )  # fmt: skip
 
 
-def dense_attend(config: ModelConfig):
-    """The model's ``attend`` for whole right-padded sequences; the layer's state passes through."""
+def dense_attend(config: ModelConfig, shape=(1, 1)):
+    """The model's ``attend`` for whole right-padded sequences; the layer's state passes through.
+
+    A model with recurrent layers needs the ``shape`` of its tokens.
+    """
     ropes = layer_ropes(config)
     windows = config.windows or (None,) * config.num_layers
+    kept = layer_recurrence(config)
 
-    def attend(layer, state, q, k, v):
+    def attend(layer, state, q, *rest):
+        if kept[layer] is not None:  # `q` is the function of a recurrent layer
+            empty = tuple(jnp.zeros((shape[0], *one), dtype) for one, dtype in kept[layer])
+            return q(empty, jnp.ones(shape, bool))[0], state
+        k, v = rest
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
         length = jnp.full((1,), q.shape[-2], jnp.int32)
         inv_freq = rope.frequencies(ropes[layer], config.head_dim)
@@ -55,7 +63,7 @@ def dense_attend(config: ModelConfig):
 @functools.partial(jax.jit, static_argnums=0)
 def run(config: ModelConfig, params, tokens: jax.Array, last: jax.Array | None = None) -> jax.Array:
     """Logits under dense causal attention."""
-    logits, _ = config.apply(params, tokens, dense_attend(config), (None,) * config.num_layers, last=last)
+    logits, _ = config.apply(params, tokens, dense_attend(config, tokens.shape), (None,) * config.num_layers, last=last)
     return logits
 
 

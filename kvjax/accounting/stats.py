@@ -16,9 +16,10 @@ from kvjax.accounting.memory import placed_bytes
 from kvjax.cache import Cache
 from kvjax.cache.quantised import row_bytes
 from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.recurrent import row_bytes as state_bytes
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.method import num_bytes
-from kvjax.typing import layer_windows, pytree, static
+from kvjax.typing import layer_recurrence, layer_windows, pytree, static
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums in float32
@@ -33,11 +34,11 @@ class Stats:
     """
 
     length: Array  # int32 [B], tokens seen
-    attended: Array  # float32 [B], tokens that a step attends to, mean over layers and KV heads
-    kv_bytes: Array  # float32 [B], bytes of keys and values that a step reads, all layers
+    attended: Array  # float32 [B], tokens that a step attends to, mean over layers with attention and KV heads
+    kv_bytes: Array  # float32 [B], bytes of keys, values and the state of recurrent layers that a step reads, all layers
     metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
     bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
-    visible: Array  # float32 [B], tokens that a step of `Full` attends to, mean over layers; `length` if there are no windows
+    visible: Array  # float32 [B], tokens that a step of `Full` attends to, like `attended`; `length` if there are no windows
     full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
     counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
     resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
@@ -104,7 +105,10 @@ def step_cost(cache: Cache) -> Stats:
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
     ]
     length = cache.length.astype(jnp.float32)
-    windows = layer_windows(model)
+    recurrence = layer_recurrence(model)
+    attending = [cost for cost, state in zip(costs, recurrence, strict=True) if state is None]
+    fixed = sum(state_bytes(state) for state in recurrence if state is not None)
+    windows = [window for window, state in zip(layer_windows(model), recurrence, strict=True) if state is None]
     seen = [length if window is None else jnp.minimum(length, window) for window in windows]
     # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
@@ -114,15 +118,21 @@ def step_cost(cache: Cache) -> Stats:
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
         # Devices that share the heads have equally many heads.
-        attended=axes.mean(_sum(c.attended for c in costs) / len(costs)),
+        attended=axes.mean(_sum(c.attended for c in attending) / len(attending)),
         kv_bytes=axes.total(_sum(c.kv_bytes for c in costs)),
         metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),
         bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
-        visible=_sum(seen) / len(costs),
-        full_bytes_read=axes.total(_sum(x * size for x, size in zip(seen, row, strict=True))),
+        visible=_sum(seen) / len(seen),
+        full_bytes_read=axes.total(_full_bytes(seen, row, fixed)),
         counters=jax.tree.map(axes.mean, _mean_counters([c.counters for c in costs])),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )
+
+
+def _full_bytes(seen: list[Array], row: list[int], fixed: int) -> Array:
+    """Count what `Full` reads: of each layer with attention the tokens that it sees, and the state of recurrent layers."""
+    read = _sum(x * size for x, size in zip(seen, row, strict=True))
+    return read + fixed if fixed else read
 
 
 def _mean_counters(layers: list[Mapping[str, Array]]) -> dict[str, Array]:

@@ -15,6 +15,7 @@ from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.layers import guessing_layers, layer_methods, observe
 from kvjax.decoding.passes import checked, layer_inputs
+from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
 from kvjax.method import settle_due
 from kvjax.typing import EMPTY, Model, pytree
@@ -47,9 +48,12 @@ def run_step(
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
 
-    def attend(layer: int, state: Any, q: Array, k: Array, v: Array, guess: Array | None = None) -> tuple[Array, Any]:
+    def attend(layer: int, state: Any, *given: Any) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
-        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess)
+        if method.recurs:
+            return run_recurrent(state, given, position)
+        q, k, v, *guess = given
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, *guess)
         return run_shared(type(method).attend, method, state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()

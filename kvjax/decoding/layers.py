@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import Cache, LayerSpec
+from kvjax.decoding.recurrent import Recurrent
 from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
 from kvjax.method import LayerMethod, Method, with_inner
 from kvjax.registry import classes
-from kvjax.typing import Model, layer_windows
+from kvjax.typing import Model, Recurrence, layer_recurrence, layer_windows, method_layers, not_none
 from pallas_kernels import axes
 from pallas_kernels.machine import current_machine
 
@@ -28,11 +29,19 @@ def fingerprint(params: Any) -> str:
 
 
 def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
-    """Return the method of every layer. A layer with a sliding window runs `SlidingWindow`, whatever the method."""
-    return tuple(
-        method.for_layer(layer, model.num_layers) if window is None else SlidingWindow(window=window)
-        for layer, window in enumerate(layer_windows(model))
-    )
+    """Return the method of every layer.
+
+    A layer with a sliding window runs `SlidingWindow`, and a recurrent layer `Recurrent`, whatever the method.
+    """
+    runs = method_layers(model)
+
+    def of_layer(layer: int, window: int | None, recurrence: Recurrence | None) -> LayerMethod:
+        if layer in runs:
+            return method.for_layer(layer, model.num_layers)
+        return Recurrent(keeps_of_row=not_none("recurrence", recurrence)) if window is None else SlidingWindow(window=window)
+
+    both = zip(layer_windows(model), layer_recurrence(model), strict=True)
+    return tuple(of_layer(layer, *kinds) for layer, kinds in enumerate(both))
 
 
 def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:
@@ -126,14 +135,14 @@ def check_divisible(method: LayerMethod) -> None:
 
 
 def init_shared(method: Method, model: Model, specs: Sequence[LayerSpec]) -> Any:
-    """Run `Method.init_shared` for the layers without a window; None if there are none. ``specs`` has every layer."""
-    seen = tuple(spec for spec, window in zip(specs, layer_windows(model), strict=True) if window is None)
+    """Run `Method.init_shared` for the layers that run the method; None if there are none. ``specs`` has every layer."""
+    seen = tuple(specs[layer] for layer in method_layers(model))
     return method.init_shared(seen) if seen else None
 
 
 def observe(cache: Cache, decoding: bool) -> Cache:
-    """Run `Method.observe` on the layers without a window; layers with a window do not run the method."""
-    chosen = [layer for layer, window in enumerate(layer_windows(cache.model)) if window is None]
+    """Run `Method.observe` on the layers that run the method: they have attention, and no window."""
+    chosen = method_layers(cache.model)
     if not chosen:
         return cache
     seen = cache.method.observe(

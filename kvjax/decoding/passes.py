@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.decoding.recurrent import run_recurrent
 from kvjax.method import Inputs, LayerMethod, Method, Reading
 from kvjax.rope import frequencies, prepare
-from kvjax.typing import EMPTY, Model, layer_ropes, layer_windows
+from kvjax.typing import EMPTY, Model, layer_ropes, method_layers
 from pallas_kernels.dispatch import run_shared
 
 
@@ -79,7 +80,7 @@ def reread(
     shared: Any,
     model: Model,
 ) -> tuple:
-    """Run `Method.reread` on the states of the layers without a window, if there are any; return the states of all layers.
+    """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
     Args:
         params: model parameters.
@@ -91,14 +92,17 @@ def reread(
         shared: the method's shared state.
         model: the model's description.
     """
-    seen = [layer for layer, window in enumerate(layer_windows(model)) if window is None]
+    seen = method_layers(model)
 
     def run(given: tuple, piece: Array, count: Array, attend: Callable) -> tuple:
         piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
-        def one(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        def one(layer: int, state: Any, *given: Any) -> tuple[Array, Any]:
+            if layers[layer].recurs:
+                return run_recurrent(state, given, position)[0], state
+            q, k, v = given
             # The frequencies are the same as for the prompt's keys.
             inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length)
             if layer in seen:

@@ -34,6 +34,7 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import checked, layer_inputs, reread
+from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.method import LayerMethod, Method
 from kvjax.typing import EMPTY, Model
@@ -240,9 +241,14 @@ class _Run:
             position = jnp.where(at < length[:, None], at, EMPTY)
             last = length - 1 - start
 
-            def attend(layer: int, states: tuple, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+            def attend(layer: int, states: tuple, *given: Any) -> tuple[Array, tuple]:
                 holders = sized.common.holders[layer]
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
+                if each[0][layer].recurs:  # the same under every method
+                    out, state = run_recurrent(mine[0], given, position)
+                    new = (state,) * len(mine)
+                    return out, new if rows is None else put_rows(states, new, rows)
+                q, k, v = given
                 outs, made = [], []
                 for at, (layers, state, own) in enumerate(zip(each, mine, all_shared, strict=True)):
                     if holders[at] == at or not stores_only(state):

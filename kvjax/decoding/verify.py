@@ -31,9 +31,10 @@ from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
+from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.method import LayerMethod, settle_due
-from kvjax.typing import EMPTY, layer_windows
+from kvjax.typing import EMPTY, method_layers
 from kvjax.wrappers.verified import Verified, noted
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
@@ -261,12 +262,10 @@ def _drafted(
 
     count = axes.most(jnp.max(wanted), axes.DATA)
     tokens, view = lax.fori_loop(0, count, step, (tokens, method.view(cache)))
-    methods = layer_methods(method, cache.model)
+    methods, runs = cast("tuple[VerifiedLayer, ...]", layer_methods(method, cache.model)), method_layers(cache.model)
     layers = tuple(
-        layer.recover(before, after, wanted, most) if window is None else before
-        for layer, window, before, after in zip(
-            cast("tuple[VerifiedLayer, ...]", methods), layer_windows(cache.model), cache.layers, view.layers, strict=True
-        )
+        methods[layer].recover(before, after, wanted, most) if layer in runs else before
+        for layer, (before, after) in enumerate(zip(cache.layers, view.layers, strict=True))
     )
     return tokens, dataclasses.replace(cache, layers=layers)
 
@@ -282,17 +281,21 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
 
     Returns:
         The logits of all tokens, float32 [B, T, V]; the cache, whose layers have the tokens; and for each layer its inputs
-        and the attention mass, which `_committed` needs.
+        and the attention mass, which `_committed` needs. A recurrent layer's
+        inputs are the model's function `advance`.
     """
-    methods, windows = layer_methods(cache.method, cache.model), layer_windows(cache.model)
+    methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(active, at, EMPTY)
     length = cache.length + jnp.sum(active, axis=1, dtype=jnp.int32)
 
-    def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+    def attend(layer: int, state: Any, *given: Any) -> tuple[Array, tuple]:
         method = methods[layer]
+        if method.recurs:  # tokens cannot be taken out of the state, so it stays as it was
+            return run_recurrent(state, given, position)[0], (state, given, None)
+        q, k, v = given
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length)
-        if windows[layer] is None:
+        if layer in runs:
             judge = cast("VerifiedLayer", method)
             out, state, mass = run_shared(type(judge).judge, judge, state, inputs)
         else:  # a ring forgets the tokens that new ones replace, so it stays as it was
@@ -312,10 +315,13 @@ def _committed(
     kept = active[:, None] & (order <= accepted[:, None])
     rejected = wanted - accepted
     layers: list[Any] = []
-    methods, windows = layer_methods(cache.method, cache.model), layer_windows(cache.model)
-    for method, window, state, (inputs, mass) in zip(methods, windows, cache.layers, made, strict=True):
+    methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
+    for layer, (method, state, (inputs, mass)) in enumerate(zip(methods, cache.layers, made, strict=True)):
+        if method.recurs:
+            layers.append(run_recurrent(state, inputs, jnp.where(kept, 0, EMPTY))[1])
+            continue
         inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))
-        layers.append(_stored(method, window is None, state, inputs, mass, rejected))
+        layers.append(_stored(method, layer in runs, state, inputs, mass, rejected))
     states = settle_due(methods, tuple(layers))
     last = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)

@@ -14,10 +14,11 @@ from kvjax.api.fork import fork
 from kvjax.api.generate import generate
 from kvjax.cache import LayerCache
 from kvjax.decoding.decode import run_step
+from kvjax.decoding.recurrent import row_bytes
 from kvjax.method import with_inner
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
-from kvjax.typing import layer_windows, pytree
+from kvjax.typing import layer_recurrence, layer_windows, pytree
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:
@@ -221,8 +222,10 @@ def resident_bytes_are_the_arrays(subject: Subject) -> None:
     np.testing.assert_array_equal(got.stats.resident_bytes, held)
     row = model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
     length = np.asarray(got.stats.length)
-    seen = sum(length if window is None else np.minimum(length, window) for window in layer_windows(model))
-    np.testing.assert_array_equal(got.stats.full_bytes_read, 2 * row * seen)
+    kinds = list(zip(layer_windows(model), layer_recurrence(model), strict=True))
+    seen = sum(length if window is None else np.minimum(length, window) for window, state in kinds if state is None)
+    kept = sum(row_bytes(state) for _, state in kinds if state is not None)
+    np.testing.assert_array_equal(got.stats.full_bytes_read, 2 * row * seen + kept)
     np.testing.assert_array_equal(got.stats.length, np.array([len(x) for x in subject.prompts]) + STEPS)
 
 

@@ -100,7 +100,10 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES])
+CODED = [x for x in NAMES if x != "qwen3_next"]  # it has experts
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in CODED])
 def test_a_family_loads_in_8_bits(name, loaded):
     """Codes have the order of channels, and the parts of fused tensors, that floating-point numbers have."""
     params, config = models.from_pretrained(loaded(name)[2], weight_dtype="int8")

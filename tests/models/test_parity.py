@@ -35,7 +35,7 @@ def write_checkpoint(directory: Path, golden: dict[str, np.ndarray]) -> None:
 def ours(params, config: models.ModelConfig, tokens: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Residual stream after each layer [L, B, T, d] and logits [B, T, V]."""
     (logits, _), captured = Transformer(config).apply(
-        {"params": params}, jnp.asarray(tokens, jnp.int32), dense_attend(config), (None,) * config.num_layers,
+        {"params": params}, jnp.asarray(tokens, jnp.int32), dense_attend(config, tokens.shape), (None,) * config.num_layers,
         capture_intermediates=lambda module, _: isinstance(module, Block), mutable=["intermediates"],
     )  # fmt: skip
     # A layer hands on the stream and what is still to be added to it.

@@ -85,7 +85,7 @@ from kvjax.methods.chess.state import Pages, all_active, arrays_of_list, note_en
 from kvjax.rope import depends_on_length, frequencies
 from kvjax.selection import compact
 from kvjax.slots import SlotMethod
-from kvjax.typing import layer_ropes, layer_windows, not_none, pytree, static, traced
+from kvjax.typing import layer_ropes, method_layers, not_none, pytree, static, traced
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
 # The paper's equation 4 as it is printed, over keys as its engine stores them: `Chess(**PRINTED)`.
@@ -271,12 +271,12 @@ class Chess(Method):
         return Shape(page_size=self.page_size, fan=fan)
 
     def _unrotate(self, cache: Cache) -> list[Array] | None:
-        """Return the frequencies of each layer of ``cache``, whose layers are the model's without a window."""
+        """Return the frequencies of each layer of ``cache``, whose layers are the model's that run the method."""
         if self.page_vec_rope == "post":
             return None
         model = cache.model
-        pairs = zip(layer_ropes(model), layer_windows(model), strict=True)
-        ropes = [rope for rope, window in pairs if window is None]
+        each = layer_ropes(model)
+        ropes = [each[layer] for layer in method_layers(model)]
         changing = [rope.scaling for rope in ropes if depends_on_length(rope.scaling)]
         if changing:
             raise ValueError(

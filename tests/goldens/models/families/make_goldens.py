@@ -45,6 +45,12 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 5.0],
 }  # fmt: skip
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LINEAR_LAYERS = {  # the gated delta rule; channels, heads and dimensions are all of different number
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 10, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 0.01,  # outputs of the rule can be small, and a norm would enlarge their rounding errors
+}  # fmt: skip
 MODELS = {  # name -> (class prefix in transformers, the name of its config's class, what differs from TINY)
     "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
                                    "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
@@ -69,6 +75,10 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "exaone4_full": ("Exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
                                            "rope_parameters": ROPE, "num_key_value_heads": 1}),
     "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True}),
+    "qwen3_next": ("Qwen3Next", "Qwen3Next", {**LINEAR_LAYERS, "num_experts": 4, "num_experts_per_tok": 2,
+                                             "mlp_only_layers": [1], "moe_intermediate_size": 12,
+                                             "shared_expert_intermediate_size": 20}),
+    "qwen3_5_text": ("Qwen3_5", "Qwen3_5Text", {**LINEAR_LAYERS, "tie_word_embeddings": True}),
 }  # fmt: skip
 
 
@@ -85,17 +95,21 @@ def build(name: str, seed: int):
     """The PyTorch model, and the names and shapes of its checkpoint's tensors."""
     import torch
     import transformers
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     prefix, of_config, changes = MODELS[name]
     config = getattr(transformers, f"{of_config}Config")(**{**TINY, **changes})
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    of_model = getattr(transformers, f"{prefix}ForCausalLM")
     with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
-        shapes = {key: list(value.shape) for key, value in load_file(Path(directory, "model.safetensors")).items()}
-    drawn = {key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}
-    _, unexpected = model.load_state_dict(drawn, strict=False)  # tied weights are named once
-    assert not unexpected, unexpected
+        of_model(config).save_pretrained(directory)
+        path = Path(directory, "model.safetensors")
+        shapes = {key: list(value.shape) for key, value in load_file(path).items()}
+        save_file({key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}, path, {"format": "pt"})
+        # Read from the file, because tensors of a module may be made from several tensors of a file.
+        model, found = of_model.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
+    problems = {key: value for key, value in found.items() if value and key != "error_msgs"}
+    assert not problems, problems
+    model.eval()
     return model, shapes
 
 
