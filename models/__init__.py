@@ -9,6 +9,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .experts import Experts
 from .hub import checkpoint_directory
+from .linear.sizes import LinearLayers
 from .loaded import Loaded, load
 from .named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from .parts import LayerRope
@@ -23,6 +24,7 @@ __all__ = [
     "DynamicScaling",
     "Experts",
     "LayerRope",
+    "LinearLayers",
     "LinearScaling",
     "Loaded",
     "LongRopeScaling",

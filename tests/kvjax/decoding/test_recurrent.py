@@ -1,0 +1,218 @@
+"""Recurrent layers: their state is a part of the cache, under every method, and the method runs in the other layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.accounting.stats import step_cost
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.recurrent import Memory, Recurrent, row_bytes
+from kvjax.decoding.sliding_window import SlidingWindow
+from kvjax.testing import laws
+from kvjax.testing.subject import STEPS, Subject
+from kvjax.typing import layer_recurrence, method_layers
+from models import LinearLayers
+from tests.harness import TINY, TRACES, example, generous, padded, prompts, repeated
+from tests.tiny_models import run, vivid_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LINEAR = LinearLayers(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,))
+CONFIG = dataclasses.replace(TINY, linear=LINEAR, output_gate=True, rms_norm_eps=1e-2)
+KEPT = LINEAR.memory("float32")
+NAMES = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess")
+
+
+@functools.cache
+def params():
+    """Parameters with which attention is not flat, and the state of a layer changes with every token."""
+    return jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, vivid_params(CONFIG, seed=2))
+
+
+@functools.cache
+def subject(name):
+    method = example(name)
+    full = None if name == "full" else subject("full")
+    options = {"everything": generous(name), "traces": TRACES, "few_programs": True}
+    return Subject(method, CONFIG, params(), full=full, **options)
+
+
+def memories(cache):
+    return [state for state in cache.layers if isinstance(state, Memory)]
+
+
+# ---- which layers are recurrent -----------------------------------------------------------------------------------
+
+
+def test_a_method_runs_in_the_layers_with_attention_only():
+    quest = example("quest", num_dense_layers=0)
+    recurrent = Recurrent(keeps_of_row=KEPT)
+    assert method_layers(CONFIG) == (1,) and layer_methods(quest, CONFIG) == (recurrent, quest)
+    mixed = dataclasses.replace(CONFIG, num_layers=3, windows=(None, 6, None))
+    assert layer_methods(quest, mixed) == (recurrent, SlidingWindow(window=6), quest)
+
+
+def test_a_model_need_not_know_of_recurrent_layers():
+    @dataclasses.dataclass(frozen=True)
+    class Silent:
+        num_layers: int = 2
+
+    assert layer_recurrence(Silent()) == (None, None)
+
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Silent):
+        recurrent: tuple = ((((2,), "float32"),),)
+
+    with pytest.raises(ValueError, match="recurrent must be shapes or None for each of 2 layers, got"):
+        layer_recurrence(Wrong())
+
+
+def test_a_layer_that_breaks_the_protocol_is_refused():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Broken(type(CONFIG)):
+        def apply(self, params, tokens, attend, states, **options):
+            def spoil(layer, state, *given):
+                if layer == 0 and self.rope_theta == 5.0:
+                    return attend(layer, state, *given, None)
+                if layer == 0:
+                    return attend(layer, state, lambda arrays, real: (None, arrays[::-1]))
+                return attend(layer, state, *given)
+
+            return super().apply(params, tokens, spoil, states, **options)
+
+    fields = {**vars(CONFIG), "rope_theta": 5.0}
+    with pytest.raises(ValueError, match=r"must call attend\(layer, state, advance\), got 2 values after state"):
+        kvjax.prefill(params(), [[1, 2]], config=Broken(**fields), method="full", max_new_tokens=1)
+    with pytest.raises(ValueError, match="`advance` of a recurrent layer must return arrays like its own"):
+        kvjax.prefill(params(), [[1, 2]], config=Broken(**vars(CONFIG)), method="full", max_new_tokens=1)
+
+
+# ---- accounting ---------------------------------------------------------------------------------------------------
+
+
+def test_memory_and_bytes_count_both_kinds_of_layers():
+    sizes = {"batch": 3, "prompt_slots": 64, "max_new_tokens": 8}
+    plain = kvjax.memory_needed("full", dataclasses.replace(CONFIG, num_layers=1, linear=None), **sizes)
+    state = 3 * row_bytes(KEPT)
+    assert row_bytes(KEPT) == 4 * (2 * 3 * 28 + 4 * 8 * 6)
+    assert kvjax.memory_needed("full", CONFIG, **sizes).device == plain.device + state
+    cache = subject("full").read()
+    stats = jax.jit(step_cost)(cache)
+    np.testing.assert_array_equal(stats.full_bytes_read, stats.length * 2 * 2 * 8 * 4 + row_bytes(KEPT))
+    np.testing.assert_array_equal(stats.visible, stats.length)
+    np.testing.assert_array_equal(stats.attended, stats.length)
+    assert stats.is_no_op.all()
+
+
+# ---- the whole model ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reference(rows):
+    """The logits of whole rows of tokens in one pass: of each row at its last token."""
+    tokens, lengths = padded(rows, 64)
+    return np.asarray(run(CONFIG, params(), tokens))[np.arange(len(rows)), lengths - 1]
+
+
+def test_prompt_and_decoding_equal_one_pass():
+    cache = subject("full").read()
+    np.testing.assert_allclose(cache.logits, reference(prompts()), atol=1e-4)
+    got = subject("full").go_on(cache)
+    rows = tuple((*row, *new) for row, new in zip(prompts(), np.asarray(got.tokens).tolist(), strict=True))
+    np.testing.assert_allclose(got.cache.logits, reference(rows), atol=1e-4)
+    assert len(set(np.asarray(got.tokens).ravel().tolist())) > 5, "a model that repeats itself shows little"
+
+
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.thorough), 5])
+def test_chunks_of_a_prompt_change_nothing(chunk_size):
+    """Below 16 tokens each row has passes of its own, and its state is taken out of the states of all rows."""
+    cache = subject("full").read(chunk_size=chunk_size)
+    np.testing.assert_allclose(cache.logits, reference(prompts()), atol=1e-4)
+    whole = subject("full").read()
+    for got, want in zip(memories(cache), memories(whole), strict=True):
+        for one, other in zip(got.arrays, want.arrays, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+LAWS = (
+    laws.ragged_rows_equal_alone,
+    laws.generating_in_two_calls_equals_one,
+    laws.second_call_does_not_retrace,
+    laws.decoding_keeps_structure_shapes_and_dtypes,
+    laws.bfloat16_is_kept,
+    laws.resident_bytes_are_the_arrays,
+    laws.ragged_questions_equal_alone,
+)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in NAMES], but=["quest"]))
+def test_laws(name, law):
+    law(subject(name))
+
+
+@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in NAMES if name != "full"], but=["quest"]))
+def test_settings(name):
+    laws.everything_kept_equals_full(subject(name))
+    laws.setting_does_something(subject(name))
+
+
+def test_padding_and_inactive_rows_change_no_state():
+    """A row that has ended keeps its state bit by bit, while the other rows go on."""
+    cache = subject("full").read()
+    before = [np.asarray(x) for state in memories(cache) for x in state.arrays]
+    out = kvjax.generate(params(), cache, max_new_tokens=STEPS, eos_token_ids=(), limits=[STEPS, 0, 3])
+    for old, new in zip(before, [x for state in memories(out.cache) for x in state.arrays], strict=True):
+        np.testing.assert_array_equal(new[1], old[1])
+        assert not np.array_equal(new[0], old[0]) and not np.array_equal(new[2], old[2])
+
+
+@pytest.mark.slow
+def test_saved_forked_and_streamed(tmp_path):
+    want = subject("quest").base[1].tokens
+    cache = subject("quest").read()
+    kvjax.save_cache(tmp_path / "cache", cache)
+    copies = kvjax.fork(cache, 2)
+    for state in memories(copies):
+        for x in state.arrays:
+            np.testing.assert_array_equal(x[::2], x[1::2])
+    loaded = kvjax.load_cache(tmp_path / "cache", config=CONFIG, method=example("quest"))
+    for got, kept in zip(memories(loaded), memories(cache), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, kept)
+    pieces = list(kvjax.stream(params(), loaded, max_new_tokens=STEPS, eos_token_ids=()))
+    np.testing.assert_array_equal([sum(rows, []) for rows in zip(*pieces, strict=True)], want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worth", [None, pytest.param(0.5, marks=pytest.mark.thorough)])
+def test_verified_gives_the_tokens_of_full(worth):
+    """A draft that is often wrong: tokens that are not kept leave nothing behind in a state."""
+    full = subject("full").base[1]
+    draft = example("snapkv")
+    cache = subject("full").read(kvjax.Verified(draft=draft, depth=3, worth=worth))
+    got = kvjax.generate(params(), cache, max_new_tokens=STEPS, eos_token_ids=())
+    np.testing.assert_array_equal(got.tokens, full.tokens)
+    assert 0 < float(got.stats.counters["accepted_1"].mean()) < 1
+    for one, other in zip(memories(got.cache), memories(full.cache), strict=True):
+        for x, y in zip(one.arrays, other.arrays, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_methods_that_share_a_prefill_have_the_same_state():
+    methods = [example("snapkv"), kvjax.methods.Full()]
+    tokens, lengths = padded(prompts())
+    caches = kvjax.prefill_each(
+        params(), tokens, methods=methods, lengths=lengths, config=CONFIG, max_new_tokens=24, pad_multiple=1,
+        share_storage=True,
+    )  # fmt: skip
+    alone = subject("full").read()
+    for cache in caches:
+        for got, want in zip(memories(cache), memories(alone), strict=True):
+            for x, y in zip(got.arrays, want.arrays, strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-5)

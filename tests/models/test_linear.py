@@ -1,0 +1,149 @@
+"""The gated delta rule and its convolution against loops over tokens in float64; what sizes refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import LinearLayers
+from models.linear.convolution import causal_convolution
+from models.linear.delta import gated_delta
+from tests.tiny_models import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ROWS, HEADS, GROUP, KEY, VALUE = 2, 2, 3, 5, 4
+delta = jax.jit(gated_delta, static_argnames="chunk")
+
+
+def oracle(query, key, value, decay, rate, state):
+    """One row's rule, token by token in float64: [T, N, R, M] and the state [N, R, K, M]."""
+    state, out = np.array(state, np.float64), []
+    for q, k, v, g, b in zip(*(np.asarray(x, np.float64) for x in (query, key, value, decay, rate)), strict=True):
+        made = np.zeros(v.shape)
+        for n, r in np.ndindex(v.shape[:2]):
+            asked, known = (x[n] / np.sqrt(x[n] @ x[n] + 1e-6) for x in (q, k))
+            memory = np.exp(g[n, r]) * state[n, r]
+            state[n, r] = memory + np.outer(known, b[n, r] * (v[n, r] - memory.T @ known))
+            made[n, r] = state[n, r].T @ asked / np.sqrt(len(asked))
+        out.append(made)
+    return np.array(out), state
+
+
+def draw(total, seed=0, decay=2.0):
+    """Random arguments of `gated_delta` for two rows, without ``real``."""
+    rng = np.random.default_rng(seed)
+    heads = (ROWS, total, HEADS)
+    query, key, value = (rng.normal(size=(*heads, *rest)) for rest in ((KEY,), (KEY,), (GROUP, VALUE)))
+    rate = rng.uniform(0, 1, (*heads, GROUP))
+    decays = -rng.exponential(decay, (*heads, GROUP))
+    state = rng.normal(size=(ROWS, HEADS, GROUP, KEY, VALUE))
+    return [x.astype(np.float32) for x in (query, key, value, decays, rate, state)]
+
+
+def every(total):
+    return jnp.ones((ROWS, total), bool)
+
+
+def check(got, given, row, length):
+    out, state = oracle(*(x[row, :length] for x in given[:5]), given[5][row])
+    np.testing.assert_allclose(got[0][row, :length], out, atol=1e-5)
+    np.testing.assert_allclose(got[1][row], state, atol=1e-5)
+
+
+@pytest.mark.parametrize(("total", "chunk"), [(1, 64), (2, 64), (23, 8), (64, 64), (65, 64), (130, 64)])
+def test_chunks_equal_a_loop_over_tokens(total, chunk):
+    given = draw(total)
+    got = delta(*given, every(total), chunk=chunk)
+    assert got[0].dtype == got[1].dtype == jnp.float32
+    for row in range(ROWS):
+        check(got, given, row, total)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 9, 20])
+def test_padding_changes_no_state_whatever_it_is(length):
+    given = draw(20, seed=1)
+    soiled = [x.copy() for x in given]
+    for x in soiled[:5]:
+        x[1, length:] = np.nan
+    got = delta(*soiled, np.arange(20)[None] < np.array([[20], [length]]), chunk=8)
+    check(got, given, 0, 20)
+    if length:
+        check(got, given, 1, length)
+    else:
+        np.testing.assert_array_equal(got[1][1], given[5][1])
+
+
+def test_tokens_in_pieces_equal_all_at_once():
+    *tokens, state = draw(19, seed=2)
+    out, last = delta(*tokens, state, every(19), chunk=8)
+    pieces = []
+    for start, stop in ((0, 11), (11, 12), (12, 19)):
+        piece, state = delta(*(x[:, start:stop] for x in tokens), state, every(stop - start), chunk=8)
+        pieces.append(piece)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), out, atol=3e-6)
+    np.testing.assert_allclose(state, last, atol=3e-6)
+
+
+@pytest.mark.parametrize("decay", [1e-4, 60.0])
+def test_strong_decay_and_equal_keys_stay_exact(decay):
+    """exp(-60) has no inverse in float32 that a chunk could divide by; equal keys give the worst triangular system."""
+    given = draw(70, seed=3, decay=decay)
+    given[1][:] = given[1][:, :1]
+    given[4][:] = 0.999
+    got = delta(*given, every(70))
+    check(got, given, 0, 70)
+
+
+def test_a_convolution_equals_a_loop_and_keeps_the_newest_tokens():
+    rng = np.random.default_rng(4)
+    x, taps, before = (rng.normal(size=size).astype(np.float32) for size in ((2, 6, 2, 3), (2, 3, 4), (2, 2, 3, 3)))
+    lengths = np.array([6, 2])
+    soiled = x.copy()
+    soiled[1, 2:] = np.nan
+    out, kept = causal_convolution(*map(jnp.asarray, (soiled, taps, before)), jnp.arange(6)[None] < lengths[:, None])
+    line = np.concatenate([before.transpose(0, 2, 1, 3), x], axis=1).astype(np.float64)
+    for row, length in enumerate(lengths):
+        for t in range(length):
+            total = sum(line[row, t + at] * taps[:, :, at] for at in range(4))
+            np.testing.assert_allclose(out[row, t], total / (1 + np.exp(-total)), atol=1e-6)
+        np.testing.assert_array_equal(kept[row], line[row, length : length + 3].transpose(1, 0, 2).astype(np.float32))
+
+
+SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 6, "conv_width": 4, "layers": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_heads": 0}, "num_key_heads must be a positive whole number below 2**31, got 0"),
+        ({"key_dim": 8.0}, "key_dim must be a positive whole number below 2**31, got 8.0"),
+        ({"conv_width": 1}, "conv_width must be at least 2 tokens, got 1"),
+        ({"num_value_heads": 3}, "num_value_heads must be a multiple of num_key_heads, got 3 and 2"),
+        ({"layers": (1, 0)}, "layers must be a tuple of ascending layer numbers, got (1, 0)"),
+        ({"layers": ()}, "layers must be a tuple of ascending layer numbers, got ()"),
+    ],
+)
+def test_wrong_sizes_are_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LinearLayers(**{**SIZES, **change})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"linear": LinearLayers(**{**SIZES, "layers": (0, 1)})}, "must be below num_layers=2 and leave at least one layer"),
+        ({"linear": LinearLayers(**{**SIZES, "layers": (2,)})}, "must be below num_layers=2 and leave at least one layer"),
+        ({"linear": (0,)}, "linear must be a LinearLayers or None, got (0,)"),
+        ({"linear": LinearLayers(**SIZES), "windows": (4, None)}, "a layer of linear attention has no window, got one in"),
+        ({"output_gate": 1}, "output_gate must be True or False, got 1"),
+        ({"output_gate": True, "qkv_bias": True}, "expected one of output_gate and qkv_bias, got both True"),
+    ],
+)
+def test_linear_layers_that_no_model_can_have_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(FAMILIES["llama"], **fields)
