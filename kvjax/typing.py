@@ -99,8 +99,8 @@ class Model(Protocol):
     A model whose layers have sliding windows has one more member, ``windows: tuple[int | None, ...]``: the window of each
     layer in tokens, and None for a layer that attends in full. See `layer_windows` and `kvjax.decoding.sliding_window`.
 
-    A model with layers that keep a state of a fixed size instead of keys has a member ``recurrent``, with the shapes of that
-    state or None for each layer, and calls ``attend`` in another way there: see `kvjax.decoding.recurrent`.
+    A model with recurrent layers, which keep a state of a fixed size instead of keys, has a member ``recurrent``: for each
+    layer the shapes of its state, or None. Such a layer calls ``attend`` in another way, see `kvjax.decoding.recurrent`.
 
     A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 

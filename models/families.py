@@ -46,6 +46,7 @@ class Family:
     two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
     rotates: str = "all"  # layers with RoPE: "all", "windows" (of a model that has windows) or "listed"
     linear: str = ""  # layers of linear attention: "" for none; "fused" or "apart": how the file stores their projections
+    unread: str = ""  # tensors whose names begin so belong to a part that this decoder does not run
     experts: bool = False  # layers may have experts, see `models.experts`
     qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
 
@@ -137,7 +138,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         name="Qwen3-Next", class_name="Qwen3Next", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="fused",
-        experts=True, refused="biases",
+        experts=True, unread="mtp.", refused="biases",
         defaults={
             **_QWEN_DEFAULTS, "intermediate_size": 5632, "num_key_value_heads": 2, "num_experts": 512,
             "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -146,7 +147,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         name="Qwen3.5, text, dense", class_name="Qwen3_5", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="apart",
-        refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
+        unread="mtp.", refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
     ),
 }  # fmt: skip
 

@@ -23,6 +23,9 @@ _NUMBERS = {
 }  # fmt: skip
 _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: {"all": "windows in all layers", "some": "windows in some layers"}.get(f.windows, ""),
+    lambda f: "linear attention in some layers" * bool(f.linear),
+    lambda f: "an output gate in attention" * bool(f.parts.get("output_gate")),
+    lambda f: "experts and a shared expert" * f.experts,
     lambda f: "a RoPE for layers with a window and one for the others" * f.two_ropes,
     lambda f: {"windows": "RoPE in layers with a window only", "listed": "RoPE in some layers"}.get(f.rotates, ""),
     lambda f: "RoPE on a part of each head" * f.partial,

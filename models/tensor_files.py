@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from .checkpoint_table import EMBEDDING, LM_HEAD, Index, Leaf, Parts, tensor_problems
 from .config import ModelConfig
 from .eight_bits import SCALE, numbers, problem
+from .families import FAMILIES
 from .hub import leaves_folder, read_json
 
 WEIGHTS = "model.safetensors"
@@ -129,6 +130,7 @@ def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dic
     if config.tie_word_embeddings and LM_HEAD in sources:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
     found, dtypes, problems = {}, {}, []
+    unread = FAMILIES[config.family].unread if config.family else ""
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable
@@ -136,7 +138,8 @@ def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dic
                 if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
                     problems.append(wrong)
                 of_scales = name.endswith(SCALE) and name.removesuffix(SCALE) in names
-                if name in expected or not (name.endswith(_BUFFERS) or of_scales):
+                skipped = name.endswith(_BUFFERS) or of_scales or (unread and name.startswith(unread))
+                if name in expected or not skipped:
                     found[name], dtypes[name] = (
                         tuple(opened.get_slice(name).get_shape()),
                         opened.get_slice(name).get_dtype(),

@@ -37,7 +37,7 @@ from experiments.records import write_bytes
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
-from kvjax.typing import layer_windows, pytree
+from kvjax.typing import method_layers, pytree
 from models.progress import progress_bar
 
 _ENDS = ("\n", ". ", "! ", "? ")  # ends of sentences
@@ -124,10 +124,10 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     """Measure the scores of each query head on each sample that counts, by ``LAYER-HEAD``.
 
     Raises:
-        ValueError: a layer has a sliding window, or the model answers no sample.
+        ValueError: a layer has a sliding window or no attention, or the model answers no sample.
     """
-    if any(window is not None for window in layer_windows(model.config)):
-        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
+    if len(method_layers(model.config)) < model.config.num_layers:
+        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
     made, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
     found: dict[str, list[float]] = {}
     for example, tokens in progress_bar(iterable=list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):

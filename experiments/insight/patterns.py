@@ -33,7 +33,7 @@ from kvjax.attention.patterns import FILE, Table, to_file
 from kvjax.method import Inputs, LayerSpec
 from kvjax.methods import Full
 from kvjax.rope import rotate
-from kvjax.typing import layer_windows, pytree, static
+from kvjax.typing import method_layers, pytree, static
 from models import gguf_files
 from models.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -137,10 +137,10 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
         length: tokens to which prompts are padded.
 
     Raises:
-        ValueError: a layer has a sliding window.
+        ValueError: a layer has a sliding window or no attention.
     """
-    if any(window is not None for window in layer_windows(config)):
-        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows")
+    if len(method_layers(config)) < config.num_layers:
+        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
     each = []
     for tokens in progress_bar(iterable=prompts, unit="prompt"):
         sizes: Any = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}

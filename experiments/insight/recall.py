@@ -225,15 +225,17 @@ class Recall:
 
 
 def readings(cache: Cache) -> Recall:
-    """Read the measurements of a cache made under `Watched`. Layers with a sliding window are not watched, and not among L.
+    """Read the measurements of a cache made under `Watched`.
+
+    Layers with a sliding window or without attention are not watched, and not among L.
 
     Raises:
-        ValueError: every layer has a sliding window.
+        ValueError: there is no other layer.
     """
     names = [field.name for field in dataclasses.fields(Recall)]
     watches = [layer for layer in cache.layers if isinstance(layer, Watch)]
     if not watches:
-        raise ValueError("expected a model in which a layer attends in full, got a sliding window in every layer")
+        raise ValueError("expected a model in which a layer attends in full, got no such layer")
     layers = jax.device_get([{name: vars(watch)[name] for name in names} for watch in watches])
     stacked = {name: np.stack([layer[name] for layer in layers]) for name in names}
     return Recall(**{**stacked, "steps": stacked["steps"][0]})

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvjax.cache import Cache
 from kvjax.decoding.layers import layer_methods
-from kvjax.typing import Model, layer_windows
+from kvjax.typing import Model, method_layers
 from kvjax.wrappers.verified import Verified, no_passes
 from kvjax.wrappers.verified_layer import Pair, VerifiedLayer
 
@@ -18,9 +18,10 @@ def shares_storage(method: Verified, model: Model) -> bool:
 
 
 def _own(method: Verified, model: Model) -> list[bool]:
-    """Tell for each layer whether its whole state is the draft's; a layer with a window has nothing to draft."""
-    layers = zip(layer_methods(method, model), layer_windows(model), strict=True)
-    return [window is not None or cast("VerifiedLayer", layer).shares for layer, window in layers]
+    """Tell for each layer whether its whole state is the draft's; a layer that runs no method has nothing to draft."""
+    runs = method_layers(model)
+    layers = enumerate(layer_methods(method, model))
+    return [at not in runs or cast("VerifiedLayer", layer).shares for at, layer in layers]
 
 
 def verified_cache(method: Verified, full: Cache, draft: Cache) -> Cache:

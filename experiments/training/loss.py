@@ -75,8 +75,10 @@ def forward(
         float32 [B, N, V].
 
     Raises:
-        ValueError: a layer has a sliding window, or layers rotate differently, so that layers differ.
+        ValueError: a layer has a sliding window or no attention, or layers rotate differently, so that layers differ.
     """
+    if config.linear is not None:
+        raise ValueError(f"training scans over equal layers, expected attention in all layers, got {config.linear}")
     if any(config.windows):
         raise ValueError(f"training scans over equal layers, expected a model without windows, got {config.windows}")
     kinds = layer_ropes(config)

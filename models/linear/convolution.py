@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def causal_convolution(
     x: jax.Array, taps: jax.Array, before: jax.Array, real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolve tokens with the tokens before them, and apply SiLU.
+    """Compute the convolution of tokens with the tokens before them, and apply SiLU.
 
     Args:
         x: [B, T, N, C]; padding may be anything.

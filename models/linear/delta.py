@@ -73,7 +73,7 @@ def gated_delta(
 def delta_step(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, rate: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the rule for one token; the arguments are those of `delta_chunks` without axis T."""
+    """Run the rule for one token; the arguments have no axis T, and are else as in `delta_chunks`."""
     # Sums of products instead of products of matrices: a GPU reads the state once for both.
     old = state * jnp.exp(decay)[..., None, None]
     key, query = key[:, :, None, :, None], query[:, :, None, :, None]
@@ -105,7 +105,7 @@ def delta_chunks(
     chunks = -(-total // chunk)
 
     def cut(x: jax.Array) -> jax.Array:
-        """Reorder [B, T, N, ...] to [X, B, N, ..., C, last], X chunks."""
+        """Reshape [B, T, N, ...] to [X, B, N, ..., C, last], with X chunks."""
         x = jnp.pad(x, ((0, 0), (0, chunks * chunk - total), *((0, 0),) * (x.ndim - 2)))
         x = jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
         return jnp.moveaxis(x, 2, -2)

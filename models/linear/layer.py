@@ -86,7 +86,7 @@ def _advance(
     key_dim: int,
     value_dim: int,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Convolve queries, keys and values, and run the delta rule over them."""
+    """Run the convolution of queries, keys and values, and the delta rule over them."""
     before, state = arrays
     mixed, before = causal_convolution(mixed, taps, before, real)
     query, key, value = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)

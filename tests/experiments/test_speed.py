@@ -27,7 +27,7 @@ from kvjax.decoding.decode import run_decode
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from models import ModelConfig, param_shapes, random_params, shapes
+from models import LinearLayers, ModelConfig, param_shapes, random_params, shapes
 from models.sharding import param_spec
 from tests.harness import group, repeated
 
@@ -157,6 +157,12 @@ def test_a_filled_cache_is_what_a_prefill_leaves(name):
 @pytest.mark.parametrize("window", [40, N])
 def test_a_filled_cache_has_the_windows_of_its_model(window):
     check_filled("quest", dataclasses.replace(CONFIG, num_layers=2, windows=(window, None)))
+
+
+@pytest.mark.thorough
+def test_a_filled_cache_has_the_states_of_linear_layers():
+    linear = LinearLayers(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,))
+    check_filled("quest", dataclasses.replace(CONFIG, num_layers=2, linear=linear))
 
 
 @pytest.mark.thorough

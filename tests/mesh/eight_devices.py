@@ -41,7 +41,7 @@ from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
 from kvjax.testing.model import TinyModel
-from models import Experts, ModelConfig, sharding
+from models import Experts, LinearLayers, ModelConfig, sharding
 from models.parts import LayerRope
 from pallas_kernels import axes
 from pallas_kernels.query import step_query as step_query_module
@@ -258,14 +258,17 @@ def check_verified():
 
 
 def check_models():
-    """Experts, biases, a tied table, windows, and parts of other families; another method's numbers in the caller's jit."""
+    """Experts, biases, windows, linear attention, parts of other families; another method's numbers in the caller's jit."""
     experts = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
     method, other = (example("quest", capacity=12, budget=budget) for budget in (12, 8))
     ropes = (LayerRope(theta=1e3, rotated=0), LayerRope(theta=1e3, rotated=4))
     after = {"wide_qk_norm": True, "qk_norm": False, "norm_place": "after", "ropes": ropes, "embedding_multiplier": 3.0}
     beside = {"norm": "layer", "norm_place": "parallel", "query_scale": 0.2, "logit_softcap": 5.0}
     moved = {"experts": experts, "windows": (None, 16)}, {"qkv_bias": True, "tie_word_embeddings": True}
-    for changes in (*moved, after, beside):
+    shared = {"experts": dataclasses.replace(experts, shared_size=8), "output_gate": True}
+    sizes = {"num_key_heads": 4, "num_value_heads": 8, "key_dim": 6, "value_dim": 4, "conv_width": 4}
+    linear = {**shared, "linear": LinearLayers(**sizes, layers=(0,))}
+    for changes in (*moved, after, beside, linear):
         config = dataclasses.replace(CONFIG, **changes)
         whole = vivid_params(config, 2)
         parts = sharding.shard_params(whole, jax.make_mesh((2, 4), ("data", "model")))

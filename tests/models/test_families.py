@@ -131,7 +131,7 @@ def test_a_config_is_read_and_written(name):
     assert {leaf.path: leaf.shape for leaf in table} == {path: leaf.shape for path, leaf in shapes.items()}
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "glm4", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text"])
 def test_a_file_is_written_as_it_was_read(name, loaded, tmp_path):
     """Offsets of norms, the order of channels, fused tensors, and norms over all heads."""
     params, config, directory = loaded(name)
@@ -142,7 +142,17 @@ def test_a_file_is_written_as_it_was_read(name, loaded, tmp_path):
         np.testing.assert_allclose(after[key], value, rtol=0, atol=2e-7, err_msg=key)  # 1 is added and taken away again
 
 
-@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo3"])
+def test_tensors_of_a_head_for_several_tokens_are_not_read(tmp_path):
+    write_checkpoint(tmp_path, golden("qwen3_5_text"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    models.from_pretrained(tmp_path)
+    save_file({**tensors, "fc.weight": np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="unused fc.weight"):
+        models.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text"])
 def test_a_part_is_joined_from_parts_of_the_file(name):
     """Along the dimension that a mesh splits: the slices of the file's tensors make the slice of the parameter."""
     drawn = generator().weights(json.loads(str(golden(name)["shapes"])))
@@ -228,7 +238,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
         (GEMMA, {"use_bidirectional_attention": True}, "this decoder does not have attention to later tokens"),
         (GEMMA, {"model_type": "gemma3"}, "an encoder of images; its text model has model_type 'gemma3_text'"),
         (GEMMA, {"model_type": "gpt_oss"}, "this decoder does not have sink logits in attention"),
-        (GEMMA, {"model_type": "qwen3_next"}, "this decoder does not have layers of linear attention"),
+        (GEMMA, {"model_type": "qwen3_5"}, "an encoder of images; its text model has model_type 'qwen3_5_text'"),
         (GEMMA, {"layer_types": [NEAR, FAR]}, "must name 'full_attention' or 'sliding_attention' for each of 3"),
         (GEMMA, {"sliding_window": None}, "sliding_window must be a whole number of tokens where layers have a window"),
         (GEMMA, {"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
