@@ -16,7 +16,8 @@ again, so `kvjax.Verified` advances them a second time, by kept tokens only.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from jax import Array
 from kvjax.cache import LayerSpec
 from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.typing import EMPTY, Recurrence, pytree, static
+
+Advance = Callable[[tuple[Array, ...], Array], tuple[Any, tuple[Array, ...]]]
 
 
 @pytree
@@ -88,7 +91,7 @@ def run_recurrent(state: Memory, given: tuple, position: Array) -> tuple[Any, Me
     """
     if len(given) != 1 or not callable(given[0]):
         raise ValueError(f"a recurrent layer must call attend(layer, state, advance), got {len(given)} values after state")
-    out, arrays = given[0](state.arrays, position >= 0)
+    out, arrays = cast("Advance", given[0])(state.arrays, position >= 0)
     got, expected = (jax.tree.map(lambda x: (x.shape, x.dtype), tuple(x)) for x in (arrays, state.arrays))
     if got != expected:
         raise ValueError(f"`advance` of a recurrent layer must return arrays like its own, {expected}, got {got}")
