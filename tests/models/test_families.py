@@ -325,6 +325,22 @@ PUBLISHED = {  # what a config.json of the hub says, and the number of parameter
         "max_position_embeddings": 8192, "logit_scale": 0.25, "sliding_window": 4096, "sliding_window_pattern": 4,
         "rope_theta": 5e4,
     }),
+    "qwen3-next-80b-a3b": (79_674_391_296, {
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 262144,
+        "partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_scaling": None, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "mlp_only_layers": [], "decoder_sparse_step": 1, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "vocab_size": 151936,
+    }),
+    "qwen3.5-9b, of transformers": (8_953_803_264, {
+        "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "vocab_size": 248320, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    }),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 from models import LinearLayers
 from models.linear.convolution import causal_convolution
 from models.linear.delta import gated_delta
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS, HEADS, GROUP, KEY, VALUE = 2, 2, 3, 5, 4
@@ -112,6 +112,20 @@ def test_a_convolution_equals_a_loop_and_keeps_the_newest_tokens():
             total = sum(line[row, t + at] * taps[:, :, at] for at in range(4))
             np.testing.assert_allclose(out[row, t], total / (1 + np.exp(-total)), atol=1e-6)
         np.testing.assert_array_equal(kept[row], line[row, length : length + 3].transpose(1, 0, 2).astype(np.float32))
+
+
+@pytest.mark.thorough
+def test_every_parameter_has_a_gradient():
+    linear = LinearLayers(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,))
+    config = dataclasses.replace(FAMILIES["llama"], linear=linear, output_gate=True)
+    tokens = jnp.arange(2 * 70, dtype=jnp.int32).reshape(2, 70) % config.vocab_size
+
+    @jax.jit
+    def gradient(params):
+        return jax.grad(lambda p: -jax.nn.log_softmax(run(config, p, tokens))[..., 0].mean())(params)
+
+    for leaf in jax.tree.leaves(gradient(vivid_params(config))):
+        assert jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0
 
 
 SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 6, "conv_width": 4, "layers": (0,)}

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models import ModelConfig, RopeScaling, shapes
+from models import LinearLayers, ModelConfig, RopeScaling, shapes
 from models.checkpoint_table import checkpoint_table
 from models.experts import Experts
 from models.one_row import multiplied
@@ -213,7 +213,10 @@ CHANGES = {
     "experts": Experts(
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
-    "windows": (None, 5),
+    "windows": (None, 5), "output_gate": True,
+    "linear": LinearLayers(
+        num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,)
+    ),
     "wide_qk_norm": True, "norm_place": "after", "norm": "layer", "activation": "gelu", "query_scale": 0.3,
     "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
     "logits_multiplier": 0.5, "logit_softcap": 2.0, "family": "olmo2",

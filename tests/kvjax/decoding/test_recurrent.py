@@ -15,10 +15,10 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import Memory, Recurrent, row_bytes
 from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.testing import laws
-from kvjax.testing.subject import STEPS, Subject
+from kvjax.testing.subject import QUESTIONS, STEPS, Subject
 from kvjax.typing import layer_recurrence, method_layers
 from models import LinearLayers
-from tests.harness import TINY, TRACES, example, generous, padded, prompts, repeated
+from tests.harness import ALL, TINY, TRACES, any_example, example, generous, padded, prompts, repeated
 from tests.tiny_models import run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -160,6 +160,16 @@ def test_laws(name, law):
 def test_settings(name):
     laws.everything_kept_equals_full(subject(name))
     laws.setting_does_something(subject(name))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in NAMES])
+def test_ragged_rows_of_every_other_method_equal_alone(name):
+    own = Subject(any_example(name), CONFIG, params(), few_programs=True)
+    together = own.go_on(own.ask(own.read(chunk_size=16)))
+    for row in range(2):
+        cache = own.ask(own.read(rows=[prompts()[row]] * 3, chunk_size=16), [QUESTIONS[row]] * 3)
+        np.testing.assert_array_equal(own.go_on(cache).tokens[0], together.tokens[row])
 
 
 def test_padding_and_inactive_rows_change_no_state():
