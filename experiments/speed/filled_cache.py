@@ -24,6 +24,7 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.prefill import prompt_blocks
+from kvjax.decoding.recurrent import Memory
 from kvjax.mesh.sharding import Plan
 from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.methods import Full
@@ -289,11 +290,11 @@ def _row(
 
 
 def _is_part(x: Any) -> bool:
-    return isinstance(x, (LayerStorage, Prompt))
+    return isinstance(x, (LayerStorage, Prompt, Memory))
 
 
 def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> Any:
-    """Fill storage, or the observations of the prompt, with random content; any other part stays as it is."""
+    """Fill storage, observations of the prompt, or a recurrent state with random content; any other part stays as it is."""
     keys = [jax.random.fold_in(key, index) for index in range(4)]
     if isinstance(part, LayerStorage):
         slot = part.first + jnp.arange(part.num_slots, dtype=jnp.int32)[None, None]
@@ -317,6 +318,8 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
         else:
             filled |= {"key": rows[0], "value": rows[1]} if part.codes is None else {"codes": rows}
         return dataclasses.replace(part, **filled)
+    if isinstance(part, Memory):
+        return Memory(arrays=tuple(_normal(jax.random.fold_in(key, at), x) for at, x in enumerate(part.arrays)))
     if isinstance(part, Prompt):
         window, slots = part.query_position.shape[1], part.tokens.shape[1]
         newest = length - window + jnp.arange(window, dtype=jnp.int32)[None]
