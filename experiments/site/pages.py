@@ -32,6 +32,8 @@ FIGURES = {
     "demo-16k.png": ("demo-16k.json", "demo"),
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),
+    "fidelity/qwen/along.png": ("fidelity/qwen", "along"),
+    "fidelity/qwen/fidelity.png": ("fidelity/qwen", "fidelity"),
     "insight.png": ("insight.json", "insight"),
     "results/qwen-16k/solved.png": ("results/qwen-16k", "solved"),
     "results/main/pareto.png": ("results/main", "pareto"),
