@@ -12,7 +12,7 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed, paired
+from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed
 
 from ..checkpoint_table import Leaf
 from ..coded.parameters import coded_kernel
@@ -86,8 +86,8 @@ def _scales(blocks: np.ndarray, at: int = 0) -> np.ndarray:
 
 
 def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
-    # A scale, and 32 codes. Two blocks are a chunk.
-    return paired(blocks[:, 2:].view(np.int8).reshape(-1, CHUNK)), _scales(blocks), None
+    # A scale, and 32 codes.
+    return blocks[:, 2:].view(np.int8), _scales(blocks), None
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from pallas_kernels._triton.code_products import UNIT, pairs, values
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
+from pallas_kernels.layer.coded_product import one_vector
 
 MOST_ROWS = 16  # vectors that a tensor core multiplies at a time
 _WORDS = 16  # of 16 bits: the codes of a chunk in 4 bits
@@ -60,19 +61,21 @@ def _bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, span, interpre
 
 
 def _grouped_bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, chunks, interpret):
-    # x [B, K]; codes int16 [N, K / 2]; scale [N, G]; out [B, N]. Even bytes of a chunk are a group, and odd bytes the next.
+    # x [B, K]; codes int16 [N, K / 2]; scale [N, G]; out [B, N].
     rows, row, inside, safe, vector, x_mask = _places(x_ref, codes_ref, block)
     none = jnp.zeros((MOST_ROWS, block), jnp.float32)
 
     def body(i, total):
-        for step in range(chunks):
-            chunk = i * chunks + step
-            word = jnp.arange(_PAIRS, dtype=jnp.int32)
-            words = codes_ref[safe[:, None], (chunk * _PAIRS + word)[None, :]]
+        for step in range(2 * chunks):
+            group = 2 * i * chunks + step
+            word = jnp.arange(_WORDS, dtype=jnp.int32)
+            words = codes_ref[safe[:, None], (group * _WORDS + word)[None, :]]
+            made = none
             for odd, part in enumerate(values(words, "int8", interpret)):
-                at = x_ref.at[vector[:, None], (chunk * CHUNK + odd * _PAIRS + word)[None, :]]
-                made = plt.dot(plt.load(at, mask=x_mask, other=0), part, trans_b=True)
-                total = total + made * scale_ref[safe, 2 * chunk + odd].astype(jnp.float32)[None, :]
+                first = group // 2 * CHUNK + _PAIRS * odd + group % 2 * _WORDS
+                at = x_ref.at[vector[:, None], (first + word)[None, :]]
+                made = made + plt.dot(plt.load(at, mask=x_mask, other=0), part, trans_b=True)
+            total = total + made * scale_ref[safe, group].astype(jnp.float32)[None, :]
         return total
 
     total = lax.fori_loop(0, codes_ref.shape[1] // (_PAIRS * chunks), body, none) * (1 / UNIT["int8"])
@@ -92,7 +95,7 @@ def _nibbles_kernel(x_ref, codes_ref, scale_ref, least_ref, out_ref, *, block, c
             words = codes_ref[safe[:, None], (chunk * _WORDS + word)[None, :]]
             for half in (0, 1):  # a group of 32 numbers
                 made, added = none, none
-                for place in (2 * half, 2 * half + 1):
+                for place in (half, 2 + half):
                     at = x_ref.at[vector[:, None], (chunk * CHUNK + place * _WORDS + word)[None, :]]
                     x = plt.load(at, mask=x_mask, other=0)
                     made = made + plt.dot(x, _plane(words, place, interpret), trans_b=True)
@@ -127,6 +130,10 @@ def coded_product(
 ):
     """Multiply up to 16 vectors; ``block`` rows of the matrix per program, ``span`` words of 16 bits of each at a time."""
     flat, rows = matrix.flat, x.reshape(-1, matrix.width)
+    if len(rows) <= one_vector.MOST_VECTORS:
+        made = one_vector.coded_product(rows, flat, dtype=dtype, interpret=interpret)
+        return made.reshape(*x.shape[:-1], *matrix.lead)
+    rows = rows.reshape(len(rows), -1, _PAIRS, 2).swapaxes(-1, -2).reshape(rows.shape)  # even numbers of a chunk, then odd ones
     count = flat.codes.shape[0]
     codes = pairs(lax.bitcast_convert_type(flat.codes, jnp.int8))
     if matrix.bits == 8 and not matrix.by_row:
