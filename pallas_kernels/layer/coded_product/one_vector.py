@@ -92,68 +92,94 @@ def _integers(x_ref, vector, at, interpret):
     return [_both(*two, interpret) for two in whole], unit, total
 
 
-def _kernel(x_ref, codes_ref, scale_ref, *refs, block, span, ahead, by_row, nibbles, interpret):
+def _kernel(x_ref, codes_ref, scale_ref, *refs, block, span, tiles, ahead, by_row, nibbles, interpret):
     # x int32 [B, K / 2], codes int32 [N, W], scale [N, G], in 4 bits a minimum [N, G]; out [B, N].
     least_ref, out_ref = refs if nibbles else (None, *refs)
-    row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-    inside, safe = row < codes_ref.shape[0], jnp.minimum(row, codes_ref.shape[0] - 1)
-    vectors, steps = x_ref.shape[0], codes_ref.shape[1] // span
+    vectors, steps, count = x_ref.shape[0], codes_ref.shape[1] // span, codes_ref.shape[0]
+    places, program = (0, 1) if nibbles else (None,), pl.program_id(0)
 
-    def read(i):
-        return codes_ref[safe[:, None], (i * span + jnp.arange(span, dtype=jnp.int32))[None, :]]
+    def rows(tile):
+        return (program * tiles + tile) * block + jnp.arange(block, dtype=jnp.int32)
 
-    def added(total, vector, i, words):
+    def read(tile, i):
+        row = jnp.minimum(rows(tile), count - 1)
+        return codes_ref[row[:, None], (i * span + jnp.arange(span, dtype=jnp.int32))[None, :]]
+
+    def prepared(i):
         word = i * span + jnp.arange(span, dtype=jnp.int32)
-        piece = i * (span // PIECE) + jnp.arange(span // PIECE, dtype=jnp.int32)
+        at = [word // _CHUNK_WORDS * 32 + 16 * place + word % _CHUNK_WORDS * 2 for place in (0, 1)] if nibbles else [2 * word]
+        return [[_integers(x_ref, vector, each, interpret) for each in at] for vector in range(vectors)]
+
+    def added(totals, tile, i, words, numbers):
+        row = jnp.minimum(rows(tile), count - 1)[:, None]
+        piece = (i * (span // PIECE) + jnp.arange(span // PIECE, dtype=jnp.int32))[None]
         if nibbles:  # a word of two scales, and a word of two minima, for each chunk
-            chunk = (piece * PIECE // _CHUNK_WORDS)[None]
-            scales, minima = (ref[safe[:, None], chunk] for ref in (scale_ref, least_ref))
-        for place in (0, 1) if nibbles else (None,):
-            if nibbles:
-                at = word // _CHUNK_WORDS * 32 + 16 * place + word % _CHUNK_WORDS * 2
-            else:
-                at = 2 * word
-            pair, unit, whole = _integers(x_ref, vector, at, interpret)
-            made = jnp.sum(_pieces(_products(words, pair, place, interpret)), axis=-1, dtype=jnp.int32)
-            made = made.astype(jnp.float32)
+            both = [ref[row, piece * PIECE // _CHUNK_WORDS] for ref in (scale_ref, least_ref)]
+            factors = [[_half(words, place, interpret) for words in both] for place in places]
+        elif not by_row:
+            factors = [[scale_ref[row, piece // 2].astype(jnp.float32)]]
+        else:
+            factors = [[]]
+        made = []
+        for total, parts in zip(totals, numbers, strict=True):
+            for place, (pair, unit, whole), factor in zip(places, parts, factors, strict=True):
+                sums = jnp.sum(_pieces(_products(words, pair, place, interpret)), axis=-1, dtype=jnp.int32)
+                sums = sums.astype(jnp.float32)
+                if by_row:
+                    total = _fma(sums, unit[None], total, interpret)
+                else:
+                    total = _fma(sums * unit[None], factor[0], total, interpret)
+                if nibbles:
+                    total = _fma(whole[None], factor[1], total, interpret)
+            made.append(total)
+        return tuple(made)
+
+    def store(totals, tile):
+        row = rows(tile)
+        for vector, total in enumerate(totals):
+            made = jnp.sum(total, axis=-1)
             if by_row:
-                total = _fma(made, unit[None], total, interpret)
-                continue
-            made = made * unit[None]
-            if nibbles:
-                total = _fma(made, _half(scales, place, interpret), total, interpret)
-                total = _fma(whole[None], _half(minima, place, interpret), total, interpret)
-            else:
-                scale = scale_ref[safe[:, None], (piece // 2)[None]].astype(jnp.float32)
-                total = _fma(made, scale, total, interpret)
-        return total
+                made = made * scale_ref[jnp.minimum(row, count - 1), 0].astype(jnp.float32)
+            plt.store(out_ref.at[vector, row], made.astype(out_ref.dtype), mask=row < count)
 
-    def every(totals, i, words):
-        return tuple(added(total, vector, i, words) for vector, total in enumerate(totals))
+    none = (jnp.zeros((block, span // PIECE), jnp.float32),) * vectors
+    if steps == 1:
+        words, numbers = read(0, 0), prepared(0)
+        if tiles == 1:
+            store(added(none, 0, 0, words, numbers), 0)
+        elif ahead:
+            def each(tile, words):
+                following = read(tile + 1, 0)
+                store(added(none, tile, 0, words, numbers), tile)
+                return following
 
-    totals = (jnp.zeros((block, span // PIECE), jnp.float32),) * vectors
-    if ahead:
-        def step(i, carry):
-            totals, words = carry
-            following = read(i + 1)
-            return every(totals, i, words), following
+            lax.fori_loop(0, tiles, each, words)
+        else:
+            def alone(tile, _):
+                store(added(none, tile, 0, read(tile, 0), numbers), tile)
+                return 0
 
-        totals, words = lax.fori_loop(0, steps - 1, step, (totals, read(0)))
-        totals = every(totals, steps - 1, words)
-    elif steps == 1:
-        totals = every(totals, 0, read(0))
-    else:
-        totals = lax.fori_loop(0, steps, lambda i, totals: every(totals, i, read(i)), totals)
-    for vector, total in enumerate(totals):
-        made = jnp.sum(total, axis=-1)
-        if by_row:
-            made = made * scale_ref[safe, 0].astype(jnp.float32)
-        plt.store(out_ref.at[vector, row], made.astype(out_ref.dtype), mask=inside)
+            lax.fori_loop(0, tiles, alone, 0)
+        return
+    for tile in range(tiles):
+        if ahead:
+            def step(i, carry, tile=tile):
+                totals, words = carry
+                following = read(tile, i + 1)
+                return added(totals, tile, i, words, prepared(i)), following
+
+            totals, words = lax.fori_loop(0, steps - 1, step, (none, read(tile, 0)))
+            totals = added(totals, tile, steps - 1, words, prepared(steps - 1))
+        else:
+            totals = lax.fori_loop(
+                0, steps, lambda i, totals, tile=tile: added(totals, tile, i, read(tile, i), prepared(i)), none
+            )
+        store(totals, tile)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "num_stages", "ahead", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "num_stages", "tiles", "ahead", "interpret"))
 def coded_product(
-    x, matrix, *, dtype, block=16, span=512, num_warps=4, num_stages=2, ahead=False, interpret=False
+    x, matrix, *, dtype, block=16, span=512, num_warps=4, num_stages=2, tiles=1, ahead=False, interpret=False
 ):
     """Multiply x [B, K] of up to `MOST_VECTORS` rows with a flat matrix: [B, N]."""
     count, width = matrix.codes.shape[0], matrix.width
@@ -166,11 +192,11 @@ def coded_product(
         operands[2:] = [lax.bitcast_convert_type(part.astype(jnp.float16).reshape(count, -1, 2), jnp.int32) for part in (matrix.scales, minima)]
     span = math.gcd(span, words.shape[1])
     kernel = functools.partial(
-        _kernel, block=block, span=span, ahead=ahead, by_row=matrix.by_row, nibbles=nibbles, interpret=interpret
+        _kernel, block=block, span=span, tiles=tiles, ahead=ahead, by_row=matrix.by_row, nibbles=nibbles, interpret=interpret
     )
     return triton_call(
         kernel,
-        grid=(pl.cdiv(count, block),),
+        grid=(pl.cdiv(count, block * tiles),),
         out_shape=jax.ShapeDtypeStruct((len(x), count), dtype),
         num_warps=num_warps,
         num_stages=num_stages,

@@ -117,6 +117,7 @@ def _places(x_ref, codes_ref, block):
     return rows, row, inside, safe, jnp.minimum(rows, x_ref.shape[0] - 1), (rows < x_ref.shape[0])[:, None]
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "num_stages", "interpret"))
 def coded_product(
     x,
     matrix,
