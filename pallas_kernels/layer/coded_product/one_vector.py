@@ -28,12 +28,9 @@ _LOW = 0x0F0F0F0F
 _EXACT = 1.5 * 2.0**23  # a float32 of this size has the units of an integer
 _TOP = 14  # the largest number of a piece is about 2^14
 _LEAST, _NONE = 15, 255  # exponents of float32: the least whose power is a normal number, and infinity's
-_PRODUCT = "{{.reg .b32 c, t; {} dp2a.lo.s32.s32 t, $2, c, 0; dp2a.hi.s32.s32 $0, $3, c, t;}}"
-_CODES = {  # four codes, a byte each, from a word
-    None: "mov.b32 c, $1;",
-    0: f"and.b32 c, $1, {_LOW:#x};",
-    1: f"shr.u32 c, $1, 4; and.b32 c, c, {_LOW:#x};",
-}
+_PRODUCT = "{{.reg .b32 c, t; and.b32 c, $1, {0}; dp2a.lo.s32.{1} t, $2, c, 0; dp2a.hi.s32.{1} $0, $3, c, t;}}"
+# The bits of a word that are its four codes, of which the high bits stay where they are: 16 times the code.
+_CODES = {None: (-1, "s32"), 0: (_LOW, "u32"), 1: (_LOW << 4, "u32")}
 _FMA = "fma.rn.f32 $0, $1, $2, $3;"  # Triton within XLA fuses no multiplication with a sum
 _HALF = "{{.reg .b16 x, y; mov.b32 {{x, y}}, $1; cvt.f32.f16 $0, {};}}"  # of a register with two float16
 _BOTH = "prmt.b32 $0, $1, $2, 0x5410;"  # the low halves of two registers
@@ -43,10 +40,10 @@ def _products(words, pair, place, interpret):
     # The sums int32 of the products of a word's four codes with two pairs of numbers.
     if not interpret:
         args = [words, *(jnp.broadcast_to(x[None], words.shape) for x in pair)]
-        return assembly(_PRODUCT.format(_CODES[place]), args)
-    if place is not None:
-        words = (words >> (4 * place)) & _LOW
+        return assembly(_PRODUCT.format(*_CODES[place]), args)
     codes = [(words << (24 - 8 * byte)) >> 24 for byte in range(4)]
+    if place is not None:
+        codes = [code & (15 << (4 * place)) for code in codes]
     numbers = [(x << shift >> 16)[None] for x in pair for shift in (16, 0)]
     return sum(code * number for code, number in zip(codes, numbers, strict=True))
 
@@ -77,19 +74,29 @@ def _pieces(x):
     return x.reshape(*x.shape[:-1], x.shape[-1] // PIECE, PIECE)
 
 
-def _integers(x_ref, vector, at, interpret):
-    """Read the four numbers of each word: two pairs of integers int32 [S], their unit [S / 4], the sum of a piece [S / 4]."""
-    both = [x_ref[vector, at], x_ref[vector, at + 1]]
-    most = functools.reduce(jnp.maximum, [half & 0x7FFF for x in both for half in (x, x >> 16)])
+def _integers(x_ref, vector, places, interpret):
+    """Read the numbers that words [S] multiply, four for each word and place.
+
+    Returns:
+        For each place two pairs of integers int32 [S], and the sum of a piece's numbers [S / 4]; the unit [S / 4] of both.
+    """
+    both = [[x_ref[vector, at], x_ref[vector, at + 1]] for at in places]
+    most = functools.reduce(jnp.maximum, [half & 0x7FFF for words in both for x in words for half in (x, x >> 16)])
     exponent = jnp.maximum(jnp.max(_pieces(most), axis=-1) >> 7, _LEAST)
     up = lax.bitcast_convert_type((254 + _TOP - exponent) << 23, jnp.float32)
-    up = jnp.broadcast_to(up[:, None], (up.shape[0], PIECE)).reshape(at.shape)
+    up = jnp.broadcast_to(up[:, None], (up.shape[0], PIECE)).reshape(places[0].shape)
     unit = lax.bitcast_convert_type((exponent - _TOP) << 23, jnp.float32)
     unit = jnp.where(exponent == _NONE, jnp.nan, unit)  # no integer stands for infinity or NaN
-    numbers = [_floats(x) for x in both]
-    whole = [[lax.bitcast_convert_type(_fma(x, up, jnp.full_like(x, _EXACT), interpret), jnp.int32) for x in two] for two in numbers]
-    total = jnp.sum(_pieces(sum(x for two in numbers for x in two)), axis=-1)
-    return [_both(*two, interpret) for two in whole], unit, total
+    made = []
+    for words in both:
+        numbers = [_floats(x) for x in words]
+        whole = [
+            [lax.bitcast_convert_type(_fma(x, up, jnp.full_like(x, _EXACT), interpret), jnp.int32) for x in two]
+            for two in numbers
+        ]
+        total = jnp.sum(_pieces(sum(x for two in numbers for x in two)), axis=-1)
+        made.append(([_both(*two, interpret) for two in whole], total))
+    return made, unit
 
 
 def _kernel(x_ref, codes_ref, scale_ref, *refs, block, span, tiles, ahead, by_row, nibbles, interpret):
@@ -108,7 +115,7 @@ def _kernel(x_ref, codes_ref, scale_ref, *refs, block, span, tiles, ahead, by_ro
     def prepared(i):
         word = i * span + jnp.arange(span, dtype=jnp.int32)
         at = [word // _CHUNK_WORDS * 32 + 16 * place + word % _CHUNK_WORDS * 2 for place in (0, 1)] if nibbles else [2 * word]
-        return [[_integers(x_ref, vector, each, interpret) for each in at] for vector in range(vectors)]
+        return [_integers(x_ref, vector, at, interpret) for vector in range(vectors)]
 
     def added(totals, tile, i, words, numbers):
         row = jnp.minimum(rows(tile), count - 1)[:, None]
@@ -116,21 +123,24 @@ def _kernel(x_ref, codes_ref, scale_ref, *refs, block, span, tiles, ahead, by_ro
         if nibbles:  # a word of two scales, and a word of two minima, for each chunk
             both = [ref[row, piece * PIECE // _CHUNK_WORDS] for ref in (scale_ref, least_ref)]
             factors = [[_half(words, place, interpret) for words in both] for place in places]
+            factors[1][0] = factors[1][0] * (1 / 16)  # the codes in the high bits are 16 times as large
         elif not by_row:
             factors = [[scale_ref[row, piece // 2].astype(jnp.float32)]]
-        else:
-            factors = [[]]
         made = []
-        for total, parts in zip(totals, numbers, strict=True):
-            for place, (pair, unit, whole), factor in zip(places, parts, factors, strict=True):
-                sums = jnp.sum(_pieces(_products(words, pair, place, interpret)), axis=-1, dtype=jnp.int32)
-                sums = sums.astype(jnp.float32)
-                if by_row:
-                    total = _fma(sums, unit[None], total, interpret)
-                else:
-                    total = _fma(sums * unit[None], factor[0], total, interpret)
-                if nibbles:
-                    total = _fma(whole[None], factor[1], total, interpret)
+        for total, (parts, unit) in zip(totals, numbers, strict=True):
+            sums = [
+                jnp.sum(_pieces(_products(words, pair, place, interpret)), axis=-1, dtype=jnp.int32).astype(jnp.float32)
+                for place, (pair, _) in zip(places, parts, strict=True)
+            ]
+            if by_row:
+                scaled = sums[0]
+            else:
+                scaled = sums[0] * factors[0][0]
+            if nibbles:
+                scaled = _fma(sums[1], factors[1][0], scaled, interpret)
+                for (_, whole), (_, least) in zip(parts, factors, strict=True):
+                    total = _fma(whole[None], least, total, interpret)
+            total = _fma(scaled, unit[None], total, interpret)
             made.append(total)
         return tuple(made)
 
