@@ -107,14 +107,12 @@ def _q4_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # Of 256 numbers: two factors; 8 scales and 8 minima of 6 bits in 12 bytes; 128 bytes of codes, in which byte j of 32
-    # holds number j of a group in its low bits and number j of the next group in its high bits.
+    # Of 256 numbers: two factors; 8 scales and 8 minima of 6 bits in 12 bytes; four chunks of codes in
+    # the order of a `CodedMatrix`.
     factor, least = (_scales(blocks, at).astype(np.float32) for at in (0, 2))
     scale, minimum = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
-    codes = blocks[:, 16:].reshape(-1, 1, CHUNK // 2)
-    chunks = np.concatenate([codes & 15, codes >> 4], axis=1).reshape(-1, CHUNK)
     return (
-        packed(chunks),
+        blocks[:, 16:],
         (factor * scale.reshape(len(blocks), -1)).astype(np.float16),
         (-least * minimum.reshape(len(blocks), -1)).astype(np.float16),
     )

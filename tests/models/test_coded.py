@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-import models
 import kvjax
+import models
 from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
@@ -98,7 +98,8 @@ def test_memory_cost_and_floor_count_codes(weight_dtype):
     params = random_params(CONFIG, jax.random.key(0), weight_dtype=weight_dtype)
     held = sum(x.nbytes for x in jax.tree.leaves(params))
     table = params["embed"]["embedding"]
-    read = held - sum(x.nbytes for x in jax.tree.leaves(table)) + 2 * (table.width + 4)  # two of its rows, with their scales
+    two_rows = 2 * (table.width + 4)  # with their scales
+    read = held - sum(x.nbytes for x in jax.tree.leaves(table)) + two_rows
     sizes = {"batch": 2, "prompt_slots": 16, "max_new_tokens": 4}
     needed = memory_needed("full", CONFIG, **sizes, params=param_shapes(CONFIG, weight_dtype))
     assert needed.weights == held and CONFIG.weight_bytes(of_device(params), 2) == read

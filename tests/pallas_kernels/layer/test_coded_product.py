@@ -55,6 +55,20 @@ def test_product_equals_float64(name, kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
+    """Numbers from 2^-20 to 2^20 in each vector; a vector with NaN or infinity is NaN, and the others are as without it."""
+    matrix, numbers, _ = draw(kind, 33, 256)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(4, 256)) * 2.0 ** rng.integers(-20, 20, (4, 1)), jnp.bfloat16)
+    x = x.at[0, 100:].set(0).at[1, 3].set(jnp.nan).at[3, 255].set(jnp.inf)
+    got = np.asarray(RUN["interpreted"](x, matrix), np.float64)
+    assert np.isnan(got[[1, 3]]).all()
+    expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
+    error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
+    assert (error < 2e-5).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_codes_that_were_cast_are_refused(kind):
     cast = jax.tree.map(lambda part: part.astype(jnp.bfloat16), draw(kind)[0])
     for read in (lambda: taken(cast, jnp.arange(3)), lambda: coded_product(jnp.ones((1, 128)), cast)):
