@@ -44,14 +44,14 @@ class LayerSpec:
     max_new_tokens: int  # tokens that may follow the prompt
     offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.decoding.layers.is_offloaded`
     parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.cache.divided`
-    kv_dtype: str | None = None  # of stored keys and values: "int8" or "float8_e4m3fn"; None means `dtype`
+    kv_dtype: str | None = None  # of stored keys and values, see `kvjax.cache.quantised.KV_DTYPES`; None means `dtype`
 
 
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, in 8 bits too), `PartCache` (this
-    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident in 8 bits).
+    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
+    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident, as codes).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
@@ -96,7 +96,12 @@ class LayerStorage(abc.ABC):
     @property
     def slot_bytes(self) -> int:
         """Bytes of a key and a value, which a step reads to attend to a slot of one head."""
-        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
+        return self.key_bytes + _row_bytes(self.stored[1])
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key alone."""
+        return _row_bytes(self.stored[0])
 
     @property
     def slot_bus_bytes(self) -> int:
@@ -181,6 +186,10 @@ class LayerStorage(abc.ABC):
     @abc.abstractmethod
     def copied(self) -> Array:
         """Count the stored tokens whose rows are on the device, int32 [B]."""
+
+
+def _row_bytes(x: Array | Quantised) -> int:
+    return sum(math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
 
 @pytree

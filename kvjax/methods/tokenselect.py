@@ -213,11 +213,11 @@ class TokenSelect(LayerMethod):
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
         heads = state.cache.position.shape[1]
-        row = heads * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
+        row, key_row = heads * state.cache.slot_bytes, heads * state.cache.key_bytes  # of all heads
         far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values without a copy on the device
         return Cost(
             attended=tokens,
-            kv_bytes=(2 * tokens + (1 - hit_rate) * scanned) * row,
+            kv_bytes=tokens * row + (1 - hit_rate) * scanned * key_row,
             metadata_bytes=jnp.zeros_like(tokens),
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={"hit_rate": hit_rate},
