@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.quantised import Quantised
@@ -43,6 +44,31 @@ def refuse_codes(*stores: Any) -> None:
 
 def rows_and_scale(ref: Any, at: tuple, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """Load ``at`` of a ref [B, H, S, D], codes as ``dtype``, and the codes' scales or None; ``at[:3]`` selects the slots."""
-    if isinstance(ref, Quantised):
+    if not isinstance(ref, Quantised):
+        return ref[at], None
+    if not ref.packed:
         return ref.codes[at].astype(dtype), ref.scale[at[:3]]
-    return ref[at], None
+    *before, slots, part = at
+    first, size = (0, ref.shape[3]) if part == slice(None) else (part.start, part.size)
+    slot = slots.start + jnp.arange(slots.size, dtype=jnp.int32)
+    byte, shift = nibbles(first, size, ref.shape[3])
+    shape = slots.size, size
+    at_byte = jnp.broadcast_to(slot[:, None], shape), jnp.broadcast_to(byte[None], shape)
+    return unpacked(ref.codes[*before, *at_byte], shift, dtype), ref.scale[at[:3]]
+
+
+def nibbles(first: int, size: int, dim: int) -> tuple[jax.Array, jax.Array]:
+    """Tell in which bytes channels ``first`` to ``first + size - 1`` of packed codes are, and their shifts: int32 [size].
+
+    The shift brings a channel's 4 bits to the top of its byte. Each byte is loaded for both of its channels: the second time
+    it is in the fastest cache.
+    """
+    channel = first + jnp.arange(size, dtype=jnp.int32)
+    high = channel >= dim // 2
+    return jnp.where(high, channel - dim // 2, channel), jnp.where(high, 0, 4)
+
+
+def unpacked(codes: jax.Array, shift: jax.Array, dtype: Any) -> jax.Array:
+    """Convert bytes int8 [N, D] with the `nibbles` shifts int32 [D] to codes in ``dtype``."""
+    wide = jax.lax.shift_left(codes.astype(jnp.int32), jnp.broadcast_to(24 + shift[None], codes.shape))
+    return (wide >> 28).astype(dtype)

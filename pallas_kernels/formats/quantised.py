@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.formats.mixing import mix
+from pallas_kernels.formats.mixing import mix, mix_few
 from pallas_kernels.host import take_rows
 
 MOST = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}  # the largest code of each kind
@@ -172,12 +172,12 @@ def mixed_problem(
         as_stored: False if keys are rotated when they are read: then mixed keys stay as they are.
 
     Returns:
-        The operands, and a function that brings an output [..., D] into the space of the values, or back: `mix`, or none.
+        The operands, and a function that brings an output [..., D] into the space of the values, or back.
     """
     if isinstance(key, Quantised) and key.mixed and as_stored:
-        query, key = mix(query.astype(jnp.float32)).astype(query.dtype), dataclasses.replace(key, mixed=False)
+        query, key = mix_few(query), dataclasses.replace(key, mixed=False)
     if isinstance(value, Quantised) and value.mixed:
-        return query, key, dataclasses.replace(value, mixed=False), lambda x: mix(x.astype(jnp.float32)).astype(x.dtype)
+        return query, key, dataclasses.replace(value, mixed=False), mix_few
     return query, key, value, lambda x: x
 
 
