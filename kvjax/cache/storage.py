@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
@@ -22,7 +21,7 @@ from kvjax.mesh.sharding import Plan
 from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
-from pallas_kernels.formats.quantised import Quantised, stored_like, whole
+from pallas_kernels.formats.quantised import Quantised, stored_like, vector_bytes, whole
 from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored, store_token
@@ -96,12 +95,7 @@ class LayerStorage(abc.ABC):
     @property
     def slot_bytes(self) -> int:
         """Bytes of a key and a value, which a step reads to attend to a slot of one head."""
-        return self.key_bytes + _row_bytes(self.stored[1])
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of a key alone."""
-        return _row_bytes(self.stored[0])
+        return sum(map(vector_bytes, self.stored))
 
     @property
     def slot_bus_bytes(self) -> int:
@@ -186,10 +180,6 @@ class LayerStorage(abc.ABC):
     @abc.abstractmethod
     def copied(self) -> Array:
         """Count the stored tokens whose rows are on the device, int32 [B]."""
-
-
-def _row_bytes(x: Array | Quantised) -> int:
-    return sum(math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
 
 @pytree

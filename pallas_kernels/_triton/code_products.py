@@ -10,9 +10,9 @@ Half the bytes leave half the time for every code, and a conversion of each code
 * A tensor core multiplies 16 rows; a thread has two of them, 8 rows apart. If both were the same value the compiler would
   copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
 
-Two codes of 4 bits share a byte, of channels that are D / 2 apart. Keys are multiplied as int8 too: each of the 4 bits at the
-top of a byte is a code times 16, so one or two instructions make four of them, and the two halves of a query are multiplied by
-codes of their own. Of values, 16 bits have four channels, and each becomes bfloat16 in at most three instructions for two slots.
+Two codes of 4 bits share a byte, of channels that are D / 2 apart. Keys are multiplied as int8 too: the 4 bits at the top of
+a byte are a code times 16, so two instructions at most make four of them. Each half of a query is multiplied by the codes of
+its channels. Of values, 16 bits have four channels, and each becomes bfloat16 in three instructions at most for two slots.
 
 A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16
 times a power of two; its values become bfloat16 like those in int8, because weights need the range.
@@ -51,7 +51,10 @@ _VALUES = {
     ("float8_e4m3fn", 1): _FLOAT8.format("mov.b32 x, $1;"),
 }
 # 4 bits with the first of them flipped are code + 8; behind the bits of 128 they make a bfloat16 of 136 + code.
-_INT4 = "{}lop3.b32 x, x, 0x000F000F, 0x43084308, 0x6A; mov.b32 m, 0x3F803F80; mov.b32 a, 0xC308C308; fma.rn.bf16x2 $0, x, m, a;"
+_INT4 = (
+    "{}lop3.b32 x, x, 0x000F000F, 0x43084308, 0x6A; mov.b32 m, 0x3F803F80; mov.b32 a, 0xC308C308; "
+    "fma.rn.bf16x2 $0, x, m, a;"
+)
 _VALUES |= {
     ("int4", which): _INT4.format(f"shr.u32 x, $1, {4 * which}; " if which else "mov.b32 x, $1; ") for which in range(4)
 }
@@ -84,7 +87,7 @@ def channels(kind: str, dim: int) -> list[Array]:
 
 
 def values(both: Array, kind: str, interpret: bool) -> tuple[Array, ...]:
-    """Convert `pairs` [N, P] to bfloat16 [N, P] times `UNIT`, two or four arrays of `channels`; finite, whatever the bytes."""
+    """Convert `pairs` [N, P] to arrays of `channels`, bfloat16 [N, P] times `UNIT`; finite, whatever the bytes."""
     count = 4 if kind == "int4" else 2
     if interpret and kind == "int4":
         return tuple(((((both >> (4 * which)) & 15) ^ 8) - 8).astype(jnp.bfloat16) for which in range(count))

@@ -160,6 +160,12 @@ def code_bytes(dim: int, kind: str) -> int:
     return dim // 2 if kind == "int4" else dim
 
 
+def vector_bytes(x: Array | Quantised) -> int:
+    """Count the bytes of one vector of ``x`` [..., D]: of its numbers, or of its codes and its scale."""
+    scale = x.scale.dtype.itemsize if isinstance(x, Quantised) else 0
+    return vectors(x).shape[-1] * vectors(x).dtype.itemsize + scale
+
+
 def mixed_problem(
     query: Array, key: Array | Quantised, value: Array | Quantised, as_stored: bool = True
 ) -> tuple[Array, Array | Quantised, Array | Quantised, Callable[[Array], Array]]:

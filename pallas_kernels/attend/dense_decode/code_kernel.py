@@ -1,7 +1,7 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
 
-With half the bytes or fewer, instructions would limit it unless each code takes few (`pallas_kernels._triton.code_products`). So its
-softmax is in powers of two, and the denominator is added up over slots only at the end.
+With half the bytes or fewer, instructions would limit it unless each code takes few (`pallas_kernels._triton.code_products`).
+So its softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
 from __future__ import annotations

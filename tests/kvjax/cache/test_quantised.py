@@ -1,4 +1,4 @@
-"""Caches in 8 or 4 bits: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
+"""Caches of codes: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def rounded(x, kv_dtype, which):
 
 @pytest.mark.parametrize(
     "kind, chunk",
-    [("int8", None), *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("float8_e4m3fn", 7), ("k8v4", 7), ("int4", None)))],
+    [
+        ("int8", None),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("float8_e4m3fn", 7), ("k8v4", 7), ("int4", None))),
+    ],
 )
 @pytest.mark.parametrize("name", but_own(LAYERS, slow="h2o"))
 def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
