@@ -19,7 +19,7 @@ def block_of(dim: int) -> int:
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Mix the channels of ``x`` float32 [..., D].
+    """Rotate ``x`` float32 [..., D], so that each channel is spread over all channels of its block.
 
     Channel i and channel i + half of a block become their sum and their difference, and then each half does the same. The
     order of additions depends on no other axis, so a vector has the same result in every batch.
@@ -36,7 +36,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def mix_few(x: jax.Array) -> jax.Array:
-    """Mix the channels of ``x`` [..., D] by a product with `signs`, for queries and outputs: one short launch on a GPU.
+    """Rotate ``x`` [..., D] as `mix` does, by a product with `signs`: one short launch on a GPU for queries and outputs.
 
     Sums are float32, and the result has the dtype of ``x``. It can differ from `mix` in the last bits.
     """

@@ -171,10 +171,9 @@ def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     heads, dim = CONFIG.num_kv_heads, CONFIG.head_dim
     kinds, mixed = KV_DTYPES[kind]
     scale = shape((1, heads, PROMPT), "bfloat16")
-    copies = [
-        dataclasses.replace(jax.eval_shape(lambda kind=one: zeros((1, heads, 128, dim), "bfloat16", kind, mixed)), scale=scale)
-        for one in kinds
-    ]
+    sizes = (1, heads, 128, dim), "bfloat16"
+    made = jax.eval_shape(lambda: [zeros(*sizes, one, mixed) for one in kinds])
+    copies = [dataclasses.replace(x, scale=scale) for x in made]
     width = sum(x.codes.shape[3] for x in copies)
     host, newest = shape((1, heads, PROMPT, width), copies[0].codes.dtype), shape((1,), "int32")
     query, position = shape((1, heads, 4, dim), "bfloat16"), shape((1, heads, PROMPT), "int32")

@@ -90,7 +90,7 @@ def _quantised(halves, kind):
 
 
 def _mixed(first, second):
-    """Mix rows that are given as halves [N, D/2], as `pallas_kernels.formats.mixing.mix` does but for the last bits."""
+    """Rotate rows that are given as halves [N, D/2], as `pallas_kernels.formats.mixing.mix` does but for the last bits."""
     half, dtype = first.shape[1], first.dtype
     precision = product_precision(dtype)
     low, high = (plt.dot(x, signs(half).astype(dtype), precision=precision) for x in (first, second))
