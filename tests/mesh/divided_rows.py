@@ -240,10 +240,9 @@ def forgotten(name):
 
 
 def check_divided_codes():
-    """Keys and values as codes, read in one chunk and in several, and saved on another mesh."""
+    """Keys and values in 8 bits, read in one chunk and in several, and saved on another mesh."""
     for name in (*CROSSES, *KINDS):
-        options = {"kv_dtype": "k8v4" if name in ("quest", "h2o") else "int8"}
-        options |= READS_CHUNKS if name in ("quest", "pariskv", "h2o", "streamingllm") else {}
+        options = {"kv_dtype": "int8"} | (READS_CHUNKS if name in ("quest", "pariskv", "h2o", "streamingllm") else {})
         here = decoded(params(), read(params(), method_of(name), **options))[1]
         cache = read(spread("slots=4"), method_of(name), **options)
         with tempfile.TemporaryDirectory() as folder:
