@@ -56,8 +56,8 @@ class SpeedSettings(Settings):
         queries: with --attention-only: tokens at once (default 1, which decodes)
         most_rows: with --largest-batch: where to begin at most (default 64)
         knobs: a knob of a method; repeatable
-        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is timed with keys and values in these, too, in rows
-            named METHOD@KV_DTYPE
+        kv_dtype: comma-separated, int8, float8_e4m3fn, k8v4 or int4: every method is timed with keys and values in these,
+            too, in rows named METHOD@KV_DTYPE
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
             place, as `experiments.speed.exact` measures it on real text; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
@@ -178,8 +178,8 @@ class OffloadSettings(Settings):
         prompts: time prefill into host memory instead
         chunk_size: with --prompts: tokens of a prefill pass (default 8192)
         knobs: a knob of a method; repeatable
-        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is measured with keys and values in these, too, in rows
-            named METHOD@KV_DTYPE
+        kv_dtype: comma-separated, int8, float8_e4m3fn, k8v4 or int4: every method is measured with keys and values in these,
+            too, in rows named METHOD@KV_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number out of range, or a setting that has no meaning beside the others.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, mixed_problem
 from pallas_kernels.numerics import merge_pair
 
 __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
@@ -181,14 +181,15 @@ def dense_decode(
     if not query.dtype == key.dtype == value.dtype:
         dtypes = [str(x.dtype) for x in (query, key, value)]
         raise ValueError(f"dense_decode: got dtypes {dtypes}, expected the same dtype")
-    return DENSE_DECODE.run(
+    query, key, value, turned = mixed_problem(query, key, value, rotation is None)
+    out, *rest = DENSE_DECODE.run(
         query,
         key,
         value,
         position=position,
         limit=limit,
         scale=scale,
-        partials=partials,
+        partials=None if partials is None else (turned(partials[0]), partials[1]),
         gap=gap,
         rotation=rotation,
         query_position=query_position,
@@ -197,3 +198,4 @@ def dense_decode(
         implementation=implementation,
         platform=platform,
     )
+    return turned(out), *rest

@@ -31,6 +31,7 @@ from pallas_kernels._triton.split import LEAST, Config, blocks_to_read, partial_
 from pallas_kernels.attend.dense_decode import code_kernel
 from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
@@ -231,5 +232,7 @@ def check(
         raise NotImplementedError(f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
-    check_codes(key, value)
+    check_codes(key, value, packed=True)
+    if rotation is not None and isinstance(key, Quantised) and key.mixed:
+        raise NotImplementedError(f"got {key.name} codes of keys to rotate, expected codes that are not mixed")
     fitted(Config(), query, dim, rotation is None and code_kernel.takes(query, key, value))

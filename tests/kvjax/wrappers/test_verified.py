@@ -238,9 +238,9 @@ def test_streams_sweeps_questions_and_saved_caches(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn")])
+@pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn"), many("k8v4")])
 @pytest.mark.parametrize("draft", [QUEST, many(SnapKV(budget=12, obs_window=5)), many(H2O(budget=12))])
-def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
+def test_tokens_are_fulls_on_codes(draft, kv_dtype):
     layers = layers_of(draft)
     want = go_on(read(Full(), layers, kv_dtype=kv_dtype), layers)
     out = go_on(read(verified(draft), layers, kv_dtype=kv_dtype), layers)
