@@ -120,7 +120,7 @@ class VerifiedLayer(LayerMethod):
             tokens, float32 [B, H, S], None unless the draft observes it in this storage.
         """
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        full = _full(state)
+        full = full_of(state)
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
@@ -141,7 +141,7 @@ class VerifiedLayer(LayerMethod):
             rejected: int32 [B], rejected tokens, which are the last ones; None means none.
         """
         inputs, tokens = _for_draft(inputs), inputs.position.shape[1]
-        full = _full(state)
+        full = full_of(state)
         cache = full.cache if rejected is None else rewound(full.cache, rejected, tokens)
         if isinstance(state, Pair):
             return Pair(full=dataclasses.replace(full, cache=cache), draft=self._told(state.draft, inputs))
@@ -204,13 +204,13 @@ class VerifiedLayer(LayerMethod):
         return lax.fori_loop(0, count, body, state)
 
     def chosen(self, state: Any, inputs: Inputs) -> Array:
-        cache = _full(state).cache
+        cache = full_of(state).cache
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         return append_tokens(cache, *given)[1].position
 
     def cost(self, state: Any, shared: Passes) -> Cost:
         """Compute the cost of one more token: of a pass and its drafts, divided by the tokens that passes gave so far."""
-        full, draft = Exact().cost(_full(state), None), self.draft.cost(draft_of(state), shared.draft)
+        full, draft = Exact().cost(full_of(state), None), self.draft.cost(draft_of(state), shared.draft)
         passes = jnp.maximum(shared.passes, 1).astype(jnp.float32)
         drafts = shared.drafted.sum(axis=1).astype(jnp.float32) / passes
         tokens = 1 + shared.accepted.sum(axis=1).astype(jnp.float32) / passes
@@ -233,7 +233,7 @@ class VerifiedLayer(LayerMethod):
         )
 
     def room(self, state: Any) -> Array | None:
-        cache, draft = _full(state).cache, self.draft.room(draft_of(state))
+        cache, draft = full_of(state).cache, self.draft.room(draft_of(state))
         room = free_slots(cache, None)
         return room if draft is None or room is None else jnp.minimum(room, draft)
 
@@ -260,7 +260,7 @@ def draft_of(state: Any) -> Any:
     return state.draft if isinstance(state, Pair) else state
 
 
-def _full(state: Any) -> SlotState:
+def full_of(state: Any) -> SlotState:
     return state.full if isinstance(state, Pair) else state
 
 
