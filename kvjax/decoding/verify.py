@@ -194,7 +194,8 @@ def _block(
 
     if waits:
         now = dataclasses.replace(now, cache=alone(now.cache))
-    now = lax.fori_loop(0, steps, step, now)
+    with jax.named_scope("alone"):
+        now = lax.fori_loop(0, steps, step, now)
     count = now.num_tokens - before.num_tokens
     cache = told(before.cache, now.cache, count, steps) if waits else now.cache
     passes = cast("Passes", cache.shared)
@@ -217,16 +218,19 @@ def _round(
     wanted = jnp.minimum(_depth(limits, now), _left(limits, now) - 1)
     wanted = jnp.where(active & ~_ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
-    tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
+    with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
+        tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
-    logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
+    with jax.named_scope("judge"):
+        logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
     right = (_draw(sampler, logits[:, :-1], draws, place[:, 1:]) == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None])
     right = right & ~_ends(tokens[:, :-1], eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
-    cache = _committed(cache, made, logits, wanted, accepted, active)
+    with jax.named_scope("commit"):
+        cache = _committed(cache, made, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     worth = cast("Verified", cache.method).worth
     if worth is not None:
@@ -289,7 +293,11 @@ def _drafted(
     layers = tuple(
         layer.recover(before, after, wanted, most) if window is None else before
         for layer, window, before, after in zip(
-            cast("tuple[VerifiedLayer, ...]", methods), layer_windows(cache.model), cache.layers, view.layers, strict=True
+            cast("tuple[VerifiedLayer, ...]", methods),
+            layer_windows(cache.model),
+            cache.layers,
+            view.layers,
+            strict=True,
         )
     )
     return tokens, dataclasses.replace(cache, layers=layers)
@@ -328,9 +336,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
     return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in made]
 
 
-def _committed(
-    cache: Cache, made: list[tuple], logits: Array, wanted: Array, accepted: Array, active: Array
-) -> Cache:
+def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, accepted: Array, active: Array) -> Cache:
     """Keep the first token and the ``accepted`` int32 [B] tokens behind it of a pass in each row that is ``active``."""
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])
@@ -356,9 +362,7 @@ def _committed(
     return dataclasses.replace(cache, logits=jnp.where(active[:, None], last, first))
 
 
-def _stored(
-    method: LayerMethod, verified: bool, state: Any, inputs: Any, mass: Array | None, rejected: Array
-) -> Any:
+def _stored(method: LayerMethod, verified: bool, state: Any, inputs: Any, mass: Array | None, rejected: Array) -> Any:
     """Store the kept tokens in one layer, and tell its draft of them."""
     if not verified:
         return run_shared(type(method).attend, method, state, inputs)[1]
@@ -371,9 +375,7 @@ def _ends(tokens: Array, eos: Array) -> Array:
     return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
-def _written(
-    now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None
-) -> Decoded:
+def _written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
     """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])

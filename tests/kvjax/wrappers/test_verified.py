@@ -146,7 +146,9 @@ def test_a_draft_that_is_always_wrong_rests():
     assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
 
 
-@pytest.mark.parametrize("name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))])
+@pytest.mark.parametrize(
+    "name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))]
+)
 def test_a_draft_that_rests_is_told_of_fulls_tokens(name):
     """At the end of a block, or one by one: its state is what it is when the tokens come one by one."""
     draft = example(name)
