@@ -133,6 +133,6 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['name']:8s} {row['method']:30s} {row['batch']:3d} x {row['length']:6d} depth {row['depth']}: "
         f"{row['value']:8.1f} tokens/s, Full {row['full']:8.1f}: {row['ratio']:.3f} of Full's speed, later "
-        f"{row['later_ratio']:.3f}, {1e3 * row['step_seconds']:.3f} ms a round and {1e3 * row['full_step_seconds']:.3f} a step "
-        f"of Full{kept}, same {100 * row['same']:.0f} %"
+        f"{row['later_ratio']:.3f}, {1e3 * row['step_seconds']:.3f} ms a round, {1e3 * row['full_step_seconds']:.3f} a step"
+        f" of Full{kept}, same {100 * row['same']:.0f} %"
     )
