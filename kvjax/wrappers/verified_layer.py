@@ -8,8 +8,9 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import append_tokens, attend_stored
+from kvjax.attention.over_cache import append_tokens, attend_few_mass, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.divided import FEW
 from kvjax.cache.rewind import rewound
 from kvjax.families import AppendOnly
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
@@ -116,16 +117,22 @@ class VerifiedLayer(LayerMethod):
         """Store tokens after the prompt and attend to all stored tokens, as Full does, without telling the draft.
 
         Returns:
-            The output [B, H, G, T, D]; the state, whose metadata does not know of the tokens; and the attention mass of the
-            tokens, float32 [B, H, S], None unless the draft observes it in this storage.
+            The output [B, H, G, T, D]; the state, whose metadata does not know of the tokens; and the attention mass,
+            float32 [B, H, S], None unless the draft observes it in this storage. The mass is that of a row's first token,
+            which is always kept, where a kernel makes it beside the attention, and of all tokens elsewhere.
         """
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         full = full_of(state)
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
-        out, mass = attend_stored(query, cache, inputs.position, observes)
-        if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
+        if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW:
+            out, _, mass = attend_few_mass(query, cache, inputs.position)
+        else:
+            out, mass = attend_stored(query, cache, inputs.position, observes)
+        if (
+            mass is not None
+        ):  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
             out, mass = lax.optimization_barrier((out, mass))
         full = dataclasses.replace(full, cache=cache)
         judged = dataclasses.replace(state, full=full) if isinstance(state, Pair) else full
