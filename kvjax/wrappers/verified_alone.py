@@ -1,4 +1,4 @@
-"""Full alone on the cache of `kvjax.Verified`: its steps are those of `kvjax.methods.Full`, and the draft is told later."""
+"""Full alone on the cache of `kvjax.Verified`: it decodes as `kvjax.methods.Full` does, and the draft is told later."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class VerifiedLayer(LayerMethod):
 
         Returns:
             The output [B, H, G, T, D]; the state, whose metadata does not know of the tokens; and the attention mass,
-            float32 [B, H, S], None unless the draft observes it in this storage. The mass is that of a row's first token,
-            which is always kept, where a kernel makes it beside the attention, and of all tokens elsewhere.
+            float32 [B, H, S], None unless the draft observes it in this storage. Where a kernel makes the mass beside the
+            attention, it comes from a row's first token, which is always kept; elsewhere it comes from all tokens.
         """
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         full = full_of(state)
@@ -268,6 +268,7 @@ def draft_of(state: Any) -> Any:
 
 
 def full_of(state: Any) -> SlotState:
+    """Return Full's part of a layer's state."""
     return state.full if isinstance(state, Pair) else state
 
 
