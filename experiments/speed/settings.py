@@ -22,6 +22,7 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
     # An eighth of the layers, for prompts that all layers would take minutes to prefill. A layer's time is the same in both.
     "llama-3.1-8b-4-layers": lambda: dataclasses.replace(shapes.llama31_8b(), num_layers=4),
     "llama-3.1-70b": shapes.llama31_70b,
+    "qwen2.5-1.5b": shapes.qwen25_1_5b,
     "qwen3-8b": shapes.qwen3_8b,
     "llama-3.2-1b": shapes.llama32_1b,
     "qwen3-0.6b": shapes.qwen3_0_6b,

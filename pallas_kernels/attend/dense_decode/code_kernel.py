@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._triton import code_products as codes
-from pallas_kernels._triton.online_softmax import store_logits
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.split import blocks_to_read
-from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
+from pallas_kernels.attend.dense_decode.queries import asked_positions, store_first, visible
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
@@ -91,10 +90,10 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         key_scale = key_scale_ref[at].astype(jnp.float32)[None, :]
 
         def hidden(product, head, asked):
-            logits = product * key_scale
-            store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
             # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
-            return jnp.where(visible(held, position, asked), logits, -jnp.inf)
+            logits = jnp.where(visible(held, position, asked), product * key_scale, -jnp.inf)
+            store_first(logits_ref, (b, h), head, slot, logits * math.log(2), held, asked_ref)
+            return logits
 
         every = [hidden(x, head, asked) for x, (head, _, _, asked) in zip(products, tiles, strict=True)]
         value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
