@@ -1,4 +1,4 @@
-"""The parts about the distance from Full: KL and top-1 agreement of every method, by the records of `experiments.fidelity`."""
+"""The parts about the distance from Full: KL and top-1 agreement of every method, by records of `experiments.fidelity`."""
 
 from __future__ import annotations
 
