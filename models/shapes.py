@@ -79,6 +79,14 @@ def qwen25_7b(dtype: str = "bfloat16") -> ModelConfig:
     )  # fmt: skip
 
 
+def qwen25_1_5b(dtype: str = "bfloat16") -> ModelConfig:
+    """Return the sizes of Qwen2.5-1.5B-Instruct and Qwen2.5-Coder-1.5B-Instruct."""
+    return dataclasses.replace(
+        qwen25_7b(dtype), vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_q_heads=12,
+        num_kv_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 def mistral_7b(dtype: str = "bfloat16") -> ModelConfig:
     """Return the sizes of Mistral-7B-Instruct-v0.3, which has no sliding window."""
     return ModelConfig(

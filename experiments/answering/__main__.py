@@ -20,8 +20,8 @@ from experiments.tasks import check_unicode, decode_text, encode_prompt, read_te
 from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.sampling import Sampler
-from pallas_kernels.formats.quantised import MOST
 
 _STREAM_BLOCK = 8  # most tokens of a piece of streamed text
 
@@ -44,7 +44,7 @@ class GenerateSettings(MeshSettings):
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
         stream: show the text as it is generated
-        kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn (default: the dtype of computation)
+        kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4 (default: in the dtype of computation)
     """
 
     prompt: str | None = None
@@ -60,7 +60,7 @@ class GenerateSettings(MeshSettings):
     top_p: float | None = None
     seed: int = 0
     stream: bool = True
-    kv_dtype: str | None = option(None, choices=tuple(MOST))
+    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,8 @@ from experiments.answering import MeshSettings, budget_tokens, paper_method, res
 from experiments.cli import names, option
 from experiments.tasks import get_task
 from kvjax import registry
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.method import Method
-from pallas_kernels.formats.quantised import MOST
 
 _KNOBS = {"chess": {"trigger": "fixed"}}  # CHESS' other triggers need thresholds, which a demo does not calibrate
 _QUESTIONS = ("auto", "prefill", "extend")
@@ -37,7 +37,7 @@ class DemoSettings(MeshSettings):
             prompt only for methods that choose by the prompt's last queries
         template: auto uses the checkpoint's chat template, if it has one; none does not
         seed: seed of the contexts
-        kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn (default: the dtype of computation)
+        kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4 (default: in the dtype of computation)
 
     Raises:
         ValueError: a number below 1, an unknown task or method, or an unreadable budget.
@@ -53,7 +53,7 @@ class DemoSettings(MeshSettings):
     question: str = option("auto", choices=_QUESTIONS)
     template: str = option("auto", choices=("auto", "none"))
     seed: int = 0
-    kv_dtype: str | None = option(None, choices=tuple(MOST))
+    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
 
     def __post_init__(self) -> None:
         super().__post_init__()

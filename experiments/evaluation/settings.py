@@ -23,8 +23,8 @@ from experiments.benchmarks import READERS, TRUNCATIONS
 from experiments.cli import names, option, parse_yaml, write_yaml
 from experiments.tasks import GROUPS, TASKS, expand, get_task
 from kvjax import registry
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.fields import check_field, check_names
-from pallas_kernels.formats.quantised import MOST
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"
@@ -216,8 +216,8 @@ class CellSettings(MeshSettings):
         batch_tokens: rows x length of a batch. eval takes fewer rows, but at least 65536 tokens, where more methods then
             share a prefill, and more rows under methods that store few tokens. On a mesh, rows are a multiple of its axis
             data, filled up with copies that are not scored
-        kv_dtype: store the keys and values of all methods, including Full, in 8 bits: int8 or float8_e4m3fn (default: the
-            dtype of computation)
+        kv_dtype: store the keys and values of all methods, including Full, as codes: int8, float8_e4m3fn, k8v4 or int4
+            (default: in the dtype of computation)
         workers: processes that make prompts
 
     Raises:
@@ -241,7 +241,7 @@ class CellSettings(MeshSettings):
     max_new_tokens: int | None = None
     seed: int = 0
     batch_tokens: int = 65536
-    kv_dtype: str | None = option(None, choices=tuple(MOST))
+    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
     workers: int = 2
 
     def __post_init__(self) -> None:

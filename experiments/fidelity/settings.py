@@ -9,7 +9,7 @@ from experiments.answering import METHODS, ModelSettings
 from experiments.cli import names, option
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
 from experiments.tasks import get_task
-from pallas_kernels.formats.quantised import MOST
+from kvjax.cache.quantised import KV_DTYPES
 
 # prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question;
 # tools: commands and outputs of an agent that edits files.
@@ -39,8 +39,8 @@ class FidelitySettings(ModelSettings):
         template_variables: a variable of the template, such as enable_thinking=false; repeatable
         seed: seed of the texts
         batch_tokens: rows x length that run together
-        kv_dtype: store keys and values in 8 bits: int8 or float8_e4m3fn; rows are still compared with Full in the dtype of
-            computation, and the row of Full shows the effect of rounding (default: the dtype of computation)
+        kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4; rows are still compared with Full in the
+            dtype of computation, and the row of Full shows the effect of rounding (default: in the dtype of computation)
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -61,7 +61,7 @@ class FidelitySettings(ModelSettings):
     template_variables: Mapping[str, object] = option(factory=dict, flag="template-set")
     seed: int = 0
     batch_tokens: int = 65536
-    kv_dtype: str | None = option(None, choices=tuple(MOST))
+    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
 
     def __post_init__(self) -> None:
         for name in ("samples", "tokens", "batch_tokens"):

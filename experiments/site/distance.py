@@ -1,4 +1,4 @@
-"""The part about the distance from Full: KL and top-1 agreement of every method, by the record of `experiments.fidelity`."""
+"""The parts about the distance from Full: KL and top-1 agreement of every method, by records of `experiments.fidelity`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from experiments.records import markdown_rows, method_title, token_label
 from experiments.site.marks import missing
 from experiments.site.runs import Row, share
 
-RECORD = "records/fidelity/base"
+RECORDS = {"fidelity": "base", "qwen-fidelity": "qwen"}  # parts of pages, and their folders of docs/records/fidelity
 _STREAMS = {
-    "prose": "Along held-out prose",
+    "prose": "Along prose",
+    "code": "Along files of Python's library",
     "answers": "Along the right answers of long tasks",
     "greedy": "Along Full's own answers to long tasks",
 }
 
 
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
-    """Return the function that makes the part, by name; see `experiments.site.marks`."""
-    folder = docs / RECORD
-    there = (folder / "metrics.json").is_file()
-    return {
-        "fidelity": functools.partial(distances, folder) if there else functools.partial(missing, docs, ("fidelity",))
-    }
+    """Return the functions that make the parts, by name; see `experiments.site.marks`."""
+    made = {}
+    for name, record in RECORDS.items():
+        there = (docs / "records" / "fidelity" / record / "metrics.json").is_file()
+        made[name] = functools.partial(distances, docs, record) if there else functools.partial(missing, docs, (name,))
+    return made
 
 
-def distances(folder: pathlib.Path) -> str:
-    """Write a table for each stream, the figures, and a link to the table with intervals."""
-    record = read_record(folder)
+def distances(docs: pathlib.Path, name: str) -> str:
+    """Write a table for each stream of a record, the figures, and a link to the table with intervals."""
+    folder = f"records/fidelity/{name}"
+    record = read_record(docs / folder)
     settings = record["settings"]
     told = (
         f"Model `{settings['model']}`, {settings['dtype']}, {record['device']['kind']}; {settings['samples']} texts of a "
@@ -43,9 +45,9 @@ def distances(folder: pathlib.Path) -> str:
         rows = [row for row in record["metrics"] if row["stream"] == stream]
         made += [f"{_STREAMS[stream]}, KL in nats and the share of steps with Full's most likely token:", _table(rows)]
     made += [
-        f"![KL against bytes read per step]({RECORD}/fidelity.png)",
-        f"![KL along the text]({RECORD}/along.png)",
-        f"[With intervals, perplexities, and the nearest method of no more bytes]({RECORD}/table.md).",
+        f"![KL against bytes read per step]({folder}/fidelity.png)",
+        f"![KL along the text]({folder}/along.png)",
+        f"[With intervals, perplexities, and the nearest method of no more bytes]({folder}/table.md).",
     ]
     return "\n\n".join(made)
 

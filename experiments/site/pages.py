@@ -29,9 +29,12 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 FIGURES = {
     "ablations/drift.png": ("ablations/drift.json", "drift"),
     "exact/qwen-16k.png": ("exact/qwen-16k.json", "exact"),
+    "exact/qwen-32k.png": ("exact/qwen-32k.json", "exact"),
     "demo-16k.png": ("demo-16k.json", "demo"),
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),
+    "fidelity/qwen/along.png": ("fidelity/qwen", "along"),
+    "fidelity/qwen/fidelity.png": ("fidelity/qwen", "fidelity"),
     "insight.png": ("insight.json", "insight"),
     "results/qwen-16k/solved.png": ("results/qwen-16k", "solved"),
     "results/main/pareto.png": ("results/main", "pareto"),

@@ -22,6 +22,7 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
     # An eighth of the layers, for prompts that all layers would take minutes to prefill. A layer's time is the same in both.
     "llama-3.1-8b-4-layers": lambda: dataclasses.replace(shapes.llama31_8b(), num_layers=4),
     "llama-3.1-70b": shapes.llama31_70b,
+    "qwen2.5-1.5b": shapes.qwen25_1_5b,
     "qwen3-8b": shapes.qwen3_8b,
     "llama-3.2-1b": shapes.llama32_1b,
     "qwen3-0.6b": shapes.qwen3_0_6b,
@@ -56,8 +57,8 @@ class SpeedSettings(Settings):
         queries: with --attention-only: tokens at once (default 1, which decodes)
         most_rows: with --largest-batch: where to begin at most (default 64)
         knobs: a knob of a method; repeatable
-        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is timed with keys and values in these, too, in rows
-            named METHOD@KV_DTYPE
+        kv_dtype: comma-separated, int8, float8_e4m3fn, k8v4 or int4: every method is timed with keys and values in these,
+            too, in rows named METHOD@KV_DTYPE
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
             place, as `experiments.speed.exact` measures it on real text; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
@@ -178,8 +179,8 @@ class OffloadSettings(Settings):
         prompts: time prefill into host memory instead
         chunk_size: with --prompts: tokens of a prefill pass (default 8192)
         knobs: a knob of a method; repeatable
-        kv_dtype: comma-separated, int8 or float8_e4m3fn: every method is measured with keys and values in these, too, in rows
-            named METHOD@KV_DTYPE
+        kv_dtype: comma-separated, int8, float8_e4m3fn, k8v4 or int4: every method is measured with keys and values in these,
+            too, in rows named METHOD@KV_DTYPE
 
     Raises:
         ValueError: an unknown model or method, a number out of range, or a setting that has no meaning beside the others.

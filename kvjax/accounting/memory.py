@@ -43,8 +43,8 @@ class Needed:
         device: bytes of all layers on the device, during or after prefill, whichever is larger.
         host: bytes of all layers in pinned host memory, during or after prefill, whichever is larger.
         staged: further bytes on the device while a prompt chunk attends in one layer. They hold the layer's keys and values
-            if it is offloaded or in 8 bits, its codes and dequantised values if it is both, and the row that a pass takes out
-            of the layer (`kvjax.decoding.prefill`).
+            if it is offloaded or stored as codes, and its codes too if it is both. They also hold the row that a pass takes
+            out of the layer (`kvjax.decoding.prefill`).
         weights: bytes of the parameters on the device; 0 if none were given.
     """
 

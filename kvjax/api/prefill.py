@@ -119,8 +119,8 @@ def prefill(
             StreamingLLM, TokenSelect, `Prefill`) take in a pass one block of as many rows as fit, at least one row. See
             `kvjax.decoding.prefill`.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
-        kv_dtype: of the stored keys and values, "int8" or "float8_e4m3fn" with a scale for each token and KV head; None keeps
-            the model's dtype. See `kvjax.cache.quantised`.
+        kv_dtype: of the stored keys and values: "int8", "float8_e4m3fn", "int4", or "k8v4" (keys in 8 bits, values in 4),
+            with a scale for each token and KV head; None keeps the model's dtype. See `kvjax.cache.quantised`.
 
     Raises:
         ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions. Or heads or rows that

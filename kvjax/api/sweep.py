@@ -265,10 +265,12 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    once, limits = decode_once, None
-    if drafts_tokens(start.cache):
-        once, limits = advance, jnp.full(length.shape, max_new_tokens, jnp.int32)
+    once, limits, counts = decode_once, None, True
+    if drafts_tokens(start.cache):  # a lane that has run all its steps may end before the others
+        once, limits, counts = advance, jnp.full(length.shape, max_new_tokens, jnp.int32), False
     once = jax.vmap(functools.partial(once, params, Sampler(), eos, limits))
     # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
-    end = lax.while_loop(lambda now: (now.step < max_new_tokens).all() & ~all_done(now), once, start)
+    end = lax.while_loop(
+        lambda now: ~all_done(now) & ((now.step < max_new_tokens).all() if counts else True), once, start
+    )
     return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

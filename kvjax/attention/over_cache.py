@@ -161,6 +161,19 @@ def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None
     return out, lse, mass
 
 
+def attend_few_mass(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
+    """Run `attend_all`, and sum the attention probability of each slot over the group, for the first query alone.
+
+    It is made of the logits that attention computes, as in `attend_held_mass`. There are at most `FEW` queries, and all
+    slots of the rows are on this device.
+
+    Returns:
+        The output [B, H, G, T, D], lse float32 [B, H, G, T], and the mass float32 [B, H, S].
+    """
+    out, lse, mass = _over_slots(query, cache.resident(), mass=True, position=position)
+    return out, lse, mass
+
+
 def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
     """Run `attend_held` in N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and [B, H, N, G].
 
@@ -171,9 +184,15 @@ def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
 
 
 def _over_slots(
-    query: Array, cache: LayerStorage, *, gap: Array | None = None, parts: bool = False, mass: bool = False
+    query: Array,
+    cache: LayerStorage,
+    *,
+    gap: Array | None = None,
+    parts: bool = False,
+    mass: bool = False,
+    position: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Run `dense_decode` over the slots of a resident cache that are on this device."""
+    """Run `dense_decode` over the slots of a resident cache that are on this device, with queries at positions or one."""
     return dense_decode(
         query,
         *cache.stored,
@@ -181,6 +200,7 @@ def _over_slots(
         limit=cache.here,
         scale=1 / math.sqrt(query.shape[-1]),
         gap=gap,
+        query_position=position,
         parts=parts,
         mass=mass,
     )
@@ -210,14 +230,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     cache = cache.resident()
     tokens = query.shape[3]
     if 0 < tokens <= FEW:  # a decode kernel reads the cache once for them, and codes as they are
-        out, lse = dense_decode(
-            query,
-            *cache.stored,
-            position=cache.position,
-            limit=cache.here,
-            scale=1 / math.sqrt(query.shape[-1]),
-            query_position=position,
-        )
+        out, lse = _over_slots(query, cache, position=position)
         return merged(out, lse, cache)
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     out, lse = dense_attention(
@@ -280,17 +293,13 @@ def attend_stored(
     return out, mass_of(query, cache, position, lse) if observes else None
 
 
-def mass_of(
-    query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None
-) -> Array:
+def mass_of(query: Array, cache: LayerStorage, position: Array, lse: Array, limit: Array | int | None = None) -> Array:
     """Sum the attention probability of each slot over queries and group: float32 [B, H, S]; see `column_mass`."""
     key, scale = cache.resident().key, 1 / math.sqrt(query.shape[-1])
     return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
-def attend_behind(
-    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
-) -> tuple[Array, Array]:
+def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
     """Attend causally with tokens that are not stored to all stored tokens and to the tokens themselves.
 
     Args:

@@ -1,15 +1,15 @@
-"""Caches whose rows are in pinned host memory, in the dtype of the model or as codes of 8 bits (``kv_dtype``).
+"""Caches whose rows are in pinned host memory, in the dtype of the model or as codes (``kv_dtype``).
 
 This file has the storage (`OffloadedLayerCache`, with the interface of `LayerCache`), and says when decoding writes new
 tokens to host memory (`steps_between_syncs`, `sync`). A method says which rows nearly every step reads (`Near`); these rows
 have copies on the device. A method whose steps read all keys, or keys besides attention, leaves the keys on the device: then
 only the values are in host memory.
 
-A row of codes in host memory has the codes of key and value, 2 * D bytes, and the scales of all slots are on the device. A
-row costs one look-up on the bus, whatever its bytes (docs/offload.md): scales in an array of their own in host memory would
-double the look-ups. Scales inside the rows would make rows of 2 * D + 4 bytes, which begin in the middle of a memory line and
-take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the position, and 1.6 % of
-the row's bytes at D = 128. And a kernel finds the scales at the slot, wherever it reads the row.
+A row of codes in host memory has the codes of key and value, at most 2 * D bytes, and the scales of all slots are on the
+device. A row costs one look-up on the bus, whatever its bytes (docs/offload.md): scales in an array of their own in host
+memory would double the look-ups. Scales inside the rows would make rows 4 bytes longer, which begin in the middle of a memory
+line and take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the position, and
+1.6 % of the row's bytes in 8 bits at D = 128. And a kernel finds the scales at the slot, wherever it reads the row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache.divided import PartCache, empty_part
-from kvjax.cache.quantised import empty_resident, resident_of
+from kvjax.cache.quantised import KV_DTYPES, empty_resident, resident_of
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
 from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.formats.quantised import Quantised, numbers, stored_like, vectors, whole, with_vectors, zeros
@@ -56,7 +56,7 @@ class OffloadedLayerCache(LayerStorage):
     """Keys and values of one layer in pinned host memory, with copies of some on the device (`pallas_kernels.host.Rows`).
 
     During prefill there are no copies (R = 0). A decode step writes its token only to the copies; `sync` writes it to host
-    memory later. In 8 bits host memory and the copies hold codes, and the scales of all slots are on the device.
+    memory later. With a ``kv_dtype`` host memory and the copies hold codes, and the scales of all slots are on the device.
     """
 
     near_key: Array | Quantised  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
@@ -101,7 +101,7 @@ class OffloadedLayerCache(LayerStorage):
     @property
     def _keys_stay(self) -> bool:
         """Whether all keys are on the device, and only values in host memory."""
-        return self.host.shape[3] == self.near_key.shape[3]
+        return self.host.shape[3] == _width(self.near_value)
 
     def append(
         self, key: Array, value: Array, position: Array, start: Array | int | None = None
@@ -120,7 +120,7 @@ class OffloadedLayerCache(LayerStorage):
             made = put_vectors(vectors(near), vectors(new))
             if not isinstance(near, Quantised) or not isinstance(new, Quantised):
                 return made
-            return Quantised(codes=made, scale=put(near.scale, new.scale), of=near.of)
+            return dataclasses.replace(near, codes=made, scale=put(near.scale, new.scale))
 
         def put_copies(store: Array, new: Array) -> Array:
             rows = store.shape[2]
@@ -161,10 +161,10 @@ class OffloadedLayerCache(LayerStorage):
         )
 
     def resident(self) -> LayerCache:
-        key, value, dim = self.near_key, self.near_value, self.near_key.shape[3]
+        key, value = self.near_key, self.near_value
         if not self._keys_stay:
             key = with_vectors(key, self._stage(vectors(key), 0))
-        value = with_vectors(value, self._stage(vectors(value), 0 if self._keys_stay else dim))
+        value = with_vectors(value, self._stage(vectors(value), 0 if self._keys_stay else _width(key)))
         return resident_of(key, value, self.position, self.cursor)
 
     def _stage(self, copies: Array, begin: int) -> Array:
@@ -191,7 +191,7 @@ class OffloadedLayerCache(LayerStorage):
         if self._keys_stay or size > min(self.ring, self.num_slots):
             return self.resident().keys_at(slots)
         copied = has_copy(slots, self.cursor[:, None], self.sinks, self.near_key.shape[2])[:, None, :, None]
-        away = take_window(self.host, slots[:, 0], size)[..., : self.near_key.shape[3]]
+        away = take_window(self.host, slots[:, 0], size)[..., : _width(self.near_key)]
         return numbers(self.near_key, jnp.where(copied, self._copies(self.near_key, slots), away), slots[:, None])
 
     def copied(self) -> Array:
@@ -225,9 +225,8 @@ class OffloadedLayerCache(LayerStorage):
         def put(near: Array | Quantised, new: Array) -> Array | Quantised:
             return with_vectors(near, put_tokens(vectors(near), new, row, None))
 
-        dim = self.near_value.shape[3]
-        key = self.near_key if self._keys_stay else put(self.near_key, away[..., :dim])
-        return dataclasses.replace(self, near_key=key, near_value=put(self.near_value, away[..., -dim:]))
+        key = self.near_key if self._keys_stay else put(self.near_key, away[..., : _width(self.near_key)])
+        return dataclasses.replace(self, near_key=key, near_value=put(self.near_value, away[..., -_width(self.near_value) :]))
 
 
 def empty_storage(
@@ -240,20 +239,21 @@ def empty_storage(
     if not spec.offloaded:
         return empty_resident(spec, slots, spec.parts)
 
-    def near(rows: int) -> Array | Quantised:
+    def near(rows: int, which: int) -> Array | Quantised:
         of_rows = (*shape[:2], rows, spec.head_dim)
         if spec.kv_dtype is None:
             return jnp.zeros(of_rows, spec.dtype)
-        return dataclasses.replace(
-            zeros(of_rows, spec.dtype, spec.kv_dtype), scale=jnp.zeros(shape[:3], jnp.bfloat16)
-        )
+        kinds, mixed = KV_DTYPES[spec.kv_dtype]
+        return dataclasses.replace(zeros(of_rows, spec.dtype, kinds[which], mixed), scale=jnp.zeros(shape[:3], jnp.bfloat16))
 
+    key, value = near(slots if values_only else 0, 0), near(0, 1)
+    width = _width(value) if values_only else _width(key) + _width(value)
     return OffloadedLayerCache(
-        near_key=near(slots if values_only else 0),
-        near_value=near(0),
+        near_key=key,
+        near_value=value,
         position=jnp.full(shape[:3], EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
-        host=to_host(jnp.zeros((*shape[:3], (1 if values_only else 2) * spec.head_dim), spec.kv_dtype or spec.dtype)),
+        host=to_host(jnp.zeros((*shape[:3], width), vectors(value).dtype)),
     )
 
 
@@ -284,8 +284,13 @@ def offload(cache: LayerCache, near: Near, host: Array | None = None, values_onl
     )
 
 
+def _width(x: Array | Quantised) -> int:
+    """Return the numbers of a row, or the bytes of its codes."""
+    return vectors(x).shape[3]
+
+
 def _beside(key: Array | Quantised, value: Array | Quantised) -> Array:
-    """Concatenate key and value of each slot, or their codes: [B, H, S, 2 * D]."""
+    """Concatenate key and value of each slot, or their codes: [B, H, S, 2 * D], or fewer bytes."""
     return jnp.concatenate([vectors(key), vectors(value)], axis=3)
 
 

@@ -1,7 +1,7 @@
-"""Caches in 8 bits: `QuantisedCache`, what ``kv_dtype`` may be, and which methods can run on such a cache.
+"""Caches in 8 or 4 bits: `QuantisedCache`, what ``kv_dtype`` may be, and which methods can run on such a cache.
 
 ``kv_dtype`` is a property of a cache, whatever its method: keys, rotated, and values are stored as codes
-(`pallas_kernels.formats.quantised`), "int8" or "float8_e4m3fn", with a scale for each token and KV head. They are rounded
+(`pallas_kernels.formats.quantised`) with a scale for each token and KV head, in the kinds of `KV_DTYPES`. They are rounded
 once, when they are stored. Every reader, prompt chunks included, gets the rounded values. So chunks change nothing, and a
 method does exactly what it would do in a model whose keys and values were the rounded values. Attention of decode steps
 multiplies the codes themselves. All other computations of a method use `QuantisedCache.key` and ``value``, which are
@@ -33,11 +33,19 @@ from kvjax.fields import shown
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, numbers_at, stored_like, zeros
+from pallas_kernels.formats.quantised import Quantised, code_bytes, dequantise, numbers_at, stored_like, zeros
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored
 
 _SCALE_BYTES = 2  # bytes of a scale; each key and each value has one
+# What ``kv_dtype`` may be: the kinds of codes of keys and of values, and whether their channels are mixed before they are
+# rounded (`pallas_kernels.formats.mixing`).
+KV_DTYPES = {
+    "int8": (("int8", "int8"), False),
+    "float8_e4m3fn": (("float8_e4m3fn", "float8_e4m3fn"), False),
+    "k8v4": (("int8", "int4"), True),
+    "int4": (("int4", "int4"), True),
+}
 
 
 @pytree
@@ -133,9 +141,10 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     shape = spec.batch, spec.num_kv_heads, slots
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
-    empty = zeros((*shape, spec.head_dim), spec.dtype, spec.kv_dtype)
+    kinds, mixed = KV_DTYPES[spec.kv_dtype]
+    key, value = (zeros((*shape, spec.head_dim), spec.dtype, kind, mixed) for kind in kinds)
     made = QuantisedCache(
-        codes=(empty, jax.tree.map(jnp.copy, empty)),
+        codes=(key, value),
         position=jnp.full(shape, EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
         parts=parts,
@@ -145,8 +154,10 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
 
 def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
     """Count the bytes of a key and a value of one token and KV head."""
-    each = head_dim * jnp.dtype(dtype).itemsize if kv_dtype is None else head_dim + _SCALE_BYTES
-    return 2 * each
+    if kv_dtype is None:
+        return 2 * head_dim * jnp.dtype(dtype).itemsize
+    kinds, _ = KV_DTYPES[kv_dtype]
+    return sum(code_bytes(head_dim, kind) + _SCALE_BYTES for kind in kinds)
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:
@@ -155,8 +166,9 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
     Raises:
         ValueError: the message lists the known values.
     """
-    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in MOST):
-        known = " or ".join(map(repr, MOST))
+    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES):
+        *others, last = map(repr, KV_DTYPES)
+        known = f"{', '.join(others)} or {last}"
         raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
@@ -22,7 +21,7 @@ from kvjax.mesh.sharding import Plan
 from kvjax.selection import kept_positions, kept_rows
 from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
-from pallas_kernels.formats.quantised import Quantised, stored_like, whole
+from pallas_kernels.formats.quantised import Quantised, stored_like, vector_bytes, whole
 from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored, store_token
@@ -44,14 +43,14 @@ class LayerSpec:
     max_new_tokens: int  # tokens that may follow the prompt
     offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.decoding.layers.is_offloaded`
     parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.cache.divided`
-    kv_dtype: str | None = None  # of stored keys and values: "int8" or "float8_e4m3fn"; None means `dtype`
+    kv_dtype: str | None = None  # of stored keys and values, see `kvjax.cache.quantised.KV_DTYPES`; None means `dtype`
 
 
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, in 8 bits too), `PartCache` (this
-    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident in 8 bits).
+    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
+    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident, as codes).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
@@ -96,7 +95,7 @@ class LayerStorage(abc.ABC):
     @property
     def slot_bytes(self) -> int:
         """Bytes of a key and a value, which a step reads to attend to a slot of one head."""
-        return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
+        return sum(map(vector_bytes, self.stored))
 
     @property
     def slot_bus_bytes(self) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -36,11 +35,13 @@ from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.method import LayerMethod, settle_due
 from kvjax.typing import EMPTY, method_layers
 from kvjax.wrappers.verified import Verified, noted
+from kvjax.wrappers.verified_alone import alone, can_wait, told
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 
 _REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
+_BLOCK = 16  # steps of a rest between two looks at its end: their number is known, so a host need not wait for each
 
 
 def drafts_tokens(cache: Cache) -> bool:
@@ -82,7 +83,7 @@ def _keys(key: Array, steps: int) -> tuple[Array, Array]:
 def advance(
     params: Any, sampler: Sampler, eos: Array, limits: Array | None, now: Decoded, draws: Array | None = None
 ) -> Decoded:
-    """Run rounds with drafts, and steps of Full alone, each until the other's turn comes; at least one of them.
+    """Run rounds, and blocks of steps of Full alone, each until the other's turn comes; at least one of them.
 
     Args:
         params: model parameters.
@@ -93,17 +94,18 @@ def advance(
         draws: N keys, one for each place of the result; None if nothing is drawn at random.
     """
 
-    def turn(depth: Callable[[Decoded], Array], body: Callable[[Decoded], Decoded], now: Decoded) -> Decoded:
-        return lax.while_loop(lambda now: _goes_on(limits, now) & (depth(now) > 0), body, now)
-
     given = params, sampler, eos, limits, draws
-    depth = functools.partial(_depth, limits)
-    rounds = functools.partial(_round, *given, depth)
-    if cast("Verified", now.cache.method).worth is not None:
-        now = turn(lambda now: 1 - jnp.minimum(depth(now), 1), functools.partial(_alone, *given), now)
-    else:
+    rounds = functools.partial(_round, *given)
+    if cast("Verified", now.cache.method).worth is None:
         return lax.while_loop(functools.partial(_goes_on, limits), rounds, now)
-    return turn(depth, rounds, now)
+
+    def rests(now: Decoded) -> Array:
+        return _goes_on(limits, now) & _rests(limits, now)
+
+    def tries(now: Decoded) -> Array:
+        return _goes_on(limits, now) & ~_rests(limits, now)
+
+    return lax.while_loop(tries, rounds, lax.while_loop(rests, functools.partial(_block, *given), now))
 
 
 def _left(limits: Array | None, now: Decoded) -> Array:
@@ -121,19 +123,35 @@ def _goes_on(limits: Array | None, now: Decoded) -> Array:
     return ~axes.every(~_active(limits, now).any())
 
 
+def _block_steps(now: Decoded) -> int:
+    """Return the steps of Full alone in a block; a call for fewer tokens has shorter blocks."""
+    return min(_BLOCK, now.tokens.shape[1])
+
+
+def _rests(limits: Array | None, now: Decoded) -> Array:
+    """Tell whether a block of steps of Full alone comes next, for all rows on all devices: a bool scalar.
+
+    A rest is some blocks and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
+    now. Rounds without drafted tokens also end a call in which there is no room for a block.
+    """
+    passes, steps = cast("Passes", now.cache.shared), _block_steps(now)
+    return (_largest(limits, now, passes.rest) > steps) & (_largest(limits, now, _left(limits, now)) >= steps)
+
+
+def _largest(limits: Array | None, now: Decoded, count: Array) -> Array:
+    """Return the largest ``count`` int32 [B] of the rows, on all devices, that get more tokens: an int32 scalar."""
+    return axes.most(jnp.max(jnp.where(_active(limits, now), count, 0)), axes.DATA)
+
+
 def _depth(limits: Array | None, now: Decoded) -> Array:
-    """Choose how many tokens to draft in the next round, for all rows: an int32 scalar; 0 means that Full decodes alone."""
+    """Choose how many tokens to draft in the next round, for all rows that draft: an int32 scalar."""
     method, passes = cast("Verified", now.cache.method), cast("Passes", now.cache.shared)
     if method.worth is None:
         return jnp.int32(method.depth)
-    active = _active(limits, now)
-    rate = _rate(passes, active)
+    rate = _rate(passes, _active(limits, now))
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
-    # The last pass of a rest is a round without drafted tokens: it shows the draft what Full attends to now.
-    rests = axes.most(jnp.max(jnp.where(active, passes.rest, 0)), axes.DATA) > 1
-    room = axes.most(jnp.max(jnp.where(active, _left(limits, now), 0)), axes.DATA) - 1
-    return jnp.where(rests, 0, jnp.minimum(depth, room))
+    return jnp.minimum(depth, _largest(limits, now, _left(limits, now)) - 1)
 
 
 def _rate(passes: Passes, active: Array) -> Array:
@@ -161,18 +179,29 @@ def _next(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) ->
     return jnp.where(active, token, padding_token(now.cache.model)), jnp.where(broken, now.num_tokens, now.bad_step)
 
 
-def _alone(
+def _block(
     params: Any, sampler: Sampler, eos: Array, limits: Array | None, draws: Array | None, now: Decoded
 ) -> Decoded:
-    """Decode one token of each row with Full, and tell the draft of it."""
-    active = _active(limits, now)
-    token, bad = _next(sampler, draws, active, now)
-    cache = run_step(params, now.cache, token[:, None], active[:, None])
-    none = jnp.zeros_like(now.num_tokens)
-    passes = noted(cache.shared, none, none, active)
-    passes = _less_rest(passes)
-    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    return _written(now, token[:, None], active, none, eos, limits)
+    """Decode some tokens of each row with Full, and tell the draft of them: at the end if it can wait, else one by one."""
+    before, steps = now, _block_steps(now)
+    waits = can_wait(before.cache, steps)
+
+    def step(_: Array, now: Decoded) -> Decoded:
+        active = _active(limits, now)
+        token, bad = _next(sampler, draws, active, now)
+        cache = run_step(params, now.cache, token[:, None], active[:, None])
+        now = dataclasses.replace(now, cache=cache, bad_step=bad)
+        return _written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), eos, limits)
+
+    if waits:
+        now = dataclasses.replace(now, cache=alone(now.cache))
+    with jax.named_scope("alone"):
+        now = lax.fori_loop(0, steps, step, now)
+    count = now.num_tokens - before.num_tokens
+    cache = told(before.cache, now.cache, count, steps) if waits else now.cache
+    passes = cast("Passes", cache.shared)
+    passes = dataclasses.replace(passes, passes=passes.passes + count, rest=jnp.maximum(passes.rest - steps, 0))
+    return dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes))
 
 
 def _round(
@@ -181,37 +210,35 @@ def _round(
     eos: Array,
     limits: Array | None,
     draws: Array | None,
-    depth: Callable[[Decoded], Array],
     now: Decoded,
 ) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
     cache, active, most = now.cache, _active(limits, now), now.cache.method.drafts
     first, bad = _next(sampler, draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
-    wanted = jnp.minimum(depth(now), _left(limits, now) - 1)
+    wanted = jnp.minimum(_depth(limits, now), _left(limits, now) - 1)
     wanted = jnp.where(active & ~_ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
-    tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
+    with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
+        tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
-    logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
+    with jax.named_scope("judge"):
+        logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
     right = (_draw(sampler, logits[:, :-1], draws, place[:, 1:]) == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None])
     right = right & ~_ends(tokens[:, :-1], eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
-    cache = _committed(cache, made, logits, wanted, accepted, active)
+    with jax.named_scope("commit"):
+        cache = _committed(cache, made, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     worth = cast("Verified", cache.method).worth
     if worth is not None:
-        passes = _rested(_less_rest(passes), active, wanted, accepted, worth)
+        passes = dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
+        passes = _rested(passes, active, wanted, accepted, worth)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
     return _written(now, tokens, active, accepted, eos, limits)
-
-
-def _less_rest(passes: Passes) -> Passes:
-    """Count a token of a rest, if there is one."""
-    return dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
 
 
 def _rested(passes: Passes, active: Array, wanted: Array, accepted: Array, worth: float | Array) -> Passes:
@@ -232,7 +259,7 @@ def _rested(passes: Passes, active: Array, wanted: Array, accepted: Array, worth
     fails = (count > 0) & (_rate(passes, active) < worth)
     longer = jnp.where(kept < worth * count, jnp.clip(2 * passes.last_rest, _REST, _LONGEST_REST), _REST)
     last = jnp.where(fails, longer, jnp.where(count > 0, 0, passes.last_rest))
-    return dataclasses.replace(passes, rest=jnp.where(fails, longer, passes.rest), last_rest=last)
+    return dataclasses.replace(passes, rest=jnp.where(fails, longer + 1, passes.rest), last_rest=last)
 
 
 def _drafted(
@@ -260,7 +287,8 @@ def _drafted(
         guess = jnp.where(drafts, _draw(sampler, view.logits[:, None], draws, asked), pad)
         return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view
 
-    count = axes.most(jnp.max(wanted), axes.DATA)
+    # A number of steps that is known before the program runs spares the host a wait for each.
+    count = most if method.worth is None else axes.most(jnp.max(wanted), axes.DATA)
     tokens, view = lax.fori_loop(0, count, step, (tokens, method.view(cache)))
     methods, runs = cast("tuple[VerifiedLayer, ...]", layer_methods(method, cache.model)), method_layers(cache.model)
     layers = tuple(
@@ -307,9 +335,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
     return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in made]
 
 
-def _committed(
-    cache: Cache, made: list[tuple], logits: Array, wanted: Array, accepted: Array, active: Array
-) -> Cache:
+def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, accepted: Array, active: Array) -> Cache:
     """Keep the first token and the ``accepted`` int32 [B] tokens behind it of a pass in each row that is ``active``."""
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])
@@ -338,9 +364,7 @@ def _committed(
     return dataclasses.replace(cache, logits=jnp.where(active[:, None], last, first))
 
 
-def _stored(
-    method: LayerMethod, verified: bool, state: Any, inputs: Any, mass: Array | None, rejected: Array
-) -> Any:
+def _stored(method: LayerMethod, verified: bool, state: Any, inputs: Any, mass: Array | None, rejected: Array) -> Any:
     """Store the kept tokens in one layer, and tell its draft of them."""
     if not verified:
         return run_shared(type(method).attend, method, state, inputs)[1]
@@ -353,9 +377,7 @@ def _ends(tokens: Array, eos: Array) -> Array:
     return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
-def _written(
-    now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None
-) -> Decoded:
+def _written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
     """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])

@@ -172,12 +172,11 @@ class InfLLM(LayerMethod):
         left_out = jnp.maximum(blocks - self.budget // self.block_size, 0) * self.block_size
         attended = (tokens - left_out).astype(jnp.float32)
         heads = state.cache.position.shape[1]
-        row = heads * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
         far = jnp.maximum(attended - state.cache.copied().astype(jnp.float32), 0)  # without a copy on the device
         size = representative.dtype.itemsize * math.prod((*representative.shape[1:3], representative.shape[4]))
         return Cost(
             attended=attended,
-            kv_bytes=2 * attended * row,
+            kv_bytes=attended * (heads * state.cache.slot_bytes),
             metadata_bytes=blocks.astype(jnp.float32) * size + state.received_ring[0].size * 4,
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={},

@@ -61,7 +61,7 @@ from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.token_list import token_list
-from pallas_kernels.formats.quantised import with_vectors
+from pallas_kernels.formats.quantised import vector_bytes, with_vectors
 from pallas_kernels.numerics import finite_or_zero
 from pallas_kernels.query.chunk_query import chunk_query
 from pallas_kernels.query.rotated_rows import rotated_rows
@@ -213,11 +213,11 @@ class TokenSelect(LayerMethod):
         steps = (state.hits + state.refreshes).astype(jnp.float32)
         hit_rate = state.hits.astype(jnp.float32) / jnp.maximum(steps, 1.0)
         heads = state.cache.position.shape[1]
-        row = heads * (state.cache.slot_bytes // 2)  # of a key or of a value, all heads
+        row, key_row = heads * state.cache.slot_bytes, heads * vector_bytes(state.cache.stored[0])  # of all heads
         far = jnp.maximum(tokens - state.cache.copied().astype(jnp.float32), 0)  # values without a copy on the device
         return Cost(
             attended=tokens,
-            kv_bytes=(2 * tokens + (1 - hit_rate) * scanned) * row,
+            kv_bytes=tokens * row + (1 - hit_rate) * scanned * key_row,
             metadata_bytes=jnp.zeros_like(tokens),
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={"hit_rate": hit_rate},

@@ -15,7 +15,7 @@ from kvjax.cache.packed_keys import ThinCache
 from kvjax.cache.quantised import QuantisedCache
 from kvjax.method import Inputs, LayerSpec, settle_due
 from kvjax.typing import EMPTY
-from pallas_kernels.formats.quantised import MOST, Quantised
+from pallas_kernels.formats.quantised import MOST, Quantised, pack
 
 
 @dataclasses.dataclass
@@ -84,8 +84,9 @@ def _is_stored(x: Any) -> bool:
 
 def _soiled(x: Quantised, empty: jax.Array) -> Quantised:
     """Set scales to NaN and codes to the largest where ``empty`` bool [B, H, S]."""
-    codes = jnp.where(empty[..., None], jnp.asarray(MOST[x.kind], x.codes.dtype), x.codes)
-    return Quantised(codes=codes, scale=jnp.where(empty, jnp.nan, x.scale), of=x.of)
+    largest = jnp.asarray(MOST[x.kind], x.codes.dtype)
+    codes = jnp.where(empty[..., None], pack(largest, largest) if x.packed else largest, x.codes)
+    return dataclasses.replace(x, codes=codes, scale=jnp.where(empty, jnp.nan, x.scale))
 
 
 @functools.partial(jax.jit, static_argnames=("prompt", "chunk", "kv_dtype"))

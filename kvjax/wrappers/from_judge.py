@@ -28,8 +28,8 @@ class Listed:
 class FromJudge(SlotMethod):
     """Attend to the tokens to which Full has attended most: ``Verified(draft=FromJudge(budget=1024))``.
 
-    A pass of `kvjax.Verified` computes Full's attention over all tokens anyway. For each KV head it gives the sum of the
-    attention probabilities that each token received, over the queries of the pass and the query heads of the group. The
+    A pass of `kvjax.Verified` computes Full's attention over all tokens anyway. For each KV head it gives the attention
+    probability that each token received from the pass's first token, summed over the query heads of the group. The
     ``budget - num_recent`` tokens with the largest sums are listed, and the draft attends to them and to the ``num_recent``
     newest tokens until the next pass renews the list. Before the first pass the sums are over the last ``obs_window`` queries
     of the prompt. A draft step reads the list, and no key that it does not attend to.
@@ -39,8 +39,9 @@ class FromJudge(SlotMethod):
 
     **Source**: "SpecAttn" (arXiv:2602.07223), which selects the draft's tokens by the attention of the verification.
 
-    **Departures**: each KV head has one list, by the sum over its group; the newest tokens are always attended; and in the
-    pass, rejected tokens have asked, too.
+    **Departures**: each KV head has one list, by the sum over its group, and by the first token of a pass, which is always
+    kept; the newest tokens are always attended. Over slots that are divided over devices, and in a pass over more than 8
+    tokens, all of its tokens ask, rejected ones too.
     """
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, all included
@@ -52,6 +53,7 @@ class FromJudge(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2602.07223"
 
     observes_several = True
+    told_later = True
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")

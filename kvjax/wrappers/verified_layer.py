@@ -8,8 +8,9 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import append_tokens, attend_stored
+from kvjax.attention.over_cache import append_tokens, attend_few_mass, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
+from kvjax.cache.divided import FEW
 from kvjax.cache.rewind import rewound
 from kvjax.families import AppendOnly
 from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
@@ -116,16 +117,22 @@ class VerifiedLayer(LayerMethod):
         """Store tokens after the prompt and attend to all stored tokens, as Full does, without telling the draft.
 
         Returns:
-            The output [B, H, G, T, D]; the state, whose metadata does not know of the tokens; and the attention mass of the
-            tokens, float32 [B, H, S], None unless the draft observes it in this storage.
+            The output [B, H, G, T, D]; the state, whose metadata does not know of the tokens; and the attention mass,
+            float32 [B, H, S], None unless the draft observes it in this storage. Where a kernel makes the mass beside the
+            attention, it comes from a row's first token, which is always kept; elsewhere it comes from all tokens.
         """
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        full = _full(state)
+        full = full_of(state)
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
-        out, mass = attend_stored(query, cache, inputs.position, observes)
-        if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
+        if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW:
+            out, _, mass = attend_few_mass(query, cache, inputs.position)
+        else:
+            out, mass = attend_stored(query, cache, inputs.position, observes)
+        if (
+            mass is not None
+        ):  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
             out, mass = lax.optimization_barrier((out, mass))
         full = dataclasses.replace(full, cache=cache)
         judged = dataclasses.replace(state, full=full) if isinstance(state, Pair) else full
@@ -141,7 +148,7 @@ class VerifiedLayer(LayerMethod):
             rejected: int32 [B], rejected tokens, which are the last ones; None means none.
         """
         inputs, tokens = _for_draft(inputs), inputs.position.shape[1]
-        full = _full(state)
+        full = full_of(state)
         cache = full.cache if rejected is None else rewound(full.cache, rejected, tokens)
         if isinstance(state, Pair):
             return Pair(full=dataclasses.replace(full, cache=cache), draft=self._told(state.draft, inputs))
@@ -204,13 +211,13 @@ class VerifiedLayer(LayerMethod):
         return lax.fori_loop(0, count, body, state)
 
     def chosen(self, state: Any, inputs: Inputs) -> Array:
-        cache = _full(state).cache
+        cache = full_of(state).cache
         given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         return append_tokens(cache, *given)[1].position
 
     def cost(self, state: Any, shared: Passes) -> Cost:
         """Compute the cost of one more token: of a pass and its drafts, divided by the tokens that passes gave so far."""
-        full, draft = Exact().cost(_full(state), None), self.draft.cost(draft_of(state), shared.draft)
+        full, draft = Exact().cost(full_of(state), None), self.draft.cost(draft_of(state), shared.draft)
         passes = jnp.maximum(shared.passes, 1).astype(jnp.float32)
         drafts = shared.drafted.sum(axis=1).astype(jnp.float32) / passes
         tokens = 1 + shared.accepted.sum(axis=1).astype(jnp.float32) / passes
@@ -233,7 +240,7 @@ class VerifiedLayer(LayerMethod):
         )
 
     def room(self, state: Any) -> Array | None:
-        cache, draft = _full(state).cache, self.draft.room(draft_of(state))
+        cache, draft = full_of(state).cache, self.draft.room(draft_of(state))
         room = free_slots(cache, None)
         return room if draft is None or room is None else jnp.minimum(room, draft)
 
@@ -260,7 +267,8 @@ def draft_of(state: Any) -> Any:
     return state.draft if isinstance(state, Pair) else state
 
 
-def _full(state: Any) -> SlotState:
+def full_of(state: Any) -> SlotState:
+    """Return Full's part of a layer's state."""
     return state.full if isinstance(state, Pair) else state
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, packed, paired
+from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, packed
 
 _LARGEST = 127
 _TOP = 15  # the largest code of 4 bits
@@ -39,7 +39,7 @@ def _by_row(row: Array) -> CodedMatrix:
     wide = row.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide)) / _LARGEST
     codes = jnp.clip(jnp.round(wide / jnp.where(scale > 0, scale, 1)), -_LARGEST, _LARGEST).astype(jnp.int8)
-    return CodedMatrix(codes=paired(codes), scales=scale[None])
+    return CodedMatrix(codes=codes, scales=scale[None])
 
 
 def _by_group(row: Array) -> CodedMatrix:

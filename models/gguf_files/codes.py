@@ -12,7 +12,7 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed, paired
+from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed
 
 from ..checkpoint_table import Leaf
 from ..coded.parameters import coded_kernel
@@ -86,8 +86,8 @@ def _scales(blocks: np.ndarray, at: int = 0) -> np.ndarray:
 
 
 def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
-    # A scale, and 32 codes. Two blocks are a chunk.
-    return paired(blocks[:, 2:].view(np.int8).reshape(-1, CHUNK)), _scales(blocks), None
+    # A scale, and 32 codes.
+    return blocks[:, 2:].view(np.int8), _scales(blocks), None
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
@@ -107,14 +107,12 @@ def _q4_1(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # Of 256 numbers: two factors; 8 scales and 8 minima of 6 bits in 12 bytes; 128 bytes of codes, in which byte j of 32
-    # holds number j of a group in its low bits and number j of the next group in its high bits.
+    # Of 256 numbers: two factors; 8 scales and 8 minima of 6 bits in 12 bytes; four chunks of codes in
+    # the order of a `CodedMatrix`.
     factor, least = (_scales(blocks, at).astype(np.float32) for at in (0, 2))
     scale, minimum = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
-    codes = blocks[:, 16:].reshape(-1, 1, CHUNK // 2)
-    chunks = np.concatenate([codes & 15, codes >> 4], axis=1).reshape(-1, CHUNK)
     return (
-        packed(chunks),
+        blocks[:, 16:],
         (factor * scale.reshape(len(blocks), -1)).astype(np.float16),
         (-least * minimum.reshape(len(blocks), -1)).astype(np.float16),
     )

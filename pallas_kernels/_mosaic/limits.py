@@ -23,7 +23,7 @@ def check_dtypes(*arrays: Any) -> None:
     """Raise ``NotImplementedError`` for codes, and for dtypes that a TPU does not multiply."""
     for x in arrays:
         if isinstance(x, Quantised):
-            raise NotImplementedError(f"got {x.kind} codes, expected {x.dtype}")
+            raise NotImplementedError(f"got {x.name} codes, expected {x.dtype}")
     dtypes = {str(x.dtype) for x in arrays}
     if not dtypes <= {"bfloat16", "float32"}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16 or float32")

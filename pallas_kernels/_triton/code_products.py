@@ -1,4 +1,4 @@
-"""Codes of 8 bits as operands of tensor cores, at few instructions for each code.
+"""Codes of 8 and 4 bits as operands of tensor cores, at few instructions for each code.
 
 Half the bytes leave half the time for every code, and a conversion of each code to bfloat16 takes more than that. So:
 
@@ -10,19 +10,24 @@ Half the bytes leave half the time for every code, and a conversion of each code
 * A tensor core multiplies 16 rows; a thread has two of them, 8 rows apart. If both were the same value the compiler would
   copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
 
+Two codes of 4 bits share a byte, of channels that are D / 2 apart. Keys are multiplied as int8 too: the 4 bits at the top of
+a byte are a code times 16, so two instructions at most make four of them. Each half of a query is multiplied by the codes of
+its channels. Of values, 16 bits have four channels, and each becomes bfloat16 in three instructions at most for two slots.
+
 A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16
 times a power of two; its values become bfloat16 like those in int8, because weights need the range.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels._triton.assembly import assembly
-from pallas_kernels._triton.pallas import plt
+from pallas_kernels._triton.pallas import pl, plt
 
 ROWS = 8  # query heads of a program, at least
 LEAST_WIDTH = 32  # numbers of a key or a value, the least that a product of bytes takes
@@ -30,7 +35,7 @@ _BASE = 254  # a digit goes from -127 to 127
 _FLOAT16_TOP = 14  # the largest number of a query is about 2^14
 
 # Values of a channel as bfloat16, over this unit.
-UNIT = {"int8": 2.0**-6, "float8_e4m3fn": 1.0}
+UNIT = {"int8": 2.0**-6, "float8_e4m3fn": 1.0, "int4": 1.0}
 # The bits of a byte u are a bfloat16 too, u * 2^-133, below the normal numbers or just among them. A code + 128 is such a
 # byte, so one multiplication by 2^127 and addition of -2 gives code * 2^-6.
 _INT8 = "xor.b32 x, $1, 0x80808080; {} mov.b32 m, 0x7F007F00; mov.b32 a, 0xC000C000; fma.rn.bf16x2 $0, x, m, a;"
@@ -45,11 +50,20 @@ _VALUES = {
     ("float8_e4m3fn", 0): _FLOAT8.format("shl.b32 x, $1, 8;"),
     ("float8_e4m3fn", 1): _FLOAT8.format("mov.b32 x, $1;"),
 }
+# 4 bits with the first of them flipped are code + 8; behind the bits of 128 they make a bfloat16 of 136 + code.
+_INT4 = (
+    "{}lop3.b32 x, x, 0x000F000F, 0x43084308, 0x6A; mov.b32 m, 0x3F803F80; mov.b32 a, 0xC308C308; "
+    "fma.rn.bf16x2 $0, x, m, a;"
+)
+_VALUES |= {
+    ("int4", which): _INT4.format(f"shr.u32 x, $1, {4 * which}; " if which else "mov.b32 x, $1; ") for which in range(4)
+}
+_NIBBLES = ("{.reg .b32 x; shl.b32 x, $1, 4; and.b32 $0, x, 0xF0F0F0F0;}", "and.b32 $0, $1, 0xF0F0F0F0;")
 _KEYS = "{{.reg .b32 x; .reg .b16 h; prmt.b32 x, $1, 0, {}; cvt.u16.u32 h, x; cvt.rn.f16x2.e4m3x2 $0, h;}}"
 
 
 def pairs(codes: Array) -> Array:
-    """View codes [..., D] as int16 [..., D / 2], outside of a kernel; the bytes stay."""
+    """View codes of D bytes as int16 [..., D / 2], outside of a kernel; the bytes stay."""
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2), jnp.int16)
 
 
@@ -63,16 +77,36 @@ def _codes(both: Array, kind: str, odd: int) -> Array:
     return lax.bitcast_convert_type((both >> (8 * odd)).astype(jnp.int8), jnp.dtype(kind))
 
 
-def values(both: Array, kind: str, interpret: bool) -> tuple[Array, Array]:
-    """Convert `pairs` [N, D / 2] to even and odd channels, bfloat16 [N, D / 2], times `UNIT`; finite, whatever the bytes."""
+def channels(kind: str, dim: int) -> list[Array]:
+    """List the channels of each array that `values` returns, int32."""
+    if kind == "int4":
+        even = 2 * jnp.arange(dim // 4, dtype=jnp.int32)
+        return [even, even + dim // 2, even + 1, even + dim // 2 + 1]
+    even = 2 * jnp.arange(dim // 2, dtype=jnp.int32)
+    return [even, even + 1]
+
+
+def values(both: Array, kind: str, interpret: bool) -> tuple[Array, ...]:
+    """Convert `pairs` [N, P] to arrays of `channels`, bfloat16 [N, P] times `UNIT`; finite, whatever the bytes."""
+    count = 4 if kind == "int4" else 2
+    if interpret and kind == "int4":
+        return tuple(((((both >> (4 * which)) & 15) ^ 8) - 8).astype(jnp.bfloat16) for which in range(count))
     if interpret:
         numbers = (_codes(both, kind, odd).astype(jnp.float32) for odd in (0, 1))
         even, odd = (jnp.where(x == x, x * UNIT[kind], 0).astype(jnp.bfloat16) for x in numbers)
         return even, odd
-    even, odd = (
-        assembly(f"{{.reg .b32 x, m, a; {_VALUES[kind, odd]}}}", [both], pack=2, result=jnp.bfloat16) for odd in (0, 1)
+    return tuple(
+        assembly(f"{{.reg .b32 x, m, a; {_VALUES[kind, which]}}}", [both], pack=2, result=jnp.bfloat16)
+        for which in range(count)
     )
-    return even, odd
+
+
+def _int8_keys(both: Array, interpret: bool) -> tuple[Array, Array]:
+    """Convert bytes int8 [N, P] with two int4 codes each to int8 codes times 16: of the low bits, and of the high bits."""
+    if interpret:
+        return both << 4, both & -16
+    low, high = (assembly(program, [both], pack=4, result=jnp.int8) for program in _NIBBLES)
+    return low, high
 
 
 def _float16_keys(both: Array, kind: str, interpret: bool) -> tuple[Array, Array]:
@@ -100,18 +134,24 @@ def query_operand(ref: Any, at: tuple, head: Array, kind: str) -> tuple[tuple[Ar
     """
     rows, width = head.shape[0], ref.shape[-1]
     # Rows of a product, 16 at least: two digits, or, if there are few, the queries and nothing.
-    row = jnp.arange(2 * rows if kind == "int8" or rows == ROWS else rows, dtype=jnp.int32)
+    row = jnp.arange(2 * rows if kind != "float8_e4m3fn" or rows == ROWS else rows, dtype=jnp.int32)
     first, of = (row < rows)[:, None], folded(head, row.shape[0] // rows)
 
     def largest(head):
         return jnp.max(jnp.abs(ref[*at, head, :].astype(jnp.float32)), axis=1)
 
-    if kind == "int8":
-        most, query = largest(of), ref[*at, of, :].astype(jnp.float32)
-        whole = query * jnp.where(most > 0, 127 / most, 0)[:, None]
-        digit = jnp.floor(whole + 0.5)
-        both = jnp.where(first, digit, jnp.floor((whole - digit) * _BASE + 0.5))
-        return (both.astype(jnp.int8),), largest(head) * (1 / (127 * _BASE))
+    if kind != "float8_e4m3fn":
+        most = largest(of)
+
+        def digits(query):
+            whole = query.astype(jnp.float32) * jnp.where(most > 0, 127 / most, 0)[:, None]
+            digit = jnp.floor(whole + 0.5)
+            return jnp.where(first, digit, jnp.floor((whole - digit) * _BASE + 0.5)).astype(jnp.int8)
+
+        if kind == "int8":
+            return (digits(ref[*at, of, :]),), largest(head) * (1 / (127 * _BASE))
+        halves = (pl.ds(begin, width // 2) for begin in (0, width // 2))
+        return tuple(digits(ref[*at, of, half]) for half in halves), largest(head) * (1 / (16 * 127 * _BASE))
     channel = 2 * jnp.arange(width // 2, dtype=jnp.int32)[None, :]
     power = _power(largest(of))
     up = lax.bitcast_convert_type(jnp.int32(254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
@@ -130,10 +170,11 @@ def _power(x: Array) -> Array:
 
 def logits(query: tuple[Array, ...], keys: Array, rows: int, kind: str, interpret: bool) -> Array:
     """Multiply a `query_operand` with a block of keys [N, ...], read from a `key_operand`: float32 [R, N]."""
-    if kind == "int8":
-        (digits,) = query
+    if kind != "float8_e4m3fn":
         weight = jnp.where(jnp.arange(2 * rows, dtype=jnp.int32) < rows, _BASE, 1)
-        product = plt.dot(digits, keys, trans_b=True) * weight[:, None]
+        parts = (keys,) if kind == "int8" else _int8_keys(keys, interpret)
+        products = (plt.dot(x, part, trans_b=True) for x, part in zip(query, parts, strict=True))
+        product = functools.reduce(jnp.add, products) * weight[:, None]
         return jnp.sum(product.reshape(2, rows, -1), axis=0, dtype=jnp.int32).astype(jnp.float32)
     halves = _float16_keys(keys, kind, interpret)
     even, odd = (plt.dot(x, half, trans_b=True) for x, half in zip(query, halves, strict=True))

@@ -58,10 +58,11 @@ def store_logits(
         heads: int32 [G]; entries with an equal head store equal logits.
         slots: int32 [N].
         logits: float32 [G, N].
-        mask: bool [N], which slots are stored.
+        mask: bool [N] or [G, N], which of them are stored.
     """
     for ref in refs:
-        head, slot, some = (jnp.broadcast_to(x, logits.shape) for x in (heads[:, None], slots[None], mask[None]))
+        some = mask if mask.ndim == 2 else mask[None]
+        head, slot, some = (jnp.broadcast_to(x, logits.shape) for x in (heads[:, None], slots[None], some))
         plt.store(ref.at[*at, head, slot], logits, mask=some)
 
 

@@ -3,12 +3,9 @@
 A matrix W [N, K] multiplies vectors of K numbers. Its rows are cut into groups of K / G neighbouring numbers, and a number is
 ``code * scale + minimum`` with the scale and the minimum of its group; without minima it is ``code * scale``.
 
-Rows are stored in chunks of 64 numbers, in an order in which a kernel that reads 16 bits at a time finds neighbours:
-
-* 8 bits: bytes 2j and 2j + 1 of a chunk are the int8 codes of the numbers j and 32 + j. With one group (G = 1) the scale of a
-  row multiplies the finished product. Rows that are no whole number of chunks keep the order of their numbers.
-* 4 bits: codes go from 0 to 15. Byte 2j has the numbers j and 16 + j, byte 2j + 1 the numbers 32 + j and 48 + j, the first of
-  them in its low bits. Groups have 32 numbers.
+* 8 bits: int8 codes in the order of their numbers. With one group (G = 1) the scale of a row multiplies the finished product.
+* 4 bits: codes go from 0 to 15, groups have 32 numbers, and two groups are a chunk of 32 bytes: byte j has number j of the
+  first group in its low bits and number j of the second group in its high bits.
 """
 
 from __future__ import annotations
@@ -73,29 +70,17 @@ def _bits_of(codes: Array) -> int:
 
 def levels(codes: Array) -> Array:
     """Put codes into the order of their numbers: int8 [..., K], or uint8 [..., K / 2] to uint8 [..., K]."""
-    lead = codes.shape[:-1]
     if _bits_of(codes) == 8:
-        if codes.shape[-1] % CHUNK:
-            return codes
-        return codes.reshape(*lead, -1, CHUNK // 2, 2).swapaxes(-1, -2).reshape(*lead, -1)
-    words = codes.reshape(*lead, -1, CHUNK // 4, 2)
-    places = jnp.stack([words & 15, words >> 4], axis=-1)  # [..., chunks, 16, byte, place]
-    return jnp.moveaxis(places, -3, -1).reshape(*lead, -1)
-
-
-def paired[T: (Array, np.ndarray)](x: T) -> T:
-    """Put numbers or codes [..., K] into the order of stored codes of 8 bits."""
-    if x.shape[-1] % CHUNK:
-        return x
-    return x.reshape(*x.shape[:-1], -1, 2, CHUNK // 2).swapaxes(-1, -2).reshape(x.shape)
+        return codes
+    stored = codes.reshape(*codes.shape[:-1], -1, 1, GROUP)
+    return jnp.concatenate([stored & 15, stored >> 4], axis=-2).reshape(*codes.shape[:-1], -1)
 
 
 def packed[T: (Array, np.ndarray)](codes: T) -> T:
     """Store codes from 0 to 15, uint8 [..., K] with K a multiple of `CHUNK`, in 4 bits: [..., K / 2]."""
     lead = codes.shape[:-1]
-    places = codes.reshape(*lead, -1, 2, 2, CHUNK // 4)  # [..., chunks, byte, place, 16]
-    words = places[..., 0, :] | (places[..., 1, :] << 4)
-    return words.swapaxes(-1, -2).reshape(*lead, -1)
+    groups = codes.reshape(*lead, -1, 2, GROUP)
+    return (groups[..., 0, :] | (groups[..., 1, :] << 4)).reshape(*lead, -1)
 
 
 def decoded(matrix: CodedMatrix) -> Array:

@@ -1,27 +1,36 @@
-"""Quantised keys and values: codes of 8 bits, and a scale for each token and KV head.
+"""Quantised keys and values: codes of 8 or 4 bits, and a scale for each token and KV head.
 
 A vector x of D numbers is stored as ``codes`` and a ``scale`` with x about ``codes * scale``: int8 codes go from -127 to 127,
-float8_e4m3fn codes from -448 to 448, the largest number of that format. The scale is the largest size in the vector divided
-by the largest code, so nothing is clipped, however large it is. A scale is rounded up to bfloat16 before the vector is
-divided by it, so dequantisation multiplies by exactly the same scale.
+float8_e4m3fn codes from -448 to 448, the largest number of that format, and int4 codes from -7 to 7. The scale is the largest
+size in the vector divided by the largest code, so nothing is clipped, however large it is. A scale is rounded up to bfloat16
+before the vector is divided by it, so dequantisation multiplies by exactly the same scale.
+
+Two int4 codes share a byte of an int8 array: channel i has the four low bits, channel i + D/2 the four high bits.
+
+A vector may be mixed before it is rounded (`pallas_kernels.formats.mixing`): each channel becomes a sum of all channels with
+signs, which is a rotation. Then one large channel no longer decides the steps of all other channels. Dequantisation mixes
+again, which undoes it.
 
 An operation that reads codes need not dequantise them: ``q . x = (q . codes) * scale``, and the sum of p * x is the sum of
-``(p * scale) * codes``. Codes of both kinds are exact in bfloat16, so products with codes are as exact as products with the
-model's own keys and values. Sums are in float32. On a GPU, decode attention over all slots of int8 keys rounds the query
-instead, to 16 bits of its largest value (`pallas_kernels._triton.code_products`): then sums are exact.
+``(p * scale) * codes``. Codes of all kinds are exact in bfloat16, so products with codes are as exact as products with the
+model's own keys and values. Sums are in float32. If the codes are mixed, the query is mixed too, and so is what comes out
+(`mixed_problem`). On a GPU, decode attention over all slots of int8 keys rounds the query instead, to 16 bits of its largest
+value (`pallas_kernels._triton.code_products`): then sums are exact.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.formats.mixing import mix, mix_few
 from pallas_kernels.host import take_rows
 
-MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code of each kind
+MOST = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}  # the largest code of each kind
 _LEAST = 2.0**-120  # a scale below it counts as 0, so that its inverse is finite
 
 
@@ -31,15 +40,19 @@ class Quantised:
     """A quantised array [..., D]; an operation takes one where its docstring says so.
 
     Attributes:
-        codes: int8 or float8_e4m3fn [..., D].
+        codes: int8 or float8_e4m3fn [..., D]; or int8 [..., D / 2] with two int4 codes in each byte.
         scale: bfloat16 [...]. In an offloaded cache (`pallas_kernels.host.Rows`) the codes are the copies on the device, and
             the scales cover all slots.
         of: the dtype of the array before quantisation.
+        packed: whether the codes are int4.
+        mixed: whether the array was mixed before it was rounded.
     """
 
     codes: Array
     scale: Array
     of: str = dataclasses.field(metadata={"static": True})
+    packed: bool = dataclasses.field(default=False, metadata={"static": True})
+    mixed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -49,7 +62,7 @@ class Quantised:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantised array, [..., D]."""
-        return self.codes.shape
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * (2 if self.packed else 1))
 
     @property
     def ndim(self) -> int:
@@ -58,22 +71,44 @@ class Quantised:
 
     @property
     def kind(self) -> str:
-        """The dtype of the codes, a key of `MOST`."""
-        return str(self.codes.dtype)
+        """The kind of the codes, a key of `MOST`."""
+        return "int4" if self.packed else str(self.codes.dtype)
+
+    @property
+    def name(self) -> str:
+        """The kind in words, for messages."""
+        return f"mixed {self.kind}" if self.mixed else self.kind
 
 
-def quantise(x: Array, kind: str) -> Quantised:
-    """Quantise ``x`` [..., D]; ``kind`` is "int8" or "float8_e4m3fn". A vector with a NaN dequantises to NaN."""
-    wide = x.astype(jnp.float32)
+def quantise(x: Array, kind: str, mixed: bool = False) -> Quantised:
+    """Quantise ``x`` [..., D]; ``kind`` is a key of `MOST`. A vector with a NaN dequantises to NaN."""
+    wide = mix(x.astype(jnp.float32)) if mixed else x.astype(jnp.float32)
     scale = scale_of(jnp.max(jnp.abs(wide), axis=-1), kind)
+    codes, packed = codes_of(wide, scale[..., None], kind), kind == "int4"
     return Quantised(
-        codes=codes_of(wide, scale[..., None], kind), scale=scale.astype(jnp.bfloat16), of=str(x.dtype)
+        codes=pack(*jnp.split(codes, 2, axis=-1)) if packed else codes,
+        scale=scale.astype(jnp.bfloat16),
+        of=str(x.dtype),
+        packed=packed,
+        mixed=mixed,
     )
 
 
 def dequantise(x: Quantised) -> Array:
     """Dequantise ``x``: [..., D] in the dtype from before quantisation."""
-    return (x.codes.astype(jnp.float32) * x.scale.astype(jnp.float32)[..., None]).astype(x.dtype)
+    codes = jnp.concatenate(unpack(x.codes), axis=-1) if x.packed else x.codes
+    wide = codes.astype(jnp.float32) * x.scale.astype(jnp.float32)[..., None]
+    return (mix(wide) if x.mixed else wide).astype(x.dtype)
+
+
+def pack(low: Array, high: Array) -> Array:
+    """Put two arrays of int4 codes, int8 of one shape, into one int8 array of that shape."""
+    return (low & 15) | (high << 4)
+
+
+def unpack(codes: Array) -> tuple[Array, Array]:
+    """Undo `pack`."""
+    return (codes << 4) >> 4, codes >> 4
 
 
 def whole(x: Array | Quantised) -> Array:
@@ -83,11 +118,11 @@ def whole(x: Array | Quantised) -> Array:
 
 def stored_like(x: Array, store: Array | Quantised) -> Array | Quantised:
     """Convert ``x`` [..., D] to the form that ``store`` has: quantise it if ``store`` is quantised."""
-    return quantise(x, store.kind) if isinstance(store, Quantised) else x
+    return quantise(x, store.kind, store.mixed) if isinstance(store, Quantised) else x
 
 
 def vectors(x: Array | Quantised) -> Array:
-    """Return the array with the axis D: the codes, or ``x`` itself."""
+    """Return the array with the axis D, or D / 2 if it is packed: the codes, or ``x`` itself."""
     return x.codes if isinstance(x, Quantised) else x
 
 
@@ -97,11 +132,11 @@ def with_vectors(x: Array | Quantised, new: Array) -> Array | Quantised:
 
 
 def numbers(x: Array | Quantised, taken: Array, slots: Array) -> Array:
-    """Dequantise ``taken`` [B, H, K, D], the `vectors` of ``x`` at ``slots`` int32 [B, H or 1, K]: [B, H, K, D]."""
+    """Dequantise ``taken`` [B, H, K, ...], the `vectors` of ``x`` at ``slots`` int32 [B, H or 1, K]: [B, H, K, D]."""
     if not isinstance(x, Quantised):
         return taken
     scale = take_rows(x.scale[..., None], slots)[..., 0]
-    return dequantise(Quantised(codes=taken, scale=scale, of=x.of))
+    return dequantise(dataclasses.replace(x, codes=taken, scale=scale))
 
 
 def numbers_at(x: Array | Quantised, slots: Array) -> Array:
@@ -109,9 +144,47 @@ def numbers_at(x: Array | Quantised, slots: Array) -> Array:
     return numbers(x, take_rows(vectors(x), slots), slots)
 
 
-def zeros(shape: tuple[int, ...], dtype: str, kind: str) -> Quantised:
+def zeros(shape: tuple[int, ...], dtype: str, kind: str, mixed: bool = False) -> Quantised:
     """Make the codes of zeros [..., D]."""
-    return Quantised(codes=jnp.zeros(shape, kind), scale=jnp.zeros(shape[:-1], jnp.bfloat16), of=dtype)
+    return Quantised(
+        codes=jnp.zeros((*shape[:-1], code_bytes(shape[-1], kind)), "int8" if kind == "int4" else kind),
+        scale=jnp.zeros(shape[:-1], jnp.bfloat16),
+        of=dtype,
+        packed=kind == "int4",
+        mixed=mixed,
+    )
+
+
+def code_bytes(dim: int, kind: str) -> int:
+    """Count the bytes of the codes of a vector of ``dim`` numbers."""
+    return dim // 2 if kind == "int4" else dim
+
+
+def vector_bytes(x: Array | Quantised) -> int:
+    """Count the bytes of one vector of ``x`` [..., D]: of its numbers, or of its codes and its scale."""
+    scale = x.scale.dtype.itemsize if isinstance(x, Quantised) else 0
+    return vectors(x).shape[-1] * vectors(x).dtype.itemsize + scale
+
+
+def mixed_problem(
+    query: Array, key: Array | Quantised, value: Array | Quantised, as_stored: bool = True
+) -> tuple[Array, Array | Quantised, Array | Quantised, Callable[[Array], Array]]:
+    """Change an attention's operands so that no code needs to be mixed back.
+
+    Args:
+        query: [..., D].
+        key: keys or codes. If they are mixed, the query is mixed instead: a rotation of both changes no logit.
+        value: values or codes. If they are mixed, the output is mixed instead.
+        as_stored: False if keys are rotated when they are read: then mixed keys stay as they are.
+
+    Returns:
+        The operands, and a function that brings an output [..., D] into the space of the values, or back.
+    """
+    if isinstance(key, Quantised) and key.mixed and as_stored:
+        query, key = mix_few(query), dataclasses.replace(key, mixed=False)
+    if isinstance(value, Quantised) and value.mixed:
+        return query, key, dataclasses.replace(value, mixed=False), mix_few
+    return query, key, value, lambda x: x
 
 
 def scale_of(largest: Array, kind: str) -> Array:
@@ -123,6 +196,6 @@ def scale_of(largest: Array, kind: str) -> Array:
 
 
 def codes_of(x: Array, scale: Array, kind: str) -> Array:
-    """Round ``x`` float32 to codes under a ``scale`` from `scale_of` that broadcasts against it."""
+    """Round ``x`` float32 to codes under a ``scale`` from `scale_of` that broadcasts against it; int4 codes not packed."""
     codes = x * jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1.0), 0.0)
-    return (jnp.floor(codes + 0.5) if kind == "int8" else codes).astype(kind)
+    return codes.astype(kind) if kind == "float8_e4m3fn" else jnp.floor(codes + 0.5).astype(jnp.int8)

@@ -79,7 +79,9 @@ def dense(group, dim, dtype, width=None):
 
 def dense_of_codes(group, dim, dtype, kind):
     (query,), scale = arrays([(1, 2, group, dim)], dtype), arrays([(1, 2, 4096)], "bfloat16")[0]
-    stored = Quantised(codes=arrays([(1, 2, 4096, dim)], kind)[0], scale=scale, of=dtype)
+    packed = kind == "int4"
+    codes = arrays([(1, 2, 4096, dim // 2 if packed else dim)], "int8" if packed else kind)[0]
+    stored = Quantised(codes=codes, scale=scale, of=dtype, packed=packed)
     where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
     return DENSE_DECODE, (query, stored, stored), where, {"scale": 0.1}
 
@@ -219,6 +221,7 @@ KERNELS = {
     "dense_decode of 240": functools.partial(dense, width=240),
     "dense_decode of int8": functools.partial(dense_of_codes, kind="int8"),
     "dense_decode of float8": functools.partial(dense_of_codes, kind="float8_e4m3fn"),
+    "dense_decode of int4": functools.partial(dense_of_codes, kind="int4"),
     "dense_decode of 8 queries": dense_of_queries,
     "dense_decode of 4 queries": functools.partial(dense_of_queries, queries=4),
     "dense_decode of 8 queries in int8": functools.partial(dense_of_queries, kind="int8"),

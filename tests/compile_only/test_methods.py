@@ -18,6 +18,7 @@ import pytest
 from experiments.speed import uneven_scores
 from kvjax import Pattern, Prefill, registry
 from kvjax.attention.patterns import KINDS
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.decode import run_decode, run_extend, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
@@ -27,7 +28,7 @@ from models.transformer import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.attend.gather_attention import gather_attention
-from pallas_kernels.formats.quantised import MOST, Quantised
+from pallas_kernels.formats.quantised import zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.store_token import store_token
 from tests.compile_only.compiling import target
@@ -139,9 +140,11 @@ def test_a_ring_of_queries_is_never_turned_round():
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [(name, "float8_e4m3fn") for name in ("full", "quest")]
-    + [(name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv")],
+    + [(name, "int8") for name in ("full", "h2o", "snapkv", "quest", "pariskv", "sentencekv")]
+    + [(name, "k8v4") for name in ("full", "quest")]
+    + [("full", "int4")],
 )
-def test_decode_step_in_8_bits_for_an_h100_reads_the_codes(name, kv_dtype):
+def test_decode_step_on_codes_for_an_h100_reads_the_codes(name, kv_dtype):
     """Keys that are read back as a whole would be arrays as large as a cache."""
     compiled = decode_step(needs("h100"), name, PROMPT, kv_dtype)
     assert "triton" in compiled.as_text(), "no kernel of ours"
@@ -161,13 +164,18 @@ def test_an_extend_of_few_tokens_for_an_h100_uses_the_decode_kernel_and_copies_n
 
 
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize("kind", KV_DTYPES)
 def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     """Attention to listed slots and pages, and storing a token. The rows of host memory are stand-ins in device memory."""
     machine, shape = needs("h100"), jax.ShapeDtypeStruct
     heads, dim = CONFIG.num_kv_heads, CONFIG.head_dim
-    copies = Quantised(codes=shape((1, heads, 128, dim), kind), scale=shape((1, heads, PROMPT), "bfloat16"), of="bfloat16")
-    host, newest = shape((1, heads, PROMPT, 2 * dim), kind), shape((1,), "int32")
+    kinds, mixed = KV_DTYPES[kind]
+    scale = shape((1, heads, PROMPT), "bfloat16")
+    sizes = (1, heads, 128, dim), "bfloat16"
+    made = jax.eval_shape(lambda: [zeros(*sizes, one, mixed) for one in kinds])
+    copies = [dataclasses.replace(x, scale=scale) for x in made]
+    width = sum(x.codes.shape[3] for x in copies)
+    host, newest = shape((1, heads, PROMPT, width), copies[0].codes.dtype), shape((1,), "int32")
     query, position = shape((1, heads, 4, dim), "bfloat16"), shape((1, heads, PROMPT), "int32")
 
     def attend(page, query, key, value, slots, mask, host, newest, position):
@@ -177,11 +185,11 @@ def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
 
     for page in (1, 16):
         lists = shape((1, heads, 2048 // page), "int32"), shape((1, heads, 2048 // page), bool)
-        given = query, copies, copies, *lists, host, newest, position
+        given = query, *copies, *lists, host, newest, position
         assert "triton" in machine.compile(functools.partial(attend, page), *given).as_text()
 
     def store(key, query, inv_freq, place, copies, position, cursor, host):
-        caches = {"cache_key": copies, "cache_value": copies, "cache_position": position, "cursor": cursor}
+        caches = {"cache_key": copies[0], "cache_value": copies[1], "cache_position": position, "cursor": cursor}
         rows, rotation = Rows(host=host, newest=cursor, sinks=64), {"query": query, "inv_freq": inv_freq}
         stored = store_token(key, key, place, **caches, **rotation, rows=rows, implementation="pallas_triton")
         return stored.key, stored.query

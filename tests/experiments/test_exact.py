@@ -15,7 +15,10 @@ from experiments.speed import settings as speed_settings
 from experiments.speed.exact.__main__ import main
 from experiments.speed.exact.accepted import bytes_per_token, tokens_per_pass
 from experiments.speed.exact.caches import same_share
+from experiments.speed.exact.report import exact_tables
 from experiments.speed.exact.settings import ExactSettings
+from experiments.speed.exact.shape import _kinds, _parts
+from experiments.speed.kernel_times import kernels_of
 from experiments.speed.samplers import ByRow, Forced
 from experiments.speed.verified_cache import verified_cache
 from kvjax.decoding.sampling import Sampler
@@ -78,6 +81,54 @@ def test_bytes_and_tokens_of_a_pass():
     assert bytes_per_token(row, [0.9, 0.5, 0.1], 2) == 120 / 2.4
 
 
+def test_kernels_are_summed_by_part_of_a_round_and_by_kind():
+    """By the scopes of the compiled program's instructions, whose names kernels have, or by what the trace tells."""
+    text = """
+      %loop_fusion.7 = f32[2] fusion(%x), kind=kLoop, metadata={op_name="jit(run)/while/body/draft/mul" source_line=3}
+      ROOT %gemm.1 = (f32[2], s8[4]) custom-call(%x), metadata={op_name="jit(run)/while/body/judge/dot"}
+      %loop_fusion.8 = f32[2] fusion(%x), kind=kLoop, metadata={op_name="jit(run)/drafty/mul"}
+    """
+    events = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "pid": 1, "tid": 7, "name": "thread_name", "args": {"name": "Stream #7"}},
+        *(
+            {"ph": "X", "pid": 1, "tid": 7, "name": name, "ts": at, "dur": 2, "args": told}
+            for at, (name, told) in enumerate([
+                ("loop_fusion_7", {}), ("loop_fusion_8", {}), ("sm90_gemm", {"hlo_op": "gemm.1"}),
+                ("store_token", {"tf_op": "jit(run)/commit/store"}),
+            ])
+        ),
+    ]  # fmt: skip
+    kernels = kernels_of(events)["/device:GPU:0"]
+    took = pytest.approx(2e-6)
+    assert _parts(kernels, text) == {part: (1, took) for part in ("draft", "other", "judge", "commit")}
+    assert _kinds(kernels) == {
+        "loop_fusion": (2, pytest.approx(4e-6)),
+        "sm90_gemm": (1, took),
+        "store_token": (1, took),
+    }
+    profile = {
+        "busy": 2e-3, "count": 5.0, "parts": {"draft": [3.0, 1e-3]}, "kernels": [["gemm", 2.0, 1e-3]], "others": [3.0, 1e-3]
+    }  # fmt: skip
+    row = {
+        "name": "shape",
+        "method": "quest",
+        "batch": 24,
+        "length": 512,
+        "depth": 4,
+        "value": 1.0,
+        "full": 1.0,
+        "ratio": 1.0,
+    }
+    row |= {"later_ratio": 1.0, "counters": {}, "same": None, "step_seconds": 3e-3, "full_step_seconds": 1e-3}
+    told = exact_tables([{**row, "profile": profile, "full_profile": None}])
+    assert (
+        "quest, depth 4, 24 rows of 512: 3.00 ms a round or step; kernels ran 2.00 ms, so the device waited 1.00 ms"
+        in told
+    )
+    assert "| gemm | 2.0 | 1000.0 |" in told and "| others | 3.0 | 1000.0 |" in told
+
+
 def test_tokens_are_compared_up_to_the_first_difference():
     own, full = [[1, 2, 3, 0], [1, 2, 3, 4], [5, 0, 0, 0]], [[1, 2, 9, 0], [1, 2, 3, 4], [5, 6, 0, 0]]
     got = same_share(own, [3, 4, 1], full, [3, 4, 2])
@@ -138,7 +189,22 @@ def test_the_command_measures_its_parts(parts, names, tmp_path, capsys, monkeypa
     monkeypatch.setitem(speed_settings.MODELS, "small", lambda: SMALL)
     out = tmp_path / "exact.json"
     given = ["--parts", parts, "--methods", ",".join(names), "--budgets", "1/4", "--lengths", 256, "--texts", "prose"]
-    sizes = ["--samples", 1, "--tokens", 12, "--depths", 3, "--batches", 1, "--repeats", 1, "--prompts", 3, "--batch", 2]
+    sizes = [
+        "--samples",
+        1,
+        "--tokens",
+        12,
+        "--depths",
+        3,
+        "--batches",
+        1,
+        "--repeats",
+        1,
+        "--prompts",
+        3,
+        "--batch",
+        2,
+    ]
     flags = list(map(str, [*given, *sizes, "--shape", "small", "--sizes", "256x2", "--no-cache", "--out", out]))
     assert main(flags) == 0
     said, made = capsys.readouterr(), json.loads(out.read_text())

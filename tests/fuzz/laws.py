@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.decode import padding_token
 from kvjax.decoding.layers import layer_methods
 from kvjax.describe import describe
@@ -25,7 +26,6 @@ from kvjax.methods import Full
 from kvjax.testing import laws
 from kvjax.testing.layer import random_tokens
 from kvjax.testing.subject import LAYER_STEPS, ROOM, STEPS, Subject, padded
-from pallas_kernels.formats.quantised import MOST
 from tests.fuzz.report import RAW, WRONG, Outcome
 from tests.fuzz.structures import covering, fitted, names, params_of, random_method, random_model, redraw
 
@@ -219,9 +219,9 @@ def offloaded_equals_resident(draw: Draw) -> None:
     np.testing.assert_array_equal(got.stats.attended, draw.base[1].stats.attended)
 
 
-def offloaded_equals_resident_in_8_bits(draw: Draw) -> None:
+def offloaded_equals_resident_as_codes(draw: Draw) -> None:
     """The same where keys and values are codes."""
-    kind = str(np.random.default_rng([draw.structure.number, 4]).choice(sorted(MOST)))
+    kind = str(np.random.default_rng([draw.structure.number, 4]).choice(sorted(KV_DTYPES)))
     got, want = (draw.go_on(draw.read(x, kv_dtype=kind)) for x in (draw.method, resident(draw.method)))
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.stats.attended, want.stats.attended)
@@ -307,7 +307,7 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
     if draw.method.offload:
         chosen.append(offloaded_equals_resident)
         if all(layer.quantisable for layer in layer_methods(draw.method, draw.model)):
-            chosen.append(offloaded_equals_resident_in_8_bits)
+            chosen.append(offloaded_equals_resident_as_codes)
     if number % DRAWS == 0:
         chosen += [*_ONCE, *[sweep_equals_generate] * (swept and not draw.method.offload)]
     return chosen

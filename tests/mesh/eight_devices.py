@@ -381,9 +381,9 @@ def check_offloaded():
 
 
 def check_kv_dtype():
-    """Keys and values in 8 bits: a device's part of codes and scales, in host memory too, and of a cache that was saved."""
-    for method in (method_of("h2o"), example("quest", offload=True)):
-        options = {"kv_dtype": "int8", "chunk_size": 16}
+    """Keys and values as codes: a device's part of codes and scales, in host memory too, and of a cache that was saved."""
+    for method, kind in ((method_of("h2o"), "int8"), (example("quest", offload=True), "k8v4")):
+        options = {"kv_dtype": kind, "chunk_size": 16}
         here = kvjax.generate(params(), read(params(), method, **options), max_new_tokens=STEPS, eos_token_ids=())
         cache = read(spread("2x4"), method, **options)
         with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+import kvjax
 import models
+from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
 from models.checkpoint_table import checkpoint_table
@@ -89,6 +91,20 @@ def test_a_model_in_codes_computes_what_its_numbers_compute(directory, weight_dt
     off = np.abs(run(CONFIG, params, TOKENS) - run(CONFIG, whole, TOKENS)).max()
     assert 0 < off < {"int8": 0.02, "int4": 0.12}[weight_dtype]
     assert CONFIG.weight_bytes(params, 1) < {"int8": 0.27, "int4": 0.17}[weight_dtype] * CONFIG.weight_bytes(whole, 1)
+
+
+@every_dtype
+def test_memory_cost_and_floor_count_codes(weight_dtype):
+    params = random_params(CONFIG, jax.random.key(0), weight_dtype=weight_dtype)
+    held = sum(x.nbytes for x in jax.tree.leaves(params))
+    table = params["embed"]["embedding"]
+    two_rows = 2 * (table.width + 4)  # with their scales
+    read = held - sum(x.nbytes for x in jax.tree.leaves(table)) + two_rows
+    sizes = {"batch": 2, "prompt_slots": 16, "max_new_tokens": 4}
+    needed = memory_needed("full", CONFIG, **sizes, params=param_shapes(CONFIG, weight_dtype))
+    assert needed.weights == held and CONFIG.weight_bytes(of_device(params), 2) == read
+    cache = kvjax.prefill(params, [[1, 2, 3], [4, 5]], config=CONFIG, method="full", max_new_tokens=4)
+    assert kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=()).stats.weight_bytes == read
 
 
 @every_dtype

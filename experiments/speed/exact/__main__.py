@@ -3,8 +3,9 @@
 ``--parts accepted`` counts the drafted tokens that Full keeps on real prompts: prose, code, tasks of long answers, each at
 several temperatures. The prompts are read once for many drafts, and for all depths and temperatures. ``speed`` times Verified
 beside Full in the same run. ``rejected`` times a draft that is always wrong. ``shape`` has random weights in the shape of a
-large model and keeps drafted tokens as often as the record's rows of ``accepted``, or ``--acceptance``, say. ``equal``
-compares tokens with Full's in float32.
+large model and keeps drafted tokens as often as the record's rows of ``accepted``, or ``--acceptance``, say; with
+``--profile`` it lists the kernels of a round. ``judge`` times the attention of several queries beside one query's, with
+``--slot-parts`` over several devices. ``equal`` compares tokens with Full's in float32.
 
 A row is written as soon as it is measured, and is not measured again.
 """
@@ -23,9 +24,11 @@ from experiments.cli import Against, run
 from experiments.records import Results, commit, operations, versions
 from experiments.speed.exact.accepted import measure_accepted
 from experiments.speed.exact.equal import measure_equal
+from experiments.speed.exact.judge import measure_judge
 from experiments.speed.exact.report import exact_tables
 from experiments.speed.exact.settings import ExactCommand, ExactSettings
-from experiments.speed.exact.timed import measure_rejected, measure_shape, measure_speed
+from experiments.speed.exact.shape import measure_shape
+from experiments.speed.exact.timed import measure_rejected, measure_speed
 from experiments.speed.rows import finish, note_run, now
 
 
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
     begun = time.monotonic()
-    needed = set(settings.parts) - {"shape"}
+    needed = set(settings.parts) - {"shape", "judge"}
     options = {"offline": settings.offline, "weight_dtype": settings.weight_dtype}
     model = load_model(settings.model, settings.dtype, **options) if needed else None
     about = {"device": jax.devices()[0].device_kind}
@@ -59,6 +62,8 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
         if part == "shape":
             model = None  # frees the parameters
             measure_shape(settings, results, say)
+        if part == "judge":
+            measure_judge(settings, results, say)
     if not results.metrics:
         raise ValueError("no draft could be measured: the lines above say why")
     tables = exact_tables(results.metrics)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.answering import LoadedModel, pad
@@ -17,9 +19,11 @@ from experiments.speed.exact.texts import Prompts
 from experiments.tasks import held_out_text
 from kvjax.decoding.sampling import Sampler
 
+_PRECISION = "highest"
+
 
 def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results, say: Callable[[str], None]) -> None:
-    """Compare the tokens of every draft that the record lacks with Full's, greedily.
+    """Compare the tokens of every draft that the record lacks with Full's, greedily, with products of whole float32.
 
     Raises:
         ValueError: the model does not compute in float32.
@@ -31,7 +35,7 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
     for draft in make_drafts(model, settings, length, say):
         identity = {
             "name": "equal", "method": draft.label, "knobs": draft.knobs, "length": length, "depth": depth,
-            "tokens": settings.tokens, "prompts": settings.prompts,
+            "tokens": settings.tokens, "prompts": settings.prompts, "products": _PRECISION,
         }  # fmt: skip
         if results.find(identity) is None:
             jobs.append(Job(Drafting(draft.method, depth), draft.label, draft.at, identity))
@@ -39,7 +43,7 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
         return
     sizes = {"room": settings.tokens, "steps": settings.tokens, "copies": 1, "chunk_size": settings.chunk_size}
     differ, passes = np.zeros(len(jobs), int), np.zeros(len(jobs), int)
-    with Programs(model, sampler=Sampler(), key=None, ends=False, **sizes) as programs:
+    with _precise(), Programs(model, sampler=Sampler(), key=None, ends=False, **sizes) as programs:
         for number, (real, prompts) in enumerate(_batches(model, settings, length)):
             full: list[np.ndarray] = []
 
@@ -62,6 +66,17 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
         told = {"value": wrong, "unit": "prompts whose tokens differ", "tokens_per_pass": per_pass}
         results.add({**job.identity, **told}, job.identity)
         say(f"{job.label:30s} {wrong} of {settings.prompts} prompts differ, {per_pass:.2f} tokens per pass")
+
+
+@contextlib.contextmanager
+def _precise() -> Iterator[None]:
+    """Let products of float32 be whole in all threads, where a GPU would round their operands to TF32."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", _PRECISION)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 def _batches(model: LoadedModel, settings: ExactSettings, length: int) -> list[tuple[int, Prompts]]:

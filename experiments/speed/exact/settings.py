@@ -12,7 +12,7 @@ from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
 from experiments.speed.settings import MODELS, Output
 from experiments.tasks import TASKS
 
-PARTS = ("accepted", "speed", "rejected", "shape", "equal")
+PARTS = ("accepted", "speed", "rejected", "shape", "judge", "equal")
 TEXTS = ("prose", "code")  # running text; every other kind of text is a task
 DRAFTS = (
     "snapkv", "quest", "pariskv", "streamingllm", "keydiff", "h2o", "tova", "chess", "sentencekv", "mosaickv", "shadowkv",
@@ -27,7 +27,8 @@ class ExactSettings(ModelSettings):
     Attributes:
         parts: comma-separated: accepted, the drafted tokens that are kept on real text; speed, tokens per second beside Full;
             rejected, the cost of a draft that is always wrong; shape, tokens per second of a shape with random weights, with
-            drafted tokens kept as often as measured; equal, whether the tokens are Full's in float32
+            drafted tokens kept as often as measured; judge, attention of several queries beside one; equal, whether the
+            tokens are Full's in float32
         methods: comma-separated drafts (default: snapkv, quest, pariskv and sixteen more)
         budgets: comma-separated shares of the length or tokens, for drafts whose budget is not set
         lengths: comma-separated, tokens of prompt and answer together
@@ -42,7 +43,9 @@ class ExactSettings(ModelSettings):
         group: drafts that read the prompts together
         chunk_size: prompt tokens of a pass
         shape: shape of the model with random weights
-        sizes: comma-separated, LENGTHxROWS of shape
+        sizes: comma-separated, LENGTHxROWS of shape and judge
+        slot_parts: devices over which judge divides the slots of a row
+        profile: kernels that are listed for each row of shape, from a call under JAX's profiler (0: no profile)
         acceptance: comma-separated, the share of drafted tokens kept at each place, for shape (default: from the record)
         prompts: prompts of equal
         batch: rows of equal that are decoded together
@@ -70,6 +73,8 @@ class ExactSettings(ModelSettings):
     chunk_size: int = option(8192, parse=positive)
     shape: str = "llama-3.1-8b"
     sizes: tuple[str, ...] = ("131072x1",)
+    slot_parts: int = option(1, parse=positive)
+    profile: int = 0
     acceptance: tuple[float, ...] = option((), parse=functools.partial(items, float))
     prompts: int = option(200, parse=positive)
     batch: int = option(50, parse=positive)

@@ -1,8 +1,7 @@
-"""Tokens per second of Verified beside Full: on real text, with drafts that are always wrong, in a large model's shape."""
+"""Tokens per second of Verified beside Full, on real text and with drafts that are always wrong."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -11,28 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import kvjax
 from experiments.answering import LoadedModel
-from experiments.records import Results, knobs_of
-from experiments.speed.exact.accepted import tokens_per_pass
+from experiments.records import Results
 from experiments.speed.exact.caches import Drafting, Job, Programs, run_jobs, same_share
 from experiments.speed.exact.drafts import make_drafts
 from experiments.speed.exact.settings import ExactSettings
 from experiments.speed.exact.texts import Prompts, make_prompts
-from experiments.speed.filled_cache import filled_cache
 from experiments.speed.samplers import Forced
-from experiments.speed.settings import MODELS
-from experiments.speed.variants import setting
-from kvjax.api import shard_map
-from kvjax.decoding.layers import fingerprint
 from kvjax.decoding.sampling import Sampler
-from kvjax.method import Method
-from kvjax.methods import Full
-from models import random_params
 
 Say = Callable[[str], None]
 
@@ -81,7 +69,7 @@ def _beside_full(
             full.update(own)
             say(f"Full, {batch} x {length}: {batch * settings.tokens / full['first']:.1f} tokens/s")
             return
-        row = {**job.identity, **_compared(own, full, batch, settings.tokens)}
+        row = {**job.identity, **compared(own, full, batch, settings.tokens)}
         results.add(row, job.identity)
         say(line(row))
 
@@ -93,14 +81,14 @@ def _beside_full(
 def _timed(programs: Programs, cache: Any, settings: ExactSettings) -> dict[str, Any]:
     """Time a call of `Programs.decode` and the call that goes on, each by the median; the first time is left out."""
     first, later, end = [], [], None
-    tokens = counts = stats = None
+    tokens = counts = stats = steps = None
     for at in range(settings.repeats + 1):
         end = None  # frees the last copy before the next one is made
         copy = jax.block_until_ready(programs.fork(cache))
         begun = time.perf_counter()
         end, stats = jax.block_until_ready(programs.decode(copy))
         between = time.perf_counter()
-        tokens, counts = end.tokens, end.num_tokens
+        tokens, counts, steps = end.tokens, end.num_tokens, int(end.step)
         end, stats = jax.block_until_ready(programs.decode(end.cache))
         if at:
             first.append(between - begun)
@@ -113,11 +101,15 @@ def _timed(programs: Programs, cache: Any, settings: ExactSettings) -> dict[str,
         "tokens": tokens,
         "counts": counts,
         "counters": counters,
+        "steps": steps,
     }
 
 
-def _compared(own: dict[str, Any], full: dict[str, Any], batch: int, tokens: int) -> dict[str, Any]:
-    """Compare times with Full's; a ratio above 1 is faster than Full."""
+def compared(own: dict[str, Any], full: dict[str, Any], batch: int, tokens: int) -> dict[str, Any]:
+    """Compare times with Full's; a ratio above 1 is faster than Full.
+
+    A step is a round, or a step of Full alone. A call has as many steps as its slowest row needs.
+    """
     return {
         "value": batch * tokens / own["first"],
         "unit": "tokens/s",
@@ -128,6 +120,9 @@ def _compared(own: dict[str, Any], full: dict[str, Any], batch: int, tokens: int
         "full_seconds": full["spans"],
         "same": float(same_share(own["tokens"], own["counts"], full["tokens"], full["counts"]).mean()),
         "counters": own["counters"],
+        "steps": own["steps"],
+        "step_seconds": own["first"] / own["steps"],
+        "full_step_seconds": full["first"] / full["steps"],
     }
 
 
@@ -138,90 +133,6 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['name']:8s} {row['method']:30s} {row['batch']:3d} x {row['length']:6d} depth {row['depth']}: "
         f"{row['value']:8.1f} tokens/s, Full {row['full']:8.1f}: {row['ratio']:.3f} of Full's speed, later "
-        f"{row['later_ratio']:.3f}{kept}, same {100 * row['same']:.0f} %"
+        f"{row['later_ratio']:.3f}, {1e3 * row['step_seconds']:.3f} ms a round, {1e3 * row['full_step_seconds']:.3f} a step"
+        f" of Full{kept}, same {100 * row['same']:.0f} %"
     )
-
-
-def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
-    """Time Verified beside Full in the shape of a large model, with random weights and a cache of random keys and values.
-
-    Drafted tokens are kept as often as `--acceptance` says, or as they were on real text by the rows of the record.
-    """
-    config = MODELS[settings.shape]()
-    params = None
-    for length, batch in settings.sized():
-        full = None
-        for choice in settings.drafts:
-            try:
-                chosen = setting(choice.name, length, config, choice.knobs).method
-                jobs = [(depth, _rates(settings, results, choice.label, depth)) for depth in settings.depths]
-                kvjax.Verified(draft=chosen, depth=max(settings.depths)).for_layer(0, config.num_layers)
-            except ValueError as error:
-                say(f"{choice.label} is left out: {error}")
-                continue
-            for depth, (kept, source) in jobs:
-                identity = {
-                    "name": "shape", "model": settings.shape, "method": choice.label, "knobs": knobs_of(chosen),
-                    "length": length, "batch": batch, "depth": depth, "kept": kept, "tokens": settings.tokens,
-                }  # fmt: skip
-                if results.find(identity) is not None:
-                    continue
-                params = random_params(config, jax.random.key(0)) if params is None else params
-                never = Forced.keeping([0.0] * depth, batch)
-                full = full or _in_shape(settings, params, config, Full(), (length, batch), never)
-                sampler = Forced.keeping(kept, batch)
-                method = kvjax.Verified(draft=chosen, depth=depth, worth=None)
-                try:
-                    own = _in_shape(settings, params, config, method, (length, batch), sampler)
-                except jax.errors.JaxRuntimeError as problem:
-                    say(f"{choice.label} {batch} x {length} failed: {problem}"[:300])
-                    continue
-                row = {**identity, **_compared(own, full, batch, settings.tokens), "source": source}
-                row["same"] = None  # the tokens mean nothing
-                results.add(row, identity)
-                say(line({**row, "same": 1.0}) + f"; kept {source}: {tokens_per_pass(kept, depth):.2f} tokens per pass")
-
-
-def _rates(settings: ExactSettings, results: Results, label: str, depth: int) -> tuple[list[float], str]:
-    """Return the share of drafted tokens kept at each place, and where it comes from.
-
-    Raises:
-        ValueError: the record has no such row of the draft, and the settings have no shares.
-    """
-    if settings.acceptance:
-        if len(settings.acceptance) < depth:
-            raise ValueError(f"acceptance must have a share for each of {depth} places, got {len(settings.acceptance)}")
-        return list(settings.acceptance[:depth]), "as given"
-    rows = [
-        row for row in results.metrics if row["name"] == "accepted" and row["method"] == label and row["depth"] >= depth
-    ]
-    if not rows:
-        raise ValueError(
-            f"the record has no acceptance of {label} at depth {depth}: measure it first, or pass --acceptance"
-        )
-    row = max(rows, key=lambda row: row["length"])
-    return row["kept"][:depth], f"measured at {row['length']} tokens"
-
-
-def _in_shape(
-    settings: ExactSettings, params: Any, config: Any, method: Method, sizes: tuple[int, int], sampler: Any
-) -> dict[str, Any]:
-    """Time calls that go on and on with the same cache; the first call is left out."""
-    length, batch = sizes
-    room = settings.tokens * (settings.repeats + 1) + 8
-    cache = filled_cache(method, config, length=length, batch=batch, max_new_tokens=room, weights=fingerprint(params))
-    run = functools.partial(shard_map.decode_and_measure, steps=settings.tokens, stop_early=False)
-    program = jax.jit(run, donate_argnums=1)
-    rest = sampler, jax.random.key(settings.seed), jnp.zeros((0,), jnp.int32), jnp.zeros((batch,), bool)
-    spans, end, stats = [], None, None
-    for at in range(settings.repeats + 1):
-        begun = time.perf_counter()
-        end, stats = jax.block_until_ready(program(params, cache, *rest))
-        spans += [time.perf_counter() - begun] * (at > 0)
-        cache = end.cache
-    counters = {name: float(np.mean(x)) for name, x in (stats.counters if stats else {}).items()}
-    middle = statistics.median(spans)
-    none = np.zeros((batch, 1), np.int32)
-    return {
-        "first": middle, "later": middle, "spans": [spans], "tokens": none, "counts": none[:, 0], "counters": counters
-    }  # fmt: skip

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, mixed_problem
 from pallas_kernels.numerics import merge_pair
 
 __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
@@ -107,7 +107,9 @@ def _check_shapes(query, key, value, position, limit, partials, gap, rotation, q
         members = "[B, H, G, T, D] and [B, H, G, T]" if several else "[B, H, G, D] and [B, H, G]"
         raise ValueError(f"dense_decode: got partials {[x.shape for x in partials]}, expected {members}, {whole}")
     if gap is not None and (gap.shape, str(gap.dtype)) != ((*key.shape[:2], 2), "int32"):
-        raise ValueError(f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}")
+        raise ValueError(
+            f"dense_decode: got gap {gap.dtype} {gap.shape}, expected int32 [B, H, 2], {(*key.shape[:2], 2)}"
+        )
     if (str(position.dtype), str(limit.dtype)) != ("int32", "int32"):
         raise ValueError(f"dense_decode: got position {position.dtype} and limit {limit.dtype}, expected int32")
     angles = None if rotation is None else (rotation.inv_freq.shape, rotation.origin.shape)
@@ -155,8 +157,8 @@ def dense_decode(
         query_position: int32 [B, T], in tokens; -1 for a padding query, which sees nothing. None: one query per head, which
             sees all tokens below the limit.
         parts: True: return N partial results, each over some of the slots; another kernel merges them with its own.
-        mass: True: the result also has the attention that each slot receives, for a method that scores by it. Not with
-            ``parts``, and not with ``query_position``.
+        mass: True: the result also has the attention that each slot receives, for a method that scores by it; of several
+            queries from the first, because the logits of all would be more bytes than the keys. Not with ``parts``.
         implementation: "pallas_triton" (GPU; D a power of two, E a multiple of 16, G * T at most 64 with ``query_position``);
             "jax_triton" (the same kernel through the package of that name, E as D, one query); "pallas_tpu" (TPU; D as E, a
             multiple of 128, S of 8, one query); "xla"; or None for the first of "pallas_triton", "pallas_tpu" and "xla" that
@@ -175,20 +177,21 @@ def dense_decode(
     """
     _check_shapes(query, key, value, position, limit, partials, gap, rotation, query_position)
     if parts and mass:
-        raise ValueError("dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass")
-    if query_position is not None and mass:
-        raise ValueError("dense_decode: got query_position and mass, expected one of them: column_mass has several queries")
+        raise ValueError(
+            "dense_decode: got parts and mass, expected one of them: before parts are joined there is no mass"
+        )
     if not query.dtype == key.dtype == value.dtype:
         dtypes = [str(x.dtype) for x in (query, key, value)]
         raise ValueError(f"dense_decode: got dtypes {dtypes}, expected the same dtype")
-    return DENSE_DECODE.run(
+    query, key, value, turned = mixed_problem(query, key, value, rotation is None)
+    out, *rest = DENSE_DECODE.run(
         query,
         key,
         value,
         position=position,
         limit=limit,
         scale=scale,
-        partials=partials,
+        partials=None if partials is None else (turned(partials[0]), partials[1]),
         gap=gap,
         rotation=rotation,
         query_position=query_position,
@@ -197,3 +200,4 @@ def dense_decode(
         implementation=implementation,
         platform=platform,
     )
+    return turned(out), *rest

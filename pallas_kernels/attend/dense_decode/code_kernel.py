@@ -1,7 +1,7 @@
-"""The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 bits: the same work, divided in the same way.
+"""The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
 
-With half the bytes, instructions would limit it unless each code takes few (`pallas_kernels._triton.code_products`). So its
-softmax is in powers of two, and the denominator is added up over slots only at the end.
+With half the bytes or fewer, instructions would limit it unless each code takes few (`pallas_kernels._triton.code_products`).
+So its softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._triton import code_products as codes
-from pallas_kernels._triton.online_softmax import store_logits
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.split import blocks_to_read
-from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
+from pallas_kernels.attend.dense_decode.queries import asked_positions, store_first, visible
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
@@ -35,7 +34,8 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
         and query.dtype == jnp.bfloat16
         and group <= MOST_ROWS
         and not width & (width - 1)
-        and min(width, value.shape[3]) >= codes.LEAST_WIDTH
+        and width >= codes.LEAST_WIDTH * (2 if key.packed else 1)
+        and value.shape[3] >= codes.LEAST_WIDTH * (2 if value.packed else 1)
     )
 
 
@@ -57,7 +57,7 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
 
 
 def kernel(*refs, structure, scale, block, kinds, interpret):
-    """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have the dtypes ``kinds``."""
+    """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have these ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, stored, position_ref, limit_ref, partials, gap_ref, asked_ref = jax.tree.unflatten(structure, refs)
     key_ref, key_scale_ref, value_ref, value_scale_ref = stored
@@ -90,10 +90,10 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         key_scale = key_scale_ref[at].astype(jnp.float32)[None, :]
 
         def hidden(product, head, asked):
-            logits = product * key_scale
-            store_logits(logits_ref, (b, h), head, slot, logits * math.log(2), held)
             # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
-            return jnp.where(visible(held, position, asked), logits, -jnp.inf)
+            logits = jnp.where(visible(held, position, asked), product * key_scale, -jnp.inf)
+            store_first(logits_ref, (b, h), head, slot, logits * math.log(2), held, asked_ref)
+            return logits
 
         every = [hidden(x, head, asked) for x, (head, _, _, asked) in zip(products, tiles, strict=True)]
         value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
@@ -117,20 +117,20 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         return [added(total, outs, *more) for (total, _, outs), more in zip(sums, found, strict=True)]
 
     places = [codes.folded(head, fold)[:, None] for head, *_ in tiles]
-    halves = [2 * jnp.arange(dim // 2, dtype=jnp.int32)[None, :] + odd for odd in (0, 1)]  # even and odd channels
+    pieces = [x[None, :] for x in codes.channels(value_kind, dim)]
     unit = codes.UNIT[value_kind]
 
     def begun(head, row):
         total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
         maximum = jnp.full((rows,), -jnp.inf, jnp.float32)  # of logits to base 2
-        outs = tuple(jnp.zeros((fold * rows, dim // 2), jnp.float32) for _ in halves)
+        outs = tuple(jnp.zeros((fold * rows, piece.shape[1]), jnp.float32) for piece in pieces)
         if partials is not None:
             out_partial, lse_partial = partials
             maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
             place = jnp.arange(block, dtype=jnp.int32)[None, :]
             total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
             some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere the partial may hold anything
-            outs = tuple(jnp.where(some, out_partial[b, h, row, half].astype(jnp.float32) * unit, 0) for half in halves)
+            outs = tuple(jnp.where(some, out_partial[b, h, row, piece].astype(jnp.float32) * unit, 0) for piece in pieces)
         return total, maximum, outs
 
     # Program `split` takes blocks first..last - 1 of the row.
@@ -141,6 +141,6 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         total = jnp.sum(total, axis=1)
         divisor = codes.folded(jnp.where(total > 0, total, 1) * unit, fold)[:, None]
         # Repeated query heads write equal values to the same address.
-        for out, half in zip(outs, halves, strict=True):
-            out_ref[b * heads + h, split, row, half] = (out / divisor).astype(out_ref.dtype)
+        for out, piece in zip(outs, pieces, strict=True):
+            out_ref[b * heads + h, split, row, piece] = (out / divisor).astype(out_ref.dtype)
         lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) * math.log(2) + jnp.log(total)

@@ -29,8 +29,9 @@ from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config, blocks_to_read, partial_shapes, powers
 from pallas_kernels.attend.dense_decode import code_kernel
-from pallas_kernels.attend.dense_decode.queries import asked_positions, visible
+from pallas_kernels.attend.dense_decode.queries import asked_positions, store_first, visible
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import product_precision
 
 PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200; measured best of 1 to 8
@@ -82,7 +83,7 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
     #   gap [B, H, 2] or None
     #   query_position [B, T] or None
     #   inv_freq [E/2] and origin [B, 2], if keys are rotated
-    # Results: out [B*H, N, G, D]; lse [B*H, N, G]; logits [B, H, G, S], if they are wanted.
+    # Results: out [B*H, N, G, D]; lse [B*H, N, G]; logits as in `store_first`, if they are wanted.
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     query_ref, key_ref, value_ref, position_ref, limit_ref, partials, gap_ref, asked_ref, *turned = jax.tree.unflatten(
         structure, refs
@@ -117,8 +118,8 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
         if key_scale is not None:
             logits = logits * key_scale.astype(jnp.float32)[None, :]
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.
-        online_softmax.store_logits(logits_ref, (b, h), repeated, slot, logits, held)
         logits = jnp.where(visible(held, position, asked), logits, -jnp.inf)
+        store_first(logits_ref, (b, h), repeated, slot, logits, held, asked_ref)
         values, value_scale = rows_and_scale(value_ref, (b, h, at, slice(None)), dtype)
         values = kept(values, held, interpret)
         if value_scale is not None:
@@ -157,6 +158,7 @@ def dense_decode(
     """Attend with one or a few queries per head to all tokens below a limit; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, *members, width), dim = query.shape, value.shape[3]
     group, lists, slots = math.prod(members), rows * heads, key.shape[2]
+    stored_heads = members[0] + (query_position is not None)  # of the logits of `store_first`
     codes = rotation is None and code_kernel.takes(query, key, value)
     if config is None:
         config = fitted(default_config(lists, slots, gap is not None, codes), query, dim, codes)
@@ -172,7 +174,9 @@ def dense_decode(
         body = functools.partial(body, early=rotation.first)
     turned = () if rotation is None else (rotation.inv_freq, rotation.origin)
     operands, structure = jax.tree.flatten((query, *stored, position, limit, partials, gap, query_position, *turned))
-    whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
+    whole = config.splits == 1 and not (
+        parts or mass
+    )  # then the kernel writes the result itself, and there is no merge
     out, lse, *logits = triton_call(
         functools.partial(
             body,
@@ -184,7 +188,7 @@ def dense_decode(
         grid=(rows, heads, config.splits),
         out_shape=(
             *partial_shapes(lists, config.splits, group, dim, query.dtype if whole else jnp.float32),
-            *([jax.ShapeDtypeStruct((rows, heads, group, slots), jnp.float32)] if mass else []),
+            *([jax.ShapeDtypeStruct((rows, heads, stored_heads, slots), jnp.float32)] if mass else []),
         ),
         name="dense_decode",
         num_warps=config.num_warps,
@@ -196,7 +200,9 @@ def dense_decode(
     more = []
     if not whole:
         received = (*logits, position, limit) if mass else None
-        out, lse, *more = merge_kernel.merge_splits(out, lse, dtype=query.dtype, received=received, interpret=interpret)
+        out, lse, *more = merge_kernel.merge_splits(
+            out, lse, dtype=query.dtype, received=received, queries=math.prod(members[1:]), interpret=interpret
+        )
     return out.reshape(rows, heads, *members, dim), lse.reshape(rows, heads, *members), *more
 
 
@@ -228,8 +234,12 @@ def check(
     if width % LEAST or not 0 < width <= 256:
         raise NotImplementedError(f"got keys of {width} numbers, expected a multiple of {LEAST} up to 256")
     if rotation is not None and (width & (width - 1) or width < 2 * LEAST):
-        raise NotImplementedError(f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}")
+        raise NotImplementedError(
+            f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}"
+        )
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
-    check_codes(key, value)
+    check_codes(key, value, packed=True)
+    if rotation is not None and isinstance(key, Quantised) and key.mixed:
+        raise NotImplementedError(f"got {key.name} codes of keys to rotate, expected codes that are not mixed")
     fitted(Config(), query, dim, rotation is None and code_kernel.takes(query, key, value))

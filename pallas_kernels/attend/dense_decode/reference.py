@@ -12,13 +12,19 @@ BLOCK = 1 << 20  # logits, slots x queries, that are in memory at once per query
 LEAST_BLOCK = 1024  # slots
 
 
-def slot_mass(query, key, lse, *, position, limit, scale, **_):
-    """Compute each slot's probability under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S]."""
+def slot_mass(query, key, lse, *, position, limit, scale, query_position=None, **_):
+    """Compute each slot's probability under a softmax with ``lse`` [B, H, G], summed over the group: float32 [B, H, S].
+
+    Of several queries at positions, whose ``lse`` is [B, H, G, T], the first is taken.
+    """
+    seen = (position >= 0) & (jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None])
+    if query_position is not None:
+        query, lse = query[..., 0, :], lse[..., 0]
+        seen &= position <= query_position[:, None, :1]
     exact = product_precision(query.dtype)
     products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
-    held = (position >= 0) & (jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None])
     weight = jnp.exp(products * scale - finite_or_zero(lse)[..., None])
-    return jnp.where(held[:, :, None], weight, 0).sum(axis=2)
+    return jnp.where(seen[:, :, None], weight, 0).sum(axis=2)
 
 
 def dense_decode(query, key, value, *, position, limit, scale, query_position=None):

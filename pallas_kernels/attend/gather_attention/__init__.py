@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.attend.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised, vectors
+from pallas_kernels.formats.quantised import Quantised, mixed_problem, vectors
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
 
@@ -96,7 +96,8 @@ def gather_attention(
         parts, lse = (x.shape for x in partials)
         if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
             raise ValueError(f"gather_attention: got partials {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
-    return GATHER_ATTENTION.run(
+    query, key, value, turned = mixed_problem(query, key, value, place is None)
+    out, *rest = GATHER_ATTENTION.run(
         query,
         key,
         value,
@@ -109,11 +110,12 @@ def gather_attention(
         place=place,
         inv_freq=inv_freq,
         rows=rows,
-        partials=partials,
+        partials=None if partials is None else (turned(partials[0]), partials[1]),
         logits=logits,
         implementation=implementation,
         platform=platform,
     )
+    return turned(out), *rest
 
 
 def _check(query, key, value, lists, position, inv_freq, rows):
@@ -146,9 +148,11 @@ def _check(query, key, value, lists, position, inv_freq, rows):
     if rows is None:
         return
     dim, host, sinks = query.shape[-1], rows.host, rows.sinks
-    both = host.shape[3] == 2 * dim
+    widths = [vectors(x).shape[3] for x in (key, value)]
+    both = host.shape[3] > widths[1]
     near = value.shape[2]
-    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], near if both else slots, dim), (*rows_of[:3], dim * (1 + both))]
+    width = sum(widths) if both else widths[1]
+    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], near if both else slots, dim), (*rows_of[:3], width)]
     if [value.shape, key.shape, host.shape] != shapes or not 0 <= sinks < near:
         raise ValueError(
             f"gather_attention: got value {value.shape}, key {key.shape}, host {host.shape} and {sinks=}, expected {shapes} "

@@ -19,7 +19,7 @@ from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.pallas import pl, plt
-from pallas_kernels._triton.quantised import check_codes
+from pallas_kernels._triton.quantised import check_codes, nibbles, unpacked
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config, partial_shapes
@@ -71,15 +71,22 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
 
     def read(name, row, asked, part):
         """Read channels ``part`` of the keys or values at slots ``row`` [block]; codes are cast, but not scaled."""
-        near = vectors(ref[name])
+        near, packed = vectors(ref[name]), isinstance(ref[name], Quantised) and ref[name].packed
+
+        def load(x, row, asked, behind=0):
+            if not packed:
+                return load_rows(x, (b, h), row, asked, behind + part.start + jnp.arange(part.size, dtype=jnp.int32))
+            byte, shift = nibbles(part.start, part.size, dim)
+            return unpacked(load_rows(x, (b, h), row, asked, behind + byte), shift, jnp.int8)
+
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
-            return load_rows(near, (b, h), row, asked, part.start, part.size).astype(queries[0].dtype)
+            return load(near, row, asked).astype(queries[0].dtype)
         # A row is loaded from the device or from the host.
         at, copied = copy_row(row, sinks, near.shape[2]), has_copy(row, ref["newest"][b], sinks, near.shape[2])
         # On the host a row is the key and the value side by side, or the value alone.
-        behind = ref["host"].shape[3] - dim if name == "value" else 0
-        here = load_rows(near, (b, h), at, asked & copied, part.start, part.size)
-        away = load_rows(ref["host"], (b, h), row, asked & ~copied, part.start + behind, part.size)
+        behind = ref["host"].shape[3] - near.shape[3] if name == "value" else 0
+        here = load(near, at, asked & copied)
+        away = load(ref["host"], row, asked & ~copied, behind)
         return jnp.where(copied[:, None], here, away).astype(queries[0].dtype)
 
     def add(step, sums):
@@ -133,9 +140,9 @@ def _live_steps(ref, b, h, split, size, block, splits, page_size):
     return jnp.max(jnp.where(listed, step + 1, 0))
 
 
-def load_rows(x, at, row, asked, first, size):
-    """Load channels ``first`` to ``first + size - 1`` of ``row`` [N] of ``x[at]``: [N, size]; 0 where not ``asked`` [N]."""
-    channel = jnp.broadcast_to((first + jnp.arange(size, dtype=jnp.int32))[None], (row.shape[0], size))
+def load_rows(x, at, row, asked, channel):
+    """Load channels ``channel`` int32 [C] of ``row`` [N] of ``x[at]``: [N, C]; 0 where not ``asked`` [N]."""
+    channel = jnp.broadcast_to(channel[None], (row.shape[0], channel.shape[0]))
     row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
     none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
     return plt.load(x.at[*at, row, channel], mask=asked, other=none)
@@ -238,5 +245,7 @@ def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
     dim, least = query.shape[-1], 16 if place is None else 32
     if dim < least or dim > 256 or dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
-    check_codes(key, value, rows=rows)
+    check_codes(key, value, rows=rows, packed=True)
+    if place is not None and isinstance(key, Quantised) and key.mixed:
+        raise NotImplementedError(f"got {key.name} codes of keys to rotate, expected codes that are not mixed")
     fitted(Config(), query)

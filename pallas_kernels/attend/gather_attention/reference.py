@@ -43,17 +43,18 @@ def _listed_rows(key, value, slots, rows):
     """Gather the keys and values of ``slots``, [B, H, K, D] each."""
     if rows is None:
         return numbers_at(key, slots), numbers_at(value, slots)
-    dim, near = value.shape[3], value.shape[2]
+    near, widths = value.shape[2], [vectors(x).shape[3] for x in (key, value)]
     row = copy_row(slots, rows.sinks, near)
     copied = has_copy(slots, rows.newest[:, None, None], rows.sinks, near)
     away = take_rows(rows.host, jnp.where(copied, 0, slots))
 
-    def joined(copies, begin):
+    def joined(copies, part):
         near = take_rows(vectors(copies), row)
-        return numbers(copies, jnp.where(copied[..., None], near, away[..., begin : begin + dim]), slots)
+        return numbers(copies, jnp.where(copied[..., None], near, part), slots)
 
-    both = rows.host.shape[3] > dim
-    return joined(key, 0) if both else numbers_at(key, slots), joined(value, dim if both else 0)
+    both = rows.host.shape[3] > widths[1]
+    value = joined(value, away[..., -widths[1] :])
+    return joined(key, away[..., : widths[0]]) if both else numbers_at(key, slots), value
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:

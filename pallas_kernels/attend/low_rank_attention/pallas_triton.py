@@ -67,8 +67,8 @@ def _kernel(*refs, structure, scale, block, splits, page_size):
         entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
         lists = {"slots": pages_ref, "mask": mask_ref, "key": value_ref}
         row, _, asked, listed = listed_rows(lists, b, h, entry, page_size)
-        left = [load_rows(left_ref, (b,), row, asked, *part) for part in parts]
-        values = load_rows(value_ref, (b, h), row, asked, 0, dim)
+        left = [load_rows(left_ref, (b,), row, asked, start + jnp.arange(size, dtype=jnp.int32)) for start, size in parts]
+        values = load_rows(value_ref, (b, h), row, asked, jnp.arange(dim, dtype=jnp.int32))
         keys = [functools.reduce(jnp.add, map(dot, left, factors)) for factors in right]
         keys = rotated(*keys, row.astype(jnp.float32)[:, None] * inv_freq[None, :])
         logits = sum(dot(q, k.astype(dtype), trans_b=True) for q, k in zip(queries, keys, strict=True)) * scale

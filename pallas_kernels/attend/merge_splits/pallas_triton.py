@@ -28,9 +28,9 @@ def _kernel(*refs, piece):
     _merge(refs, merged_ref, whole_ref, row, head, at * piece, piece)
 
 
-def _mass_kernel(*refs, piece, heads):
-    # Operands and results of `_kernel`, but logits [L, G, S], position [L, S] and limit [B] follow the pairs, and mass [L, S]
-    # follows the results.
+def _mass_kernel(*refs, piece, heads, queries):
+    # Operands and results of `_kernel`, but logits [L, M, S], position [L, S], limit [B] follow the pairs, and mass [L, S]
+    # follows the results. There are logits of the first of a head's ``queries``, of which all are in G.
     *refs, logits_ref, position_ref, limit_ref, merged_ref, whole_ref, mass_ref = refs
     row, unit = pl.program_id(0), pl.program_id(1)
     group, dim = merged_ref.shape[1:]
@@ -47,8 +47,8 @@ def _mass_kernel(*refs, piece, heads):
         held = (slot < slots) & (slot < limit_ref[jax.lax.div(row, heads)])
         held &= plt.load(position_ref.at[row, slot], mask=held, other=-1) >= 0
         mass = jnp.zeros((SLOTS,), jnp.float32)
-        for head in range(group):  # a slot that holds no token is not read
-            maximum, total = _softmax([_lse(ref, row, head)[1] for ref in refs[1::2]])
+        for head in range(group // queries):  # a slot that holds no token is not read
+            maximum, total = _softmax([_lse(ref, row, head * queries)[1] for ref in refs[1::2]])
             logits = plt.load(logits_ref.at[row, head, slot], mask=held, other=-jnp.inf)
             mass += jnp.exp(logits - finite_or_zero(maximum + jnp.log(total)))
         plt.store(mass_ref.at[row, slot], mass, mask=slot < slots)
@@ -88,14 +88,15 @@ def _merge(refs, merged_ref, whole_ref, row, head, first, piece):
         whole_ref[row, head] = maximum + jnp.log(total)
 
 
-def merge_splits(out, lse, *partials, dtype, received=None, interpret=False):
+def merge_splits(out, lse, *partials, dtype, received=None, queries=1, interpret=False):
     """Merge the partial softmaxes of each list; ``interpret=True`` runs anywhere, slowly.
 
     ``partials`` are one more out [L, M, G, D] and lse [L, M, G], whose M parts are merged too.
 
-    ``received`` is logits float32 [B, H, G, S], position int32 [B, H, S] and limit int32 [B], with L = B * H. It adds a third
-    result: float32 [B, H, S], the probabilities under the merged softmax, summed over G. They are 0 for slots at a negative
-    position or from the limit on, whose logits may hold anything.
+    ``received`` is logits float32 [B, H, G / queries, S] or with more heads, which are not read, position int32 [B, H, S] and
+    limit int32 [B], with L = B * H. It adds a third result: float32 [B, H, S], the probabilities under the merged softmax,
+    summed over the first of every ``queries`` entries of G. They are 0 for slots at a negative position or from the limit on,
+    whose logits may hold anything.
     """
     lists, _, group, dim = out.shape
     piece = min(PIECE, dim & -dim)  # the largest power of two that divides D
@@ -107,10 +108,10 @@ def merge_splits(out, lse, *partials, dtype, received=None, interpret=False):
     logits, position, limit = received
     rows, heads, slots = position.shape
     *merged, mass = call(
-        functools.partial(_mass_kernel, piece=piece, heads=heads),
+        functools.partial(_mass_kernel, piece=piece, heads=heads, queries=queries),
         grid=(lists, group * (dim // piece) + pl.cdiv(slots, SLOTS)),
         out_shape=(*shapes, jax.ShapeDtypeStruct((lists, slots), jnp.float32)),
-    )(out, lse, *partials, logits.reshape(lists, group, slots), position.reshape(lists, slots), limit)
+    )(out, lse, *partials, logits.reshape(lists, -1, slots), position.reshape(lists, slots), limit)
     return *merged, mass.reshape(rows, heads, slots)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded, paired
+from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from pallas_kernels.machine import current_machine
 
 _TILE = 1 << 22  # decoded numbers at a time, at most
@@ -34,9 +34,8 @@ def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
 
 
 def _by_row(rows: Array, matrix: CodedMatrix) -> Array:
-    # The vectors take the order of the codes: to put the codes in order would be a copy of the matrix.
     codes = matrix.codes.astype(rows.dtype)
-    made = lax.dot_general(paired(rows), codes, _LAST, preferred_element_type=jnp.float32)
+    made = lax.dot_general(rows, codes, _LAST, preferred_element_type=jnp.float32)
     return made * matrix.scales[:, 0].astype(jnp.float32)[None]
 
 

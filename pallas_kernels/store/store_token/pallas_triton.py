@@ -7,17 +7,21 @@ are passed as one array. They are slices of one projection, and so XLA passes th
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.pallas import pl
+from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels._triton.rotate import cosine_sine
-from pallas_kernels.formats.quantised import Quantised, codes_of, scale_of
+from pallas_kernels.formats.mixing import signs
+from pallas_kernels.formats.quantised import Quantised, codes_of, pack, scale_of
 from pallas_kernels.host import copy_row, sinks_of
+from pallas_kernels.numerics import product_precision
 
+LEAST_MIXED = 32  # channels, whose halves are the least that a tensor core multiplies
 MOST_ELEMENTS = 1 << 14  # elements of one row's query, held in registers
 
 
@@ -67,8 +71,11 @@ def _kernel(*refs, structure, group, rotating, sinks):
         key, value = ([packed_ref[b, head, group + i, part] for part in halves] for i in (0, 1))
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):
-                new, scale = _quantised(new, ref.kind)
+                new, scale = _quantised(_mixed(*new) if ref.mixed else new, ref.kind)
                 ref.scale[b, head, at] = scale  # all slots have their scales on the device
+                if ref.packed:
+                    ref.codes[b, head, row, :] = pack(*new)
+                    continue
                 ref = ref.codes
             for part, x in zip(halves, new, strict=True):
                 ref[b, head, row, part] = x
@@ -80,6 +87,15 @@ def _quantised(halves, kind):
     halves = [x.astype(jnp.float32) for x in halves]
     scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
     return [codes_of(x, scale[:, None], kind) for x in halves], scale.astype(jnp.bfloat16)
+
+
+def _mixed(first, second):
+    """Rotate rows that are given as halves [N, D/2], as `pallas_kernels.formats.mixing.mix` does but for the last bits."""
+    half, dtype = first.shape[1], first.dtype
+    precision = product_precision(dtype)
+    low, high = (plt.dot(x, signs(half).astype(dtype), precision=precision) for x in (first, second))
+    factor = 1 / math.sqrt(2 * half)
+    return (low + high) * factor, (low - high) * factor
 
 
 def _counted(count):
@@ -124,6 +140,8 @@ def check(key, value, place, *, cache_key, cache_value, cache_position, cursor, 
     heads, dim = key.shape[1:]
     if dim & (dim - 1):
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two")
-    check_codes(cache_key, cache_value)
+    check_codes(cache_key, cache_value, packed=True)
+    if dim < LEAST_MIXED and any(isinstance(x, Quantised) and x.mixed for x in (cache_key, cache_value)):
+        raise NotImplementedError(f"got head_dim {dim}, expected at least {LEAST_MIXED} for mixed codes")
     if query is not None and heads * query.shape[2] * dim > MOST_ELEMENTS:
         raise NotImplementedError(f"got query {query.shape}, expected at most {MOST_ELEMENTS} elements per row")

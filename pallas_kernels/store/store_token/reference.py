@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.quantised import Quantised, quantise
+from pallas_kernels.formats.quantised import Quantised, stored_like
 from pallas_kernels.host import copy_row
 from pallas_kernels.numerics import rotate_halves
 
@@ -34,8 +36,9 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
     def put_all(cache, x, at):
         if not isinstance(cache, Quantised):
             return put(cache, x, at)
-        new = quantise(x, cache.kind)  # all slots have their scales on the device
-        return Quantised(codes=put(cache.codes, new.codes, at), scale=put(cache.scale, new.scale, cursor), of=cache.of)
+        new = stored_like(x, cache)  # all slots have their scales on the device
+        codes, scale = put(cache.codes, new.codes, at), put(cache.scale, new.scale, cursor)
+        return dataclasses.replace(cache, codes=codes, scale=scale)
 
     written = (put_all(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query

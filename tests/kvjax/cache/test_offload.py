@@ -13,9 +13,9 @@ import pytest
 import kvjax
 from kvjax.accounting import memory
 from kvjax.accounting.memory import memory_needed, placed_bytes
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.layers import is_offloaded
 from kvjax.typing import pytree
-from pallas_kernels.formats.quantised import MOST
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
@@ -97,16 +97,17 @@ def test_offloaded_equals_resident(name, chunk):
     [
         pytest.param(name, kind, marks=[pytest.mark.xdist_group(name), CODES.get((name, kind), pytest.mark.thorough)])
         for name in QUANTISABLE
-        for kind in MOST
+        for kind in KV_DTYPES
     ],
 )
-def test_offloaded_in_8_bits_equals_resident_in_8_bits(name, kind, tmp_path):
+def test_offloaded_codes_equal_resident_codes(name, kind, tmp_path):
     """Bit for bit, through what the first test has, and from a saved cache too; and what the accounting says."""
     caches = [chunked(make(name, offload=share), config=model(name), kv_dtype=kind) for share in (True, False)]
     kvjax.save_cache(tmp_path / "cache", caches[0])
     loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=make(name, offload=True))
     hosted = [x for x in jax.tree.leaves(loaded.layers) if x.sharding.memory_kind == "pinned_host"]
-    assert len(hosted) == len(loaded.layers) and {str(x.dtype) for x in hosted} == {kind}
+    assert len(hosted) == len(loaded.layers)
+    assert {str(x.dtype) for x in hosted} == {kind if kind == "float8_e4m3fn" else "int8"}
     want, kept = turns(caches[1])
     for cache in (caches[0], loaded):
         got, end = turns(cache)
@@ -114,7 +115,8 @@ def test_offloaded_in_8_bits_equals_resident_in_8_bits(name, kind, tmp_path):
         np.testing.assert_array_equal(end.cache.logits, kept.cache.logits)
     for count in ("attended", "kv_bytes", "bytes_read", "full_bytes_read"):
         np.testing.assert_array_equal(getattr(end.stats, count), getattr(kept.stats, count))
-    width = 1 if name in VALUES_ONLY else 2
+    sizes = {"k8v4": (1, 0.5), "int4": (0.5, 0.5)}.get(kind, (1, 1))
+    width = sizes[1] if name in VALUES_ONLY else sum(sizes)
     assert end.stats.host_bytes == sum(x.size for x in hosted) and hosted[0].shape[3] == width * TINY.head_dim
     assert kept.stats.host_bytes == 0 and not np.asarray(kept.stats.bus_bytes).any()
 

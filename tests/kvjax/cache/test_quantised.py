@@ -1,4 +1,4 @@
-"""Caches in 8 bits: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
+"""Caches of codes: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import kvjax
 from kvjax import registry
 from kvjax.cache import LayerSpec
 from kvjax.cache.offload import Near, empty_storage, offload
-from kvjax.cache.quantised import QuantisedCache, empty_resident, row_bytes
+from kvjax.cache.quantised import KV_DTYPES, QuantisedCache, empty_resident, row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.testing.subject import STEPS
-from pallas_kernels.formats.quantised import MOST, dequantise, quantise
+from pallas_kernels.formats.quantised import dequantise, quantise
 from pallas_kernels.host import copied_slots
 from pallas_kernels.machine import assume_machine
 from tests.harness import (
@@ -59,11 +59,19 @@ def rows():
     return random_tokens(3, 3, 2, 2, 56, 16)
 
 
-def rounded(x, kind):
-    return np.asarray(dequantise(quantise(jnp.asarray(x), kind)))
+def rounded(x, kv_dtype, which):
+    """The keys (``which`` 0) or values (1) that a cache reads back."""
+    kinds, mixed = KV_DTYPES[kv_dtype]
+    return np.asarray(dequantise(quantise(jnp.asarray(x), kinds[which], mixed)))
 
 
-@pytest.mark.parametrize("kind, chunk", [("int8", None), pytest.param("float8_e4m3fn", 7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind, chunk",
+    [
+        ("int8", None),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("float8_e4m3fn", 7), ("k8v4", 7), ("int4", None))),
+    ],
+)
 @pytest.mark.parametrize("name", but_own(LAYERS, slow="h2o"))
 def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
     """Without rotation, so that the other run gets the rounded keys. Empty slots hold NaN."""
@@ -71,17 +79,17 @@ def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
     options = {"prompt": 48, "inv_freq": np.zeros(8, np.float32), "chunk": chunk}
     method = any_example(name)
     got = drive(method, q, k, v, LENGTHS, kv_dtype=kind, poison=True, **options)
-    want = drive(method, q, rounded(k, kind), rounded(v, kind), LENGTHS, **options)
+    want = drive(method, q, rounded(k, kind, 0), rounded(v, kind, 1), LENGTHS, **options)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], atol=1e-6)
     np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-6)
     np.testing.assert_array_equal(got.attended, want.attended)
     np.testing.assert_array_equal(got.kept, want.kept)
-    assert isinstance(stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind))
+    assert isinstance(stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind, 0))
 
 
 @pytest.mark.thorough  # a case of the law above
-@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize("kind", KV_DTYPES)
 def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
     """`append` of a chunk at a place, of ragged tokens and of single tokens, and `append_rotated`."""
     spec = LayerSpec(
@@ -99,13 +107,19 @@ def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
     for other in (ragged, one, rotated):
         for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(whole.key[:, :, :6], rounded(k, kind))
+    np.testing.assert_array_equal(whole.key[:, :, :6], rounded(k, kind, 0))
     np.testing.assert_array_equal(whole.keys_at(position[:, 2:3]), whole.key[:, :, 2:3])
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind, key_bytes, value_bytes",
+    [
+        ("int8", 16, 16),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in (("float8_e4m3fn", 16, 16), ("k8v4", 16, 8), ("int4", 8, 8))),
+    ],
+)
 @pytest.mark.parametrize("values_only", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_host_memory_has_the_codes_of_a_resident_cache(kind, values_only):
+def test_host_memory_has_the_codes_of_a_resident_cache(kind, key_bytes, value_bytes, values_only):
     """Chunks of a prompt, single tokens, a sync, ragged tokens; scales and codes bit by bit, wherever they are."""
     spec = LayerSpec(
         batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=40, max_new_tokens=0,
@@ -144,8 +158,9 @@ def test_host_memory_has_the_codes_of_a_resident_cache(kind, values_only):
             np.testing.assert_array_equal(*((a[held], b[held]) if a.shape[:3] == held.shape else (a, b)))
     for a, b in zip(got[2:], want[2:]):
         np.testing.assert_array_equal(a, b)
-    assert cache.host.dtype == kind and cache.rows.host.shape[3] == (16 if values_only else 32)
-    assert (cache.slot_bytes, cache.slot_bus_bytes) == (36, 16 if values_only else 32)
+    hosted = value_bytes if values_only else key_bytes + value_bytes
+    assert cache.host.dtype == (kind if kind == "float8_e4m3fn" else "int8") and cache.rows.host.shape[3] == hosted
+    assert (cache.slot_bytes, cache.slot_bus_bytes) == (key_bytes + value_bytes + 4, hosted)
     row = copied_slots(cache.cursor, cache.sinks, 8)[:, None, :, None]  # copies read back under the scales of their slots
     value = np.take_along_axis(np.asarray(got[1].value), np.minimum(row, 39), axis=2)
     copied = np.asarray(row < cache.cursor[:, None, None, None])
@@ -199,7 +214,7 @@ def test_a_slot_takes_its_codes_and_two_scales():
     assert pieces.device == small and pieces.staged == row
     cache = jax.eval_shape(lambda: kvjax.decoding.layers.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
     assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
-    assert row_bytes(128, "bfloat16", None) == 512
+    assert [row_bytes(128, "bfloat16", kind) for kind in (None, "k8v4", "int4")] == [512, 196, 132]
     paris = kvjax.make("pariskv", offload=True)
     wide, codes = (
         kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8")
@@ -221,8 +236,8 @@ def test_a_class_and_its_layers_agree_on_quantising(name):
 
 
 def test_unknown_dtypes_and_own_storages_are_refused():
-    with pytest.raises(ValueError, match="kv_dtype must be 'int8' or 'float8_e4m3fn', or None .*, got 'int4'"):
-        kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int4")
+    with pytest.raises(ValueError, match="kv_dtype must be 'int8', .*'k8v4' or 'int4', or None .*, got 'int3'"):
+        kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int3")
     for name in OWN:
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):

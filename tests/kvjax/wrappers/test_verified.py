@@ -20,6 +20,7 @@ from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
+from kvjax.wrappers.verified_alone import can_wait
 from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels.host import on_host
 from tests.harness import NAMES, any_example, example, padded, prompts
@@ -145,6 +146,26 @@ def test_a_draft_that_is_always_wrong_rests():
     assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
 
 
+@pytest.mark.parametrize(
+    "name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))]
+)
+def test_a_draft_that_rests_is_told_of_fulls_tokens(name):
+    """At the end of a block, or one by one: its state is what it is when the tokens come one by one."""
+    draft = example(name)
+    layers = layers_of(draft)
+    cache = read(verified(draft, worth=0.5), layers)
+    rested = dataclasses.replace(cache.shared, rest=jnp.full_like(cache.shared.rest, 100))
+    assert can_wait(cache, N) == (name != "tova")
+    single = kvjax.fork(cache)
+    out = go_on(dataclasses.replace(cache, shared=rested), layers)
+    np.testing.assert_array_equal(out.tokens, full(layers).tokens)
+    assert (place(out, "passes") == N).all() and set(np.asarray(out.cache.shared.rest).tolist()) == {100 - N}
+    for at in range(N):
+        single = kvjax.decode_step(params(layers), single, out.tokens[:, at])
+    for got, want in zip(jax.tree.leaves(out.cache.layers), jax.tree.leaves(single.layers), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
+
+
 def test_a_rest_doubles_until_a_try_is_worth_it():
     active, drafted = jnp.array([True, True, False]), jnp.full(3, 2)
     zero = jnp.zeros(3, jnp.int32)
@@ -156,7 +177,7 @@ def test_a_rest_doubles_until_a_try_is_worth_it():
         accepted = jnp.full(3, kept).at[2].set(0)
         passes = _rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
         rests.append(int(passes.rest[0]))
-    assert rests == [64, 128, 256, 512, 1024, 1024, 64, 128]
+    assert rests == [65, 129, 257, 513, 1025, 1025, 65, 129]
     waking = _rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
     assert not waking.rest.any() and int(waking.last_rest[0]) == 128
     trusted = _rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
@@ -238,9 +259,9 @@ def test_streams_sweeps_questions_and_saved_caches(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn")])
+@pytest.mark.parametrize("kv_dtype", ["int8", many("float8_e4m3fn"), many("k8v4")])
 @pytest.mark.parametrize("draft", [QUEST, many(SnapKV(budget=12, obs_window=5)), many(H2O(budget=12))])
-def test_tokens_are_fulls_in_eight_bits(draft, kv_dtype):
+def test_tokens_are_fulls_on_codes(draft, kv_dtype):
     layers = layers_of(draft)
     want = go_on(read(Full(), layers, kv_dtype=kv_dtype), layers)
     out = go_on(read(verified(draft), layers, kv_dtype=kv_dtype), layers)

@@ -109,6 +109,25 @@ def test_several_queries_on_codes_equal_dequantised_rows(name, dtype, length):
         close(a, b, dtype)
 
 
+@every_body
+@pytest.mark.parametrize(
+    ("kind", "group", "length"), one_shape((None, 3, 5), (None, 4, 1), ("int8", 4, 5), ("int8", 6, 8))
+)
+def test_what_each_slot_receives_from_the_first_query(name, kind, group, length):
+    """In bfloat16, codes have a kernel of their own. In one row the first query is padding, and no slot receives anything."""
+    (query, key, value), rest, seen = cache(6, group, length, dtype="float32" if kind is None else "bfloat16")
+    if kind is not None:
+        key, value = (quantise(jnp.nan_to_num(x), kind) for x in (key, value))
+    out, lse, mass = compiled(RUN[name], scale=SCALE, mass=True)(query, key, value, **rest)
+    weight = softmax_attention(
+        *(np.asarray(x, np.float32) for x in (query, whole(key)[:, :, None], whole(value)[:, :, None])), seen
+    )[2]
+    close(mass, weight[:, :, :, 0].sum(axis=2), "float32" if kind is None else "bfloat16")
+    assert not np.any(np.asarray(mass)[1]) and np.any(np.asarray(mass)[0])
+    for a, b in zip((out, lse), compiled(RUN[name], scale=SCALE)(query, key, value, **rest), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("length", one_shape(8, *range(1, 8)))
 def test_queries_together_equal_queries_one_by_one(length):
     """Each query sees what a decode step at its position would find in the cache."""
@@ -145,8 +164,6 @@ def test_several_queries_that_cannot_run_are_refused():
         ValueError, match=r"got partials .*, expected .B, H, G, T, D. and .B, H, G, T., \(2, 2, 3, 5, 32\)"
     ):
         run(*arrays, **rest, partials=(arrays[0][..., 0, :], arrays[0][..., 0, 0]))
-    with pytest.raises(ValueError, match="got query_position and mass, expected one of them"):
-        run(*arrays, **rest, mass=True)
     for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
         with pytest.raises(NotImplementedError, match="got 5 queries per head with positions, expected one without"):
             run(*arrays, **rest, implementation=name, platform=platform)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, paired, taken
+from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, taken
 from pallas_kernels.layer.coded_product import CODED_PRODUCT, coded_product, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
@@ -32,10 +32,9 @@ def draw(kind, count=40, width=128, seed=0):
     for number in range(width):
         chunk, place = divmod(number, 64)
         if kind == "4 bits":
-            byte = chunk * 32 + 2 * (place % 16) + place // 32
-            stored[:, byte] |= (codes[:, number] << (4 * (place % 32 // 16))).astype(np.uint8)
+            stored[:, chunk * 32 + place % 32] |= (codes[:, number] << (4 * (place // 32))).astype(np.uint8)
         else:
-            stored[:, chunk * 64 + 2 * (place % 32) + place // 32] = codes[:, number]
+            stored[:, number] = codes[:, number]
     wide = np.repeat(scale.astype(np.float64), width // groups, axis=1)
     numbers = codes * wide + (0 if least is None else np.repeat(least.astype(np.float64), width // groups, axis=1))
     minima = None if least is None else jnp.asarray(least)
@@ -44,7 +43,7 @@ def draw(kind, count=40, width=128, seed=0):
 
 @every_body
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [[3, 40, 128], *one_shape([1, 33, 64], [16, 64, 448])])
+@pytest.mark.parametrize("shape", [[3, 40, 128], [5, 40, 128], *one_shape([1, 33, 64], [4, 33, 448], [16, 64, 448])])
 def test_product_equals_float64(name, kind, shape):
     rows, count, width = shape
     matrix, numbers, _ = draw(kind, count, width)
@@ -52,7 +51,21 @@ def test_product_equals_float64(name, kind, shape):
     expected = np.asarray(x, np.float64) @ numbers.T
     error = np.abs(np.asarray(compiled(RUN[name])(x, matrix), np.float64) - expected).max() / np.abs(expected).max()
     # Plain JAX rounds numbers with a scale of their own group to bfloat16, as the weights of a model in bfloat16 are.
-    assert error < (4e-3 if name == "xla" and kind != "8 bits" else 2e-6)
+    assert error < (4e-3 if name == "xla" and kind != "8 bits" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
+    """Numbers from 2^-20 to 2^20 in each vector; a vector with NaN or infinity is NaN, and the others are as without it."""
+    matrix, numbers, _ = draw(kind, 33, 256)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(4, 256)) * 2.0 ** rng.integers(-20, 20, (4, 1)), jnp.bfloat16)
+    x = x.at[0, 100:].set(0).at[1, 3].set(jnp.nan).at[3, 255].set(jnp.inf)
+    got = np.asarray(RUN["interpreted"](x, matrix), np.float64)
+    assert np.isnan(got[[1, 3]]).all()
+    expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
+    error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
+    assert (error < 2e-5).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +80,7 @@ def test_codes_that_were_cast_are_refused(kind):
 def test_codes_numbers_and_rows_are_what_was_stored(kind):
     matrix, numbers, codes = draw(kind)
     np.testing.assert_array_equal(levels(matrix.codes), codes)
-    again = paired(jnp.asarray(codes, jnp.int8)) if matrix.bits == 8 else packed(jnp.asarray(codes, jnp.uint8))
+    again = jnp.asarray(codes, jnp.int8) if matrix.bits == 8 else packed(jnp.asarray(codes, jnp.uint8))
     np.testing.assert_array_equal(again, matrix.codes)
     np.testing.assert_allclose(decoded(matrix), numbers, rtol=1e-6, atol=1e-5)
     rows = taken(matrix, jnp.asarray([[3, 39, 40]]))
