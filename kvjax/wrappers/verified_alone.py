@@ -72,7 +72,7 @@ def _told(method: VerifiedLayer, state: Any, full: SlotState, position: Array) -
 
 
 def _verified(cache: Cache) -> list[tuple[int, VerifiedLayer, Any]]:
-    """List the layers that draft: index, method and state. Layers with a window and recurrent layers have nothing to draft."""
+    """List the layers that draft: index, method and state. Layers with a window and recurrent layers draft nothing."""
     method, layers = cast("Verified", cache.method), cache.layers
     chosen = method_layers(cache.model)
     return [(at, cast("VerifiedLayer", method.for_layer(at, len(layers))), layers[at]) for at in chosen]
