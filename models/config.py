@@ -27,6 +27,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from . import hf_config
 from .experts import Experts
+from .latent import Latent, check_latent
 from .parts import LayerRope, check_parts, check_rope
 from .rope_scaling import RopeRule
 
@@ -88,6 +89,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # on what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0  # on the logits
     logit_softcap: float | None = None  # c: logits become c * tanh(logits / c), after the multiplier
+    latent: Latent | None = None  # latent attention (MLA): one KV head of head_dim = latent.width, see `models.latent`
     family: str = ""  # model_type of its files (`models.families`); "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
@@ -130,6 +132,7 @@ class ModelConfig:
             )
         self._check_windows()
         check_parts(self)
+        check_latent(self)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable

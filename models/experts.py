@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .router import Router, check_router
+
 _UNROLLED = 32  # choices; more choices run as a loop, whose program does not grow
 # A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
 _FOREIGN = ("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "n_group", "scoring_func")
@@ -48,6 +50,7 @@ class Experts:
     intermediate_size: int  # F of one expert
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # layers with experts; every other layer has the model's dense MLP
+    router: Router | None = None  # DeepSeek's choice of experts, and a shared expert; None: `route`, and no shared expert
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -64,6 +67,7 @@ class Experts:
         good = type(self.layers) is tuple and all(type(layer) is int and layer >= 0 for layer in self.layers)
         if not good or not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"Experts: layers must be a tuple of ascending layer numbers, got {self.layers!r}")
+        check_router(self)
 
     def unread_bytes(self, params: Any, rows: int) -> int:
         """Estimate the bytes of experts that a decode step of ``rows`` rows does not read.

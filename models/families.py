@@ -44,6 +44,7 @@ class Family:
     two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
     rotates: str = "all"  # layers with RoPE: "all", "windows" (of a model that has windows) or "listed"
     qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
+    latent: str = ""  # the router's score where the family has latent attention, see `models.hf_latent`; "": it has not
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -56,6 +57,7 @@ _GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias"
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
+_BLOCKS = "weights of 8 bits in blocks, which published models have"
 
 FAMILIES = {
     "gemma2": Family(
@@ -126,6 +128,12 @@ FAMILIES = {
         name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, refused="a bias on the output",
         defaults={"head_dim": 128, "attention_bias": True},
     ),
+    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", latent="softmax"),
+    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "glm4_moe_lite": Family(
+        name="GLM-4.7-Flash", class_name="Glm4MoeLite", latent="sigmoid", defaults={"rms_norm_eps": 1e-5}
+    ),
 }  # fmt: skip
 
 # Types that people ask for and that this decoder cannot run: the part that is missing.
@@ -137,10 +145,6 @@ MISSING = {
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
-    "deepseek_v2": "latent attention (MLA)",
-    "deepseek_v3": "latent attention (MLA)",
-    "glm4_moe_lite": "latent attention (MLA)",
-    "kimi_k2": "latent attention (MLA)",
     "glm4_moe": "experts with a shared expert",
     "granitemoe": "experts of Granite's kind",
     "granitemoehybrid": "layers of a state-space model",

@@ -38,6 +38,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "bias on q, k and v" * f.qkv_bias_key,
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
+    lambda f: f"latent attention (MLA); experts with a {f.latent} router, and a shared expert" * bool(f.latent),
 )
 
 

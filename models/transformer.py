@@ -24,7 +24,6 @@ Inside `jax.shard_map` with an axis ``model`` the module is one device's part (`
 and ``down`` are summed over the devices, and each device has its rows of the tables [V, d].
 
 A kernel or a table may be a `CodedMatrix` (`models.coded`): then `product` reads its codes.
-
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
@@ -277,9 +276,13 @@ class Block(nn.Module):
         """
         config, layer, experts = self.config, self.layer, self.config.experts
         x, given = self._enter("attention_norm", x, update)
-        update, state = Attention(config, layer, name="attention")(given, attend, state, before)
+        from .latent_layers import LatentAttention, RoutedMLP  # it imports this module
+
+        attention = Attention if config.latent is None else LatentAttention
+        mixture = MixtureMLP if experts is None or experts.router is None else RoutedMLP
+        update, state = attention(config, layer, name="attention")(given, attend, state, before)
         mixed = experts is not None and layer in experts.layers
-        mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
+        mlp = MLP(config, name="mlp") if experts is None or not mixed else mixture(config, experts, name="mlp")
         if config.norm_place == "parallel":
             return x, self._leave("", update + mlp(given)), state, given
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))

@@ -43,8 +43,11 @@ def generator():
 
 
 NAMES = sorted(generator().MODELS)
-DECODED = ("gemma3_text", "cohere2")  # two RoPEs and windows, norms before and after; NoPE and windows, a parallel block
-REPEATED = (*DECODED, "cohere", "exaone4_full", "gemma2", "glm", "olmo2", "seed_oss")  # what others show together
+# Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; latent attention and experts.
+DECODED = ("gemma3_text", "cohere2", "deepseek_v2")
+REPEATED = (
+    *DECODED, "cohere", "exaone4_full", "gemma2", "glm", "olmo2", "seed_oss", "kimi_k2", "glm4_moe_lite",
+)  # what others show together  # fmt: skip
 
 
 @functools.cache
@@ -100,7 +103,10 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES])
+CODED = [name for name in NAMES if not FAMILIES[json.loads(str(golden(name)["config"]))["model_type"]].latent]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in CODED])
 def test_a_family_loads_in_8_bits(name, loaded):
     """Codes have the order of channels, and the parts of fused tensors, that floating-point numbers have."""
     params, config = models.from_pretrained(loaded(name)[2], weight_dtype="int8")
