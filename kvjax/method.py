@@ -122,6 +122,7 @@ class Method(abc.ABC):
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
     quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
+    reads_values = False  # True: it scores, sums or packs values, so that it cannot run where they are the keys (MLA)
     drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 

@@ -100,6 +100,9 @@ class Model(Protocol):
 
     A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 
+    A model with latent attention has a member ``value_is_key`` that is True: the values that it gives to ``attend`` are the keys
+    before rotation, and it reads of what ``attend`` returns only channels that do not rotate. Keys are then stored once.
+
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.method.LayerMethod.needs_guess` use it.
 
@@ -183,6 +186,19 @@ def layer_windows(model: Model) -> tuple[int | None, ...]:
             f"got {windows!r:.80}"
         )
     return tuple(windows)
+
+
+@runtime_checkable
+class _Latent(Protocol):
+    """A model that says whether its values are its keys; see `values_are_keys`."""
+
+    @property
+    def value_is_key(self) -> bool: ...
+
+
+def values_are_keys(model: Model) -> bool:
+    """Tell whether the values are the keys, as in latent attention; a model need not know of it. See `Model`."""
+    return isinstance(model, _Latent) and bool(model.value_is_key)
 
 
 class Rope(NamedTuple):

@@ -152,6 +152,11 @@ class ModelConfig:
                 _require("ModelConfig", windows=window)
 
     @property
+    def value_is_key(self) -> bool:
+        """Whether the values that attention gets are the keys; see `models.latent`."""
+        return self.latent is not None
+
+    @property
     def group_size(self) -> int:
         """G, query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads

@@ -71,9 +71,10 @@ def _check_types(hf: dict[str, Any]) -> None:
     for key in ("n_group", "topk_group"):
         if hf[key] is not None and (type(hf[key]) is not int or hf[key] < 1):
             raise ValueError(f"{key} must be a positive whole number or null, got {hf[key]!r:.60}")
-    for key in ("n_shared_experts", "first_k_dense_replace"):
-        if type(hf[key]) is not int or not 0 <= hf[key] < 2**31:
-            raise ValueError(f"{key} must be a whole number of at least 0, got {hf[key]!r:.60}")
+    least = {"n_shared_experts": 0, "first_k_dense_replace": 0, **dict.fromkeys(_OF_EXPERTS, 1)}
+    for key, smallest in least.items():
+        if type(hf[key]) is not int or not smallest <= hf[key] < 2**31:
+            raise ValueError(f"{key} must be a whole number of at least {smallest}, got {hf[key]!r:.60}")
     for key in ("norm_topk_prob", "rope_interleave"):
         if type(hf[key]) is not bool:
             raise ValueError(f"{key} must be true or false, got {hf[key]!r:.60}")

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .rope_scaling import YarnScaling
+
 _SIZES = ("rank", "rotated", "key_dim", "value_dim")
 
 
@@ -72,6 +74,8 @@ def check_latent(config: Any) -> None:
         return
     if not isinstance(latent, Latent):
         raise ValueError(f"ModelConfig: latent must be a Latent or None, got {latent!r}")
+    if config.query_scale is None:
+        raise ValueError(f"ModelConfig: query_scale must be a positive number with {latent}, got None")
     for name, expected in (("num_kv_heads", 1), ("head_dim", latent.width)):
         if vars(config)[name] != expected:
             raise ValueError(f"ModelConfig: {name} must be {expected} with {latent}, got {vars(config)[name]}")
@@ -93,7 +97,7 @@ def query_scale(latent: Latent, scaling: Any) -> float:
         latent: the sizes.
         scaling: the rule that stretches RoPE, or None.
     """
-    share = getattr(scaling, "mscale_all_dim", None)
+    share = scaling.mscale_all_dim if isinstance(scaling, YarnScaling) else None
     stretch = 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1 if share else 1.0
     return latent.query_dim**-0.5 * stretch**2
 

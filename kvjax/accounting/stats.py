@@ -18,7 +18,7 @@ from kvjax.cache.quantised import row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.method import num_bytes
-from kvjax.typing import layer_windows, pytree, static
+from kvjax.typing import layer_windows, pytree, static, values_are_keys
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums in float32
@@ -108,7 +108,7 @@ def step_cost(cache: Cache) -> Stats:
     seen = [length if window is None else jnp.minimum(length, window) for window in windows]
     # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
-        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None)
+        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, None if window else cache.kv_dtype, values_are_keys(model))
         for window in windows
     ]
     return Stats(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.divided import kept_of_all, next_here, whole
+from kvjax.cache.latent import empty_latent
 from kvjax.cache.storage import (
     LayerCache,
     LayerSpec,
@@ -131,6 +132,8 @@ def resident_of(key: Array | Quantised, value: Array | Quantised, position: Arra
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     """Make an empty cache of ``slots`` slots on the device, in the layer's ``kv_dtype``, divided over ``parts`` devices."""
     shape = spec.batch, spec.num_kv_heads, slots
+    if spec.value_is_key and parts == 1:
+        return cast("Any", empty_latent(spec, slots))
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
     empty = zeros((*shape, spec.head_dim), spec.dtype, spec.kv_dtype)
@@ -143,10 +146,10 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     return cast("Any", made)
 
 
-def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
-    """Count the bytes of a key and a value of one token and KV head."""
+def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None, value_is_key: bool = False) -> int:
+    """Count the bytes of a key and a value of one token and KV head, in a resident cache."""
     each = head_dim * jnp.dtype(dtype).itemsize if kv_dtype is None else head_dim + _SCALE_BYTES
-    return 2 * each
+    return each if value_is_key else 2 * each
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:

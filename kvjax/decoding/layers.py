@@ -15,7 +15,7 @@ from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
 from kvjax.method import LayerMethod, Method, with_inner
 from kvjax.registry import classes
-from kvjax.typing import Model, layer_windows
+from kvjax.typing import Model, layer_windows, values_are_keys
 from pallas_kernels import axes
 from pallas_kernels.machine import current_machine
 
@@ -69,6 +69,7 @@ def layer_specs(
             offloaded=is_offloaded(method, layer, model.num_layers),
             parts=parts,
             kv_dtype=kv_dtype,
+            value_is_key=values_are_keys(model),
         )
         for layer, method in enumerate(methods)
     )
