@@ -100,8 +100,8 @@ class Model(Protocol):
 
     A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 
-    A model with latent attention has a member ``value_is_key`` that is True: the values that it gives to ``attend`` are the keys
-    before rotation, and it reads of what ``attend`` returns only channels that do not rotate. Keys are then stored once.
+    A model with latent attention has a member ``value_is_key`` that is True: the values that it gives to ``attend`` are the
+    keys, and it reads of what ``attend`` returns only channels that do not rotate. Keys are then stored once.
 
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.method.LayerMethod.needs_guess` use it.

@@ -2,9 +2,9 @@
 
 A token's latent c has R numbers. Head h has the key ``[K_h c, p]`` and the value ``V_h c``, with matrices K_h and V_h, and a
 part p that rotates and that all heads share. A product of a query ``[n, r]`` with such a key is ``(K_h^T n) . c + r . p``. So
-each head's query is multiplied by K_h^T once (it is *absorbed*), and attention is that of one KV head with the keys
-``[c, p]``. A sum of values is ``V_h`` times the same sum of latents. So the value of a token is its key, and V_h multiplies
-what attention returns; the channels of p are left out there. No head's keys or values are made.
+each head's query is multiplied by K_h^T once (it is *absorbed*), and attention has one KV head with the keys ``[c, p]``. A
+sum of values is ``V_h`` times the same sum of latents. So the value of a token is its key, and V_h multiplies what attention
+returns; the channels of p are left out there. No head's keys or values are made.
 
 A key has its channels in the order of `models.families.channel_order`: pair i is i and i + D/2, and the first pairs rotate.
 

@@ -104,11 +104,11 @@ def step_cost(cache: Cache) -> Stats:
         m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
     ]
     length = cache.length.astype(jnp.float32)
-    windows = layer_windows(model)
+    windows, heads, once = layer_windows(model), model.num_kv_heads, values_are_keys(model)
     seen = [length if window is None else jnp.minimum(length, window) for window in windows]
     # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
-        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, None if window else cache.kv_dtype, values_are_keys(model))
+        heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once)
         for window in windows
     ]
     return Stats(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.divided import kept_of_all, next_here, whole
-from kvjax.cache.latent import empty_latent
+from kvjax.cache.latent import LatentCache, empty_latent
 from kvjax.cache.storage import (
     LayerCache,
     LayerSpec,
@@ -122,8 +122,12 @@ def _after(stored: Stored) -> QuantisedCache:
     return cast("Any", resident_of(stored.key, stored.value, stored.position, stored.cursor))
 
 
-def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
-    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`."""
+def resident_of(
+    key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array, like: LayerStorage | None = None
+) -> LayerCache:
+    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`; of a `LatentCache` another."""
+    if isinstance(like, LatentCache):
+        return cast("Any", LatentCache(held=key, position=position, cursor=cursor))
     if isinstance(key, Quantised) and isinstance(value, Quantised):
         return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
     return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)

@@ -18,6 +18,7 @@ import models
 from models import ModelConfig, RopeScaling, shapes
 from models.checkpoint_table import checkpoint_table
 from models.experts import Experts
+from models.latent import Latent
 from models.one_row import multiplied
 from models.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
@@ -213,19 +214,22 @@ CHANGES = {
     "experts": Experts(
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
-    "windows": (None, 5),
+    "windows": (None, 5), "latent": Latent(rank=10, rotated=6, key_dim=8, value_dim=12),
     "wide_qk_norm": True, "norm_place": "after", "norm": "layer", "activation": "gelu", "query_scale": 0.3,
     "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
     "logits_multiplier": 0.5, "logit_softcap": 2.0, "family": "olmo2",
 }  # fmt: skip
 PARTS = tuple(CHANGES)[-10:]
+WITH = {  # what else a field needs
+    "latent": {"num_kv_heads": 1, "query_scale": 0.3, "ropes": (LayerRope(theta=1e4, rotated=6),) * 2},
+}
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
 def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
     base = FAMILIES["llama"]
-    changed = dataclasses.replace(base, **{field: CHANGES[field]})
+    changed = dataclasses.replace(base, **{field: CHANGES[field], **WITH.get(field, {})})
     if field == "family":  # the names of the files' tensors
         assert checkpoint_table(base) != checkpoint_table(changed)
     elif field in PARTS:  # their values are compared with transformers' (test_families.py)
