@@ -99,10 +99,10 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
         A tree of float32 factors; see the module's text.
 
     Raises:
-        ValueError: the base has experts.
+        ValueError: the base has experts or latent attention.
     """
-    if _has_experts(flatten_dict(params, sep="/")):
-        raise ValueError("an adapter needs one matrix for each projection, got a model with experts")
+    if other := _other_parts(flatten_dict(params, sep="/")):
+        raise ValueError(f"an adapter needs one matrix for each projection, got a model with {other}")
     kernels, factors = cast(dict[str, Any], flatten_dict(params["layers_0"], sep="/")), {}
     for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
         rows, columns = _as_product(path, kernels[path].shape)
@@ -172,8 +172,10 @@ def _merger(sharding: Sharding) -> Callable[[jax.Array, np.ndarray, np.ndarray],
     return lambda kernel, *factors: run(kernel, *jax.device_put(factors, shardings))
 
 
-def _has_experts(flat: Mapping[str, Any]) -> bool:
-    return any(path.endswith("/router/kernel") for path in flat)
+def _other_parts(flat: Mapping[str, Any]) -> str:
+    """Name the part of a model whose projections are other matrices than an adapter's; "" if there is none."""
+    parts = {"router": "experts", "latents": "latent attention"}
+    return next((parts[name] for path in flat for name in path.split("/")[-2:-1] if name in parts), "")
 
 
 def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -184,8 +186,8 @@ def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
     """List in words what is wrong with the names and shapes of factors."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
-    if _has_experts(flat):
-        return ["the model has experts, expected one matrix for each projection"]
+    if other := _other_parts(flat):
+        return [f"the model has {other}, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
     problems = [f"missing {name}" for name in sorted(expected - given.keys())]
     problems += [f"unused {name}" for name in sorted(given.keys() - expected)]

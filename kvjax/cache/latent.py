@@ -2,7 +2,8 @@
 
 In latent attention (MLA) all heads share a key, and a value is the part of the same vector that does not rotate. A model says
 so by ``value_is_key`` (`kvjax.typing.Model`): attention sums the stored keys, and the model reads the channels that it needs
-of the sum. The forms ``offload`` and ``divided`` store the keys a second time, as values.
+of the sum. A row of an offloaded cache in host memory is such a key, too. Only ``divided``, and ``offload`` with all keys on
+the device, store the keys a second time, as values.
 """
 
 from __future__ import annotations

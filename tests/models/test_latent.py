@@ -18,6 +18,7 @@ import models
 from kvjax.cache.latent import LatentCache
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
+from models.adapter import init_adapter
 from models.experts import Experts
 from models.latent import Latent, latents_of, query_scale, whole_key
 from models.parts import LayerRope
@@ -232,6 +233,11 @@ def test_weights_in_codes_are_refused():
         models.param_shapes(CONFIG, "int8")
 
 
+def test_an_adapter_is_refused():
+    with pytest.raises(ValueError, match="an adapter needs one matrix for each projection, got a model with latent attention"):
+        init_adapter(PARAMS, 1, 4, jax.random.key(0))
+
+
 PUBLISHED = {  # what a config.json of the hub says, and the number of parameters of its weights
     "deepseek-v2-lite": (15_706_484_224, 512 + 64, {
         "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
@@ -331,9 +337,32 @@ def test_codes_are_stored_once(name):
         np.testing.assert_array_equal(once.stats.kv_bytes, (16 + 2) * np.asarray(once.stats.length))
 
 
-def test_an_offloaded_layer_stores_keys_a_second_time():
-    """Its bytes say so: a row in host memory is a key and a value."""
-    method = any_example("quest")
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("quest", None),
+        *(
+            pytest.param(*x, marks=pytest.mark.thorough)
+            for x in [("quest", "int8"), ("pariskv", None), ("infllm", "int8"), ("verified", None)]
+        ),
+    ],
+)
+def test_a_row_in_host_memory_is_a_key(name, kv_dtype):
+    method = any_example(name)
+    if name == "verified":  # takes rows back from the ring
+        method = dataclasses.replace(method, draft=any_example("quest"))
+    resident, away = (generated(CONFIG, x, kv_dtype=kv_dtype) for x in (method, method.offloaded(True)))
+    np.testing.assert_array_equal(away.tokens, resident.tokens)
+    np.testing.assert_allclose(away.cache.logits, resident.cache.logits, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(away.stats.kv_bytes, resident.stats.kv_bytes)
+    slots = resident.cache.layers[0].cache.num_slots
+    assert away.stats.host_bytes == len(PROMPTS) * slots * 16 * (4 if kv_dtype is None else 1)
+
+
+@pytest.mark.thorough
+def test_values_in_host_memory_are_keys_a_second_time():
+    """TokenSelect scans all keys, which stay on the device; what it attends to crosses the bus."""
+    method = any_example("tokenselect")
     resident, away = generated(CONFIG, method), generated(CONFIG, dataclasses.replace(method, offload=True))
     np.testing.assert_array_equal(resident.tokens, away.tokens)
     np.testing.assert_array_equal(2 * resident.stats.kv_bytes, away.stats.kv_bytes)

@@ -68,7 +68,7 @@ def gather_attention(
             keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
         rows: the rows of an offloaded cache; only listed rows are read from host memory. ``value`` is then the
-            copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
+            copies [B, H, R, D] on the device, and so is ``key`` unless it has all slots. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
         partials: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
             their denominators, float32 [B, H, N, G].
@@ -148,7 +148,8 @@ def _check(query, key, value, lists, position, inv_freq, rows):
     dim, host, sinks = query.shape[-1], rows.host, rows.sinks
     both = host.shape[3] == 2 * dim
     near = value.shape[2]
-    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], near if both else slots, dim), (*rows_of[:3], dim * (1 + both))]
+    held = near if both or key.shape[2] == near else slots
+    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], held, dim), (*rows_of[:3], dim * (1 + both))]
     if [value.shape, key.shape, host.shape] != shapes or not 0 <= sinks < near:
         raise ValueError(
             f"gather_attention: got value {value.shape}, key {key.shape}, host {host.shape} and {sinks=}, expected {shapes} "

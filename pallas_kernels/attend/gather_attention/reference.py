@@ -52,8 +52,8 @@ def _listed_rows(key, value, slots, rows):
         near = take_rows(vectors(copies), row)
         return numbers(copies, jnp.where(copied[..., None], near, away[..., begin : begin + dim]), slots)
 
-    both = rows.host.shape[3] > dim
-    return joined(key, 0) if both else numbers_at(key, slots), joined(value, dim if both else 0)
+    whole = key.shape[2] == rows.host.shape[2]  # all keys are on the device
+    return numbers_at(key, slots) if whole else joined(key, 0), joined(value, rows.host.shape[3] - dim)
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:
