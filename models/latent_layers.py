@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ from pallas_kernels.layer.add_norm import rms_norm
 
 from .config import ModelConfig
 from .experts import Experts, mix
-from .latent import latents_of, whole_key
+from .latent import Latent, latents_of, whole_key
 from .router import choose
 from .transformer import MLP, Attend, Dense, Kernel, Scale, stored
 
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         ``attend`` gets the absorbed queries [B, 1, N, T, D], and keys [B, 1, T, D] that are the values too; of what it
         returns, [B, 1, N, T, D], only the channels of latents are read. ``before`` is as in `models.transformer.Attention`.
         """
-        config, latent = self.config, self.config.latent
+        config, latent = self.config, cast("Latent", self.config.latent)
         heads, (batch, length, _) = config.num_q_heads, x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)
         width = latent.query_rank or heads * latent.query_dim
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         absorbed = jnp.einsum("btnk,rnk->btnr", query[..., : latent.key_dim], up[..., : latent.key_dim])
         query = whole_key(absorbed, query[..., latent.key_dim :], latent)
         # Attention divides by sqrt(D), under every method.
-        query = query * jnp.asarray(config.query_scale * math.sqrt(latent.width), query.dtype)
+        query = query * jnp.asarray(cast("float", config.query_scale) * math.sqrt(latent.width), query.dtype)
         query = query.transpose(0, 2, 1, 3)[:, None]
         latents = rms_norm(key[..., : latent.rank], Scale(config, latent.rank, name="latent_norm")(), _EPS)
         key = whole_key(latents, key[..., latent.rank :], latent)[:, None]
