@@ -159,7 +159,7 @@ def one_layer_cache(
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
-    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:])
+    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:], experts=None)
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
     specs = tuple(
         dataclasses.replace(spec, offloaded=offloaded)

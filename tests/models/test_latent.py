@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
+from experiments.speed.filled_cache import filled_cache
 from kvjax.cache.latent import LatentCache
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
@@ -263,6 +264,8 @@ def test_a_published_config_has_the_published_number_of_parameters(name):
     config = models.ModelConfig.from_hf(hf, "bfloat16")
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(models.param_shapes(config))) == count
     assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    if name == "deepseek-v2-lite":
+        assert config == dataclasses.replace(models.shapes.deepseek_v2_lite(), eos_token_ids=())
     # A token has one key of 576 numbers in each layer, and its position.
     needed = kvjax.memory_needed("full", config, batch=1, prompt_slots=1024, max_new_tokens=1024)
     assert needed.device == pytest.approx(config.num_layers * 2048 * (2 * width + 4), rel=1e-4)
@@ -285,6 +288,7 @@ def full():
 
 
 MOST = [name for name in NAMES if name not in (*REFUSING, "ntk")]
+MOST += ["stages", "dense_below", "periodic", "twilight", "prefill"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "h2o")) for x in MOST])
@@ -361,6 +365,15 @@ def test_values_in_host_memory_are_keys_a_second_time():
     resident, away = generated(CONFIG, method), generated(CONFIG, dataclasses.replace(method, offload=True))
     np.testing.assert_array_equal(resident.tokens, away.tokens)
     np.testing.assert_array_equal(2 * resident.stats.kv_bytes, away.stats.kv_bytes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "kv_dtype"), [("full", None), ("full", "int8"), ("quest", "int8"), ("tokenselect", None)])
+def test_a_cache_is_filled_for_timing(name, kv_dtype):
+    method = any_example(name) if name == "full" else any_example(name).offloaded(True)
+    cache = filled_cache(method, CONFIG, length=70, batch=2, max_new_tokens=8, kv_dtype=kv_dtype)
+    out = kvjax.generate(PARAMS, cache, max_new_tokens=4)
+    np.testing.assert_array_equal(out.stats.full_bytes_read, 74 * (64 if kv_dtype is None else 18))
 
 
 def test_a_cache_is_forked_and_saved(tmp_path):

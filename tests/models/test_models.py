@@ -161,6 +161,7 @@ PRESETS = {
     "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama31_70b": 70_553_706_496, "llama32_1b": 1_235_814_400,
     "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
     "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
+    "deepseek_v2_lite": 15_706_484_224,
 }  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def test_to_hf_round_trip(name):
     config = FAMILIES[name] if name in FAMILIES else vars(shapes)[name]()
     hf = json.loads(json.dumps(config.to_hf()))
     assert ModelConfig.from_hf(hf) == config
-    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral"}
+    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral", "deepseek_v2_lite": "deepseek_v2"}
     assert hf["model_type"] == expected.get(name, "qwen3" if name.startswith("qwen3") else "llama")
 
 
