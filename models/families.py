@@ -59,8 +59,8 @@ _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_n
 
 FAMILIES = {
     "gemma2": Family(
-        name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, numbers=_GEMMA_NUMBERS,
-        refused="the soft cap in attention, which published models have", norms=_GEMMA, norm_offset=1.0, windows="some",
+        name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, norms=_GEMMA, norm_offset=1.0, windows="some",
+        numbers={**_GEMMA_NUMBERS, "attn_logit_softcapping": "attention_softcap"}, refused="attention to later tokens",
         defaults={
             **_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2,
         },

@@ -18,6 +18,7 @@ _OLDER = {  # model_type -> models and the parts beside Llama's; they are not in
 _PLACES = {"after": "norms after attention and MLP", "both": "norms before and after attention and MLP",
            "parallel": "attention and MLP beside each other"}  # fmt: skip
 _NUMBERS = {
+    "attention_softcap": "soft cap of the logits in attention",
     "query_scale": "query scale", "logit_softcap": "soft cap of the logits", "logits_multiplier": "logits multiplier",
     "embedding_multiplier": "embedding multiplier", "residual_multiplier": "residual multiplier",
 }  # fmt: skip

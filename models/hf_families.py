@@ -91,7 +91,7 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
-        if hf.get(key):
+        if hf.get(key) and key not in family.numbers:
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
     if hf.get("attention_bias") and not family.qkv_bias_key:
         raise ValueError(
@@ -236,7 +236,6 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": None,  # the default of some classes lies outside of a small vocabulary
         "torch_dtype": fields["dtype"],
-        **{key: None for key in ("attn_logit_softcapping",) if key in family.defaults},
     }
     for key, field in family.numbers.items():
         value = fields[field]

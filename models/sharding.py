@@ -26,6 +26,7 @@ _SPLIT = {  # the dimension that is split, from the end: gate_up and down may ha
     "qkv/bias": -1,
     "all_q_norm/scale": -1,
     "all_k_norm/scale": -1,
+    "sinks/bias": -1,
     "out/kernel": -2,
     "gate_up/kernel": -1,
     "down/kernel": -2,

@@ -10,7 +10,8 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention_out_norm/scale [d]               layers_{i}/mlp_out_norm/scale [d]     (norm_place: after or both)
     layers_{i}/attention/qkv/kernel [d, H*(G+2)*D]        layers_{i}/attention/qkv/bias [H*(G+2)*D] (qkv_bias)
     layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm), or all_q_norm/scale [H*G*D], all_k_norm/scale [H*D]
-    layers_{i}/attention/out/kernel [H*G*D, d]
+    layers_{i}/attention/out/kernel [H*G*D, d]            layers_{i}/attention/out_bias/bias [d] (out_bias)
+    layers_{i}/attention/sinks/bias [H*G] (attention_sinks)
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
 
@@ -115,14 +116,15 @@ def product(
 
 
 class Scale(nn.Module):
-    """The factors [N] of a norm."""
+    """The factors [N] of a norm, or a bias."""
 
     config: ModelConfig
     width: int
+    leaf: str = "scale"
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        return stored(self, "norm/scale", self.config, (self.width,))
+        return stored(self, f"norm/{self.leaf}", self.config, (self.width,))
 
 
 class Norm(nn.Module):
@@ -198,13 +200,20 @@ class Attention(nn.Module):
             guess = (ahead[:, :, :, :group].transpose(0, 2, 3, 1, 4),)
         q, k, v = qkv[:, :, :, :group], qkv[:, :, :, group], qkv[:, :, :, group + 1]
         q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        sinks = {}
+        if config.attention_sinks:
+            logits = Scale(config, heads * group, "bias", name="sinks")()
+            sinks = {"sinks": logits.astype(jnp.float32).reshape(heads, group)}
         with jax.named_scope("attend"):
-            out, state = attend(self.layer, state, q, k, v, *guess)
+            out, state = attend(self.layer, state, q, k, v, *guess, **sinks)
         if out.shape != q.shape:
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
         out = out.astype(config.dtype)
-        return axes.total(Dense(config, config.hidden_size, name="out")(out)), state
+        out = axes.total(Dense(config, config.hidden_size, name="out")(out))
+        if config.out_bias:
+            out = out + Scale(config, config.hidden_size, "bias", name="out_bias")().astype(out.dtype)[None, None]
+        return out, state
 
 
 class Kernel(nn.Module):
@@ -362,7 +371,8 @@ class Transformer(nn.Module):
         Args:
             tokens: int32 [B, T] in [0, V). An id of V or more gives NaN logits.
             attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
-                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation.
+                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation. With ``attention_sinks`` it
+                gets a keyword argument ``sinks``, float32 [H, G].
             states: one pytree per layer; ``attend`` gets it and returns a new one.
             last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
                 None means all positions.

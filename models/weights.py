@@ -56,7 +56,7 @@ def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[s
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
         return Transformer(config).init(
-            key, tokens, lambda layer, state, q, k, v: (q, state), (None,) * config.num_layers
+            key, tokens, lambda layer, state, q, k, v, sinks=None: (q, state), (None,) * config.num_layers
         )
 
     shapes = jax.eval_shape(init, jax.random.key(0))["params"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import shutil
 
@@ -15,6 +16,7 @@ from kvjax import rope
 from kvjax.typing import layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.soft_cap import soft_cap
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
@@ -41,13 +43,22 @@ def dense_attend(config: ModelConfig):
     ropes = layer_ropes(config)
     windows = config.windows or (None,) * config.num_layers
 
-    def attend(layer, state, q, k, v):
+    def attend(layer, state, q, k, v, *, sinks=None):
         position = jnp.arange(q.shape[-2], dtype=jnp.int32)
         length = jnp.full((1,), q.shape[-2], jnp.int32)
         inv_freq = rope.frequencies(ropes[layer], config.head_dim)
         q, k = rope.prepare(q, k, position[None], length, ropes[layer])
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
-        return causal_attention(q, k, v, window=windows[layer]), state
+        with soft_cap(config.attention_softcap):
+            if sinks is None:
+                return causal_attention(q, k, v, window=windows[layer]), state
+            # A token without a value whose logit is the sink: the definition, in one softmax.
+            logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision="highest") / math.sqrt(config.head_dim)
+            seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - (windows[layer] or 1 << 20))
+            sink = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:4], 1))
+            logits = jnp.concatenate([jnp.where(seen[None, None, None], logits, -jnp.inf), sink], axis=-1)
+            weight = jax.nn.softmax(logits, axis=-1)[..., :-1]
+            return jnp.einsum("bhgts,bhsd->bhgtd", weight, v, precision="highest"), state
 
     return attend
 

@@ -19,8 +19,8 @@ from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.mesh.sharding import check_plan, readable
 from kvjax.method import Method, with_inner
-from kvjax.registry import extrapolating
-from kvjax.typing import Model
+from kvjax.registry import classes, extrapolating
+from kvjax.typing import Model, has_sinks
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
@@ -70,11 +70,17 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
 def check_sizes(method: Method, model: Model) -> None:
     """Refuse a model that the method cannot run.
 
-    The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). And not every
-    model can guess queries (`LayerMethod.needs_guess`).
+    The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). Not every
+    model can guess queries (`LayerMethod.needs_guess`), and not every method adds sink logits (`Method.takes_sinks`).
     """
     for part in with_inner(method):
         part.check_sizes(model)
+        if has_sinks(model) and not part.takes_sinks:
+            raise ValueError(
+                f"{type(part).__name__} has an attention of its own without sink logits, which {type(model).__name__} has in "
+                "every layer: take a method with takes_sinks = True, such as "
+                f"{', '.join(sorted(cls.__name__ for cls in classes().values() if cls.takes_sinks)[:4])}"
+            )
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
     if guessing_layers(layer_methods(stepping, model)) and not can_guess:

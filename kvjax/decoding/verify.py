@@ -33,11 +33,12 @@ from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.method import LayerMethod, settle_due
-from kvjax.typing import EMPTY, layer_windows
+from kvjax.typing import EMPTY, attention_soft_cap, layer_windows
 from kvjax.wrappers.verified import Verified, noted
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
+from pallas_kernels.soft_cap import soft_cap
 
 _REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
 
@@ -289,9 +290,9 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
     position = jnp.where(active, at, EMPTY)
     length = cache.length + jnp.sum(active, axis=1, dtype=jnp.int32)
 
-    def attend(layer: int, state: Any, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+    def attend(layer: int, state: Any, q: Array, k: Array, v: Array, *, sinks: Array | None = None) -> tuple[Array, tuple]:
         method = methods[layer]
-        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length)
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length, None, sinks)
         if windows[layer] is None:
             judge = cast("VerifiedLayer", method)
             out, state, mass = run_shared(type(judge).judge, judge, state, inputs)
@@ -299,7 +300,8 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
             out, mass = run_shared(type(method).attend, method, state, inputs)[0], None
         return out, (state, inputs, mass)
 
-    logits, made = cache.model.apply(params, tokens, attend, cache.layers)
+    with soft_cap(attention_soft_cap(cache.model)):
+        logits, made = cache.model.apply(params, tokens, attend, cache.layers)
     layers = tuple(state for state, _, _ in made)
     return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in made]
 
@@ -313,10 +315,11 @@ def _committed(
     rejected = wanted - accepted
     layers: list[Any] = []
     methods, windows = layer_methods(cache.method, cache.model), layer_windows(cache.model)
-    for method, window, state, (inputs, mass) in zip(methods, windows, cache.layers, made, strict=True):
-        inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))
-        layers.append(_stored(method, window is None, state, inputs, mass, rejected))
-    states = settle_due(methods, tuple(layers))
+    with soft_cap(attention_soft_cap(cache.model)):
+        for method, window, state, (inputs, mass) in zip(methods, windows, cache.layers, made, strict=True):
+            inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))
+            layers.append(_stored(method, window is None, state, inputs, mass, rejected))
+        states = settle_due(methods, tuple(layers))
     last = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     before, first = cache.length, cache.logits

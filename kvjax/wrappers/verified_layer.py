@@ -124,7 +124,7 @@ class VerifiedLayer(LayerMethod):
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
-        out, mass = attend_stored(query, cache, inputs.position, observes)
+        out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
         if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
             out, mass = lax.optimization_barrier((out, mass))
         full = dataclasses.replace(full, cache=cache)

@@ -193,6 +193,8 @@ LONG = {**generator().LONGROPE, "partial_rotary_factor": 1.0}
         (GEMMA, {"query_pre_attn_scalar": ..., "head_dim": ...}, {"head_dim": 256, "query_scale": None}),
         (GEMMA, {"query_pre_attn_scalar": 64}, {"query_scale": 0.125, "embedding_multiplier": 4.0}),
         ("gemma2", {"layer_types": ..., "final_logit_softcapping": ...}, {"windows": (6, None, 6), "logit_softcap": 30.0}),
+        ("gemma2", {"attn_logit_softcapping": ...}, {"attention_softcap": 50.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
         ("olmo3", {"layer_types": ..., "sliding_window": ...}, {"windows": (4096,) * 3}),
         ("olmo3", {"rope_parameters": ..., "rope_theta": ...}, {"ropes": (), "rope_theta": 5e5}),
         (
@@ -221,7 +223,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gemma2", {"attn_logit_softcapping": ...}, "attn_logit_softcapping=50.0 for model_type 'gemma2': this"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 for model_type 'gemma3_text': this"),
         (GEMMA, {"use_bidirectional_attention": True}, "this decoder does not have attention to later tokens"),
         (GEMMA, {"model_type": "gemma3"}, "an encoder of images; its text model has model_type 'gemma3_text'"),
         (GEMMA, {"model_type": "gpt_oss"}, "this decoder does not have sink logits in attention"),

@@ -46,7 +46,7 @@ LONGROPE = {
 }  # fmt: skip
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MODELS = {  # name -> (class prefix in transformers, the name of its config's class, what differs from TINY)
-    "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
+    "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
                                    "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
     "gemma3_text": ("Gemma3", "Gemma3Text", {**WINDOWS, "query_pre_attn_scalar": 11, "tie_word_embeddings": True,
                                             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}),
