@@ -14,6 +14,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from .stacked_experts import GPT_OSS, GRANITE, ExpertFiles
+
 # Our norms of a layer, by the names of the file's tensors, for each `models.config.ModelConfig.norm_place`.
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
@@ -43,7 +45,9 @@ class Family:
     optional_window: bool = False  # a null sliding_window means full attention in layers that would have a window
     two_ropes: bool = False  # layers with a window and layers without have a rotation of their own
     rotates: str = "all"  # layers with RoPE: "all", "windows" (of a model that has windows) or "listed"
-    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
+    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
+    out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
+    experts: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -53,6 +57,15 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
+_GRANITE_NUMBERS = {
+    "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
+}  # fmt: skip
+_GRANITE_DEFAULTS = dict.fromkeys(_GRANITE_NUMBERS, 1.0)
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
@@ -80,7 +93,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": Family(
-        name="SmolLM3", class_name="SmolLM3", refused="biases", rotates="listed", windows="some", optional_window=True,
+        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key=True,
+        out_bias_key="attention_bias", rotates="listed", windows="some", optional_window=True,
         defaults={
             "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
         },
@@ -98,13 +112,21 @@ FAMILIES = {
         interleaved=True, partial=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
     ),
     "granite": Family(
-        name="Granite 3, dense", class_name="Granite", refused="biases",
-        numbers={
-            "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
-        },
+        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key=True,
+        out_bias_key="attention_bias", numbers=_GRANITE_NUMBERS, defaults=_GRANITE_DEFAULTS,
+    ),
+    "granitemoe": Family(
+        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key=True, out_bias_key="attention_bias",
+        numbers=_GRANITE_NUMBERS, defaults={**_GRANITE_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+        experts=GRANITE,
+    ),
+    "gpt_oss": Family(
+        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key=True,
+        out_bias_key="attention_bias", windows="some", experts=GPT_OSS,
         defaults={
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
+            "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rms_norm_eps": 1e-5, "rope_theta": 1.5e5,
+            "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702, "rope_scaling": _GPT_OSS_ROPE,
         },
     ),
     "cohere": Family(
@@ -123,14 +145,13 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "seed_oss": Family(
-        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, refused="a bias on the output",
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, out_bias_key="attention_out_bias",
         defaults={"head_dim": 128, "attention_bias": True},
     ),
 }  # fmt: skip
 
 # Types that people ask for and that this decoder cannot run: the part that is missing.
 MISSING = {
-    "gpt_oss": "sink logits in attention",
     "qwen3_next": "layers of linear attention (the gated delta rule)",
     "qwen3_5_text": "layers of linear attention (the gated delta rule)",
     "gemma3": "an encoder of images; its text model has model_type 'gemma3_text'",
@@ -142,7 +163,6 @@ MISSING = {
     "glm4_moe_lite": "latent attention (MLA)",
     "kimi_k2": "latent attention (MLA)",
     "glm4_moe": "experts with a shared expert",
-    "granitemoe": "experts of Granite's kind",
     "granitemoehybrid": "layers of a state-space model",
     "minimax_m2": "experts whose router has a bias",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",

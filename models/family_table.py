@@ -36,7 +36,11 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "GELU" * ("hidden_activation" in f.defaults),
     lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
     lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),
-    lambda f: "bias on q, k and v" * f.qkv_bias_key,
+    lambda f: "sink logits" * bool(f.parts.get("attention_sinks")),
+    lambda f: "bias on q, k and v" * (f.qkv_bias_key and f.out_bias_key != "attention_bias"),
+    lambda f: "bias on q, k, v and the output" * (f.out_bias_key == "attention_bias"),
+    lambda f: "bias on the output" * (f.out_bias_key == "attention_out_bias"),
+    lambda f: "" if f.experts is None else "experts with biases and a clamped gate" if f.experts.clamped else "experts",
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
 )

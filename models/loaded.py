@@ -23,8 +23,8 @@ from .chat import ChatTemplate
 from .config import ModelConfig
 from .hub import checkpoint_directory
 from .named_models import NAMED_MODELS
+from .stored import shape_of
 from .tokenizer import check_unicode, load_tokenizer, opening_ids
-from .transformer import shape_of
 from .weights import from_pretrained
 
 

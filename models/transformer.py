@@ -14,6 +14,7 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/sinks/bias [H*G] (attention_sinks)
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
+    and with `Experts.clamp`: layers_{i}/mlp/router_bias/bias [E], gate_up_bias/bias [E, 2, F], down_bias/bias [E, d]
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries, the key and the value of each head. So one
@@ -45,48 +46,12 @@ from pallas_kernels.layer.add_norm import add_norm, rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
-from .experts import Experts, mix, route
+from .experts import Experts, mix, mixed_bias, route
 from .one_row import multiplied
 from .parts import ACTIVATIONS, final_logits, layer_norm, wide_qk_norm
+from .stored import stored
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
-
-_INIT_STD = 0.02
-
-
-def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
-    """Return the initial distribution of the parameter at ``path`` ('a/b/c').
-
-    Norm scales are ones, biases are zeros, and matrices are normal with standard deviation 0.02. The two projections that
-    write into the residual stream are divided by sqrt(2L), so that the stream's variance does not grow with depth.
-    """
-    module, leaf = path.split("/")[-2:]
-    if leaf == "scale":
-        return nn.initializers.ones
-    if leaf == "bias":
-        return nn.initializers.zeros
-    shrink = (2 * config.num_layers) ** -0.5 if module in ("out", "down") else 1.0
-    return nn.initializers.normal(stddev=_INIT_STD * shrink)
-
-
-def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> Any:
-    """Return the parameter of a module that the last part of ``path`` names, in the dtype in which it is stored.
-
-    ``nn.Module.param`` checks a parameter's shape by tracing its `initializer`, which takes half the time of tracing a model.
-    """
-    name = path.split("/")[-1]
-    if module.has_variable("params", name):
-        value = module.get_variable("params", name)
-        if shape_of(name, value) == shape:
-            return value
-    return module.param(name, initializer(path, config), shape, config.dtype)  # also raises the errors of wrong parameters
-
-
-def shape_of(path: str, value: Any) -> tuple[int, ...]:
-    """Return the shape that the parameter at ``path`` has as an array."""
-    if not isinstance(value, CodedMatrix):
-        return jnp.shape(value)
-    return (*value.lead, value.width) if path.endswith("embedding") else (value.width, *value.lead)
 
 
 def product(
@@ -116,15 +81,14 @@ def product(
 
 
 class Scale(nn.Module):
-    """The factors [N] of a norm, or a bias."""
+    """The factors [N] of a norm."""
 
     config: ModelConfig
     width: int
-    leaf: str = "scale"
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        return stored(self, f"norm/{self.leaf}", self.config, (self.width,))
+        return stored(self, "norm/scale", self.config, (self.width,))
 
 
 class Norm(nn.Module):
@@ -202,7 +166,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         sinks = {}
         if config.attention_sinks:
-            logits = Scale(config, heads * group, "bias", name="sinks")()
+            logits = Kernel(config, (heads * group,), "bias", name="sinks")()
             sinks = {"sinks": logits.astype(jnp.float32).reshape(heads, group)}
         with jax.named_scope("attend"):
             out, state = attend(self.layer, state, q, k, v, *guess, **sinks)
@@ -212,19 +176,20 @@ class Attention(nn.Module):
         out = out.astype(config.dtype)
         out = axes.total(Dense(config, config.hidden_size, name="out")(out))
         if config.out_bias:
-            out = out + Scale(config, config.hidden_size, "bias", name="out_bias")().astype(out.dtype)[None, None]
+            out = out + Kernel(config, (config.hidden_size,), "bias", name="out_bias")().astype(out.dtype)[None, None]
         return out, state
 
 
 class Kernel(nn.Module):
-    """A stored kernel of any shape."""
+    """A stored kernel of any shape, or a bias that is no part of a projection."""
 
     config: ModelConfig
     shape: tuple[int, ...]
+    leaf: str = "kernel"
 
     @nn.compact
     def __call__(self) -> Any:
-        return stored(self, f"{self.name}/kernel", self.config, self.shape)
+        return stored(self, f"{self.name}/{self.leaf}", self.config, self.shape)
 
 
 class MLP(nn.Module):
@@ -254,11 +219,19 @@ class MixtureMLP(nn.Module):
         experts, hidden = self.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         shapes = {"router": (hidden, count), "gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
-        router, gate_up, down = (
-            Kernel(self.config, shape, name=name)().astype(self.config.dtype) for name, shape in shapes.items()
-        )
+
+        def made(shapes: dict[str, tuple[int, ...]], leaf: str) -> list[jax.Array]:
+            return [Kernel(self.config, each, leaf, name=name)().astype(self.config.dtype) for name, each in shapes.items()]
+
+        router, gate_up, down = made(shapes, "kernel")
         rows = x.reshape(-1, hidden)
-        return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        if experts.clamp is None:
+            return axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        shapes = {"router_bias": (count,), "gate_up_bias": (count, 2, inner), "down_bias": (count, hidden)}
+        of_router, of_gates, of_down = made(shapes, "bias")
+        chosen, weight = route(rows, router, experts, of_router)
+        mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, experts.clamp))
+        return (mixed + mixed_bias(chosen, weight, of_down).astype(x.dtype)).reshape(x.shape)
 
 
 class Block(nn.Module):

@@ -33,9 +33,10 @@ from .named_models import adapter_directory
 from .progress import megabytes, progress, say
 from .replaced_files import replaced_files
 from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
+from .stored import initializer, shape_of
 from .tensor_files import WEIGHTS, SafeTensors
 from .tokenizer import tokenizer_files
-from .transformer import Transformer, initializer, shape_of
+from .transformer import Transformer
 
 _CONFIG = "config.json"
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size

@@ -52,7 +52,8 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
                                             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}),
     "olmo2": ("Olmo2", "Olmo2", {"rope_parameters": ROPE}),
     "olmo3": ("Olmo3", "Olmo3", {**WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": ROPE}}),
-    "smollm3": ("SmolLM3", "SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "rope_parameters": ROPE}),
+    "smollm3": ("SmolLM3", "SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "rope_parameters": ROPE,
+                                      "attention_bias": True}),
     "phi3": ("Phi3", "Phi3", {"sliding_window": WINDOW, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
                              "hidden_size": 32}),
     "phi4_longrope": ("Phi3", "Phi3", {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE,
@@ -60,7 +61,7 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "glm": ("Glm", "Glm", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
     "glm4": ("Glm4", "Glm4", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
     "granite": ("Granite", "Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "rope_parameters": ROPE,
-                                      "attention_multiplier": 0.3, "logits_scaling": 2.5}),
+                                      "attention_multiplier": 0.3, "logits_scaling": 2.5, "attention_bias": True}),
     "cohere": ("Cohere", "Cohere", {"hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
                                    "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", "Cohere2", {**WINDOWS, "hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
@@ -68,7 +69,12 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "exaone4": ("Exaone4", "Exaone4", {**WINDOWS, "rope_parameters": ROPE}),
     "exaone4_full": ("Exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
                                            "rope_parameters": ROPE, "num_key_value_heads": 1}),
-    "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True}),
+    "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True, "attention_out_bias": True}),
+    "gpt_oss": ("GptOss", "GptOss", {**WINDOWS, "rope_parameters": {**YARN, "truncate": False}, "num_local_experts": 4,
+                                     "num_experts_per_tok": 2, "swiglu_limit": 1.5}),
+    "granitemoe": ("GraniteMoe", "GraniteMoe", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                                               "rope_parameters": ROPE, "attention_multiplier": 0.3, "logits_scaling": 2.5,
+                                               "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...}),
 }  # fmt: skip
 
 
@@ -85,17 +91,20 @@ def build(name: str, seed: int):
     """The PyTorch model, and the names and shapes of its checkpoint's tensors."""
     import torch
     import transformers
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     prefix, of_config, changes = MODELS[name]
-    config = getattr(transformers, f"{of_config}Config")(**{**TINY, **changes})
+    config = getattr(transformers, f"{of_config}Config")(**{key: x for key, x in {**TINY, **changes}.items() if x is not ...})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
-        shapes = {key: list(value.shape) for key, value in load_file(Path(directory, "model.safetensors")).items()}
-    drawn = {key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}
-    _, unexpected = model.load_state_dict(drawn, strict=False)  # tied weights are named once
-    assert not unexpected, unexpected
+        file = Path(directory, "model.safetensors")
+        shapes = {key: list(value.shape) for key, value in load_file(file).items()}
+        drawn = {key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}
+        _, unexpected = model.load_state_dict(drawn, strict=False)  # tied weights are named once
+        if unexpected:  # transformers gives tensors of files other names
+            save_file(drawn, file, metadata={"format": "pt"})
+            model = type(model).from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     return model, shapes
 
 
