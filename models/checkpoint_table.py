@@ -221,6 +221,12 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
     """List the parameters of a layer's MLP, which may be experts."""
     ours, theirs = f"layers_{layer}/mlp", f"model.layers.{layer}"
     hidden, experts = config.hidden_size, config.experts
+    if not config.mlp_gate:
+        inner, block = config.intermediate_size, f"{theirs}.mlp"
+        return [
+            Leaf(f"{ours}/inner/kernel", (f"{block}.up_proj.weight",), ((inner, hidden),), transpose=True),
+            Leaf(f"{ours}/down/kernel", (f"{block}.down_proj.weight",), ((hidden, inner),), transpose=True),
+        ]
     if experts is None or layer not in experts.layers:
         count, inner = 0, config.intermediate_size
         files = ["gate_up_proj"] * 2 if family.fused_gate_up else ["gate_proj", "up_proj"]

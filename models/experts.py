@@ -57,13 +57,13 @@ class Clamp:
                 raise ValueError(f"Clamp: {name} must be a positive number, got {value!r}")
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Gate ``up`` by ``gate``, of equal shapes."""
+        """Compute the gated ``up``, of the shape of both arguments."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate ``up`` by SiLU of ``gate``, of equal shapes."""
+    """Multiply ``up`` by SiLU of ``gate``, of equal shapes."""
     return jax.nn.silu(gate) * up
 
 

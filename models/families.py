@@ -144,6 +144,10 @@ FAMILIES = {
         optional_window=True, rotates="windows",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
+    "arcee": Family(
+        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key=True, out_bias_key="attention_bias",
+        refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
     "seed_oss": Family(
         name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, out_bias_key="attention_out_bias",
         defaults={"head_dim": 128, "attention_bias": True},
@@ -166,7 +170,6 @@ MISSING = {
     "granitemoehybrid": "layers of a state-space model",
     "minimax_m2": "experts whose router has a bias",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
-    "arcee": "an MLP without a gate",
 }
 
 

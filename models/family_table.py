@@ -33,6 +33,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: _PLACES.get(f.parts.get("norm_place", ""), ""),
     lambda f: "LayerNorm" * (f.parts.get("norm") == "layer"),
     lambda f: "norm weights less 1" * bool(f.norm_offset),
+    lambda f: "an MLP without a gate" * (not f.parts.get("mlp_gate", True)),
     lambda f: "GELU" * ("hidden_activation" in f.defaults),
     lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
     lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),

@@ -23,6 +23,7 @@ _FLOAT32 = float(np.finfo(np.float32).max)
 # The function on the gate of a gated MLP, by its name in config.json.
 ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }

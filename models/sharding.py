@@ -30,6 +30,7 @@ _SPLIT = {  # the dimension that is split, from the end: gate_up and down may ha
     "out/kernel": -2,
     "gate_up/kernel": -1,
     "gate_up_bias/bias": -1,
+    "inner/kernel": -1,
     "down/kernel": -2,
     "embed/embedding": -2,
     "lm_head/embedding": -2,

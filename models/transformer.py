@@ -13,6 +13,7 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention/out/kernel [H*G*D, d]            layers_{i}/attention/out_bias/bias [d] (out_bias)
     layers_{i}/attention/sinks/bias [H*G] (attention_sinks)
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
+    without a gate: layers_{i}/mlp/inner/kernel [d, F] in place of gate_up
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
     and with `Experts.clamp`: layers_{i}/mlp/router_bias/bias [E], gate_up_bias/bias [E, 2, F], down_bias/bias [E, d]
 
@@ -193,17 +194,20 @@ class Kernel(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP. The projections gate and up are fused."""
+    """A gated MLP, whose projections gate and up are fused; or an MLP without a gate."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
-        config = self.config
+        config, act = self.config, ACTIVATIONS[self.config.activation]
+        if not config.mlp_gate:
+            inner = Dense(config, config.intermediate_size, name="inner")(x.astype(config.dtype))
+            return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
         kernel = Kernel(config, (config.hidden_size, 2, config.intermediate_size), name="gate_up")()
         both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
-        gated = ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :]
+        gated = act(both[..., 0, :]) * both[..., 1, :]
         return axes.total(Dense(config, config.hidden_size, name="down")(gated))
 
 

@@ -21,7 +21,7 @@ _CAP = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def soft_cap(cap: float | None) -> Iterator[None]:
-    """Cap the logits of attention of every operation that is called within this context and this thread; None caps none.
+    """Set the cap on the logits of attention of operations within this context and this thread; None sets none.
 
     The cap is applied to the logit after its scale, before masks and before what is added to the logit.
 

@@ -16,7 +16,7 @@ from kvjax import rope
 from kvjax.typing import layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
-from pallas_kernels.soft_cap import soft_cap
+from pallas_kernels.soft_cap import capped, soft_cap
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
@@ -53,7 +53,7 @@ def dense_attend(config: ModelConfig):
             if sinks is None:
                 return causal_attention(q, k, v, window=windows[layer]), state
             # A token without a value whose logit is the sink: the definition, in one softmax.
-            logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision="highest") / math.sqrt(config.head_dim)
+            logits = capped(jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision="highest") / math.sqrt(config.head_dim))
             seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - (windows[layer] or 1 << 20))
             sink = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:4], 1))
             logits = jnp.concatenate([jnp.where(seen[None, None, None], logits, -jnp.inf), sink], axis=-1)

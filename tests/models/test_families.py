@@ -102,7 +102,9 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES if x not in EXPERTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in NAMES if x not in EXPERTS]
+)
 def test_a_family_loads_in_8_bits(name, loaded):
     """Codes have the order of channels, and the parts of fused tensors, that floating-point numbers have."""
     params, config = models.from_pretrained(loaded(name)[2], weight_dtype="int8")
@@ -233,7 +235,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
         (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 for model_type 'gemma3_text': this"),
         (GEMMA, {"use_bidirectional_attention": True}, "this decoder does not have attention to later tokens"),
         (GEMMA, {"model_type": "gemma3"}, "an encoder of images; its text model has model_type 'gemma3_text'"),
-        (GEMMA, {"model_type": "arcee"}, "this decoder does not have an MLP without a gate"),
+        (GEMMA, {"model_type": "hunyuan_v1_dense"}, "this decoder does not have norms of queries and keys after RoPE"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "this decoder does not have quantised weights"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "Clamp: limit must be a positive number, got 0.0"),
         ("gpt_oss", {"num_local_experts": None}, "config.json of model_type 'gpt_oss' lacks num_local_experts"),
@@ -244,7 +246,7 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
         (GEMMA, {"layer_types": ..., "sliding_window_pattern": "LG"}, "needs layer_types, or a positive whole number"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention and for sliding"),
         (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive whole number, got 0"),
-        (GEMMA, {"hidden_activation": "relu2"}, "unsupported activation 'relu2' for model_type 'gemma3_text'"),
+        (GEMMA, {"hidden_activation": "relu6"}, "unsupported activation 'relu6' for model_type 'gemma3_text'"),
         (GEMMA, {"vocab_size": ...}, "config.json of model_type 'gemma3_text' lacks vocab_size"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a finite number, got '8'"),
         ("olmo2", {"attention_bias": True}, "this decoder does not have a bias on the output of attention"),

@@ -70,6 +70,7 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "exaone4_full": ("Exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
                                            "rope_parameters": ROPE, "num_key_value_heads": 1}),
     "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True, "attention_out_bias": True}),
+    "arcee": ("Arcee", "Arcee", {"rope_parameters": ROPE, "attention_bias": True}),
     "gpt_oss": ("GptOss", "GptOss", {**WINDOWS, "rope_parameters": {**YARN, "truncate": False}, "num_local_experts": 4,
                                      "num_experts_per_tok": 2, "swiglu_limit": 1.5}),
     "granitemoe": ("GraniteMoe", "GraniteMoe", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
