@@ -19,7 +19,7 @@ from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.mesh.sharding import check_plan, readable
 from kvjax.method import Method, with_inner
-from kvjax.registry import classes, extrapolating
+from kvjax.registry import extrapolating
 from kvjax.typing import Model, has_sinks
 
 
@@ -75,11 +75,13 @@ def check_sizes(method: Method, model: Model) -> None:
     """
     for part in with_inner(method):
         part.check_sizes(model)
-        if has_sinks(model) and not part.takes_sinks:
+    if has_sinks(model):
+        parts = (part for layer in layer_methods(method, model) for part in with_inner(layer))
+        without = next((part for part in parts if not part.takes_sinks), None)
+        if without is not None:
             raise ValueError(
-                f"{type(part).__name__} has an attention of its own without sink logits, which {type(model).__name__} has in "
-                "every layer: take a method with takes_sinks = True, such as "
-                f"{', '.join(sorted(cls.__name__ for cls in classes().values() if cls.takes_sinks)[:4])}"
+                f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has in"
+                " every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
             )
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token

@@ -180,7 +180,7 @@ def opened(tmp_path, values):
 
 
 def bpe(text):
-    """SentencePiece's merging in a loop: of all neighbours that are a piece together, those of the highest score."""
+    """SentencePiece's merging in a loop: of all neighbours that are a piece together, the two of the highest score."""
     parts = list(text)
     while True:
         pairs = [(PIECES[a + b], -at) for at, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in PIECES]
