@@ -155,7 +155,7 @@ class SlotAttention(LayerMethod):
             out, lse = sparse.attend(query, *stored, start, real)
             out, lse = with_sinks(out, lse, inputs.sinks)
         elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
-            out = attend_whole(query, *cache.read_back(key, value), real, inputs.sinks)
+            out = attend_whole(query, *cache.read_back(key, value), inputs.position, inputs.sinks)
         elif cache.parts > 1:
             out, lse = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
             out, lse = with_sinks(out, lse, inputs.sinks)

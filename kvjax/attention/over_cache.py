@@ -294,19 +294,19 @@ def mass_of(
     return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
-def attend_whole(query: Array, key: Array, value: Array, real: Array, sinks: Array | None) -> Array:
+def attend_whole(query: Array, key: Array, value: Array, position: Array, sinks: Array | None) -> Array:
     """Attend causally with whole prompts to themselves: [B, H, G, T, D].
 
     Args:
         query: [B, H, G, T, D], rotated.
         key: [B, H, T, D], rotated.
         value: [B, H, T, D].
-        real: int32 [B], tokens that are no padding.
+        position: int32 [B, T], EMPTY for padding.
         sinks: see `with_sinks`.
     """
     if sinks is None:
         return causal_attention(query, key, value)
-    scale = 1 / math.sqrt(query.shape[-1])
+    scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     return with_sinks(*prefix_attention(query, key, value, start=0, length=real, scale=scale), sinks)[0]
 
 

@@ -80,8 +80,8 @@ def check_sizes(method: Method, model: Model) -> None:
         without = next((part for part in parts if not part.takes_sinks), None)
         if without is not None:
             raise ValueError(
-                f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has in"
-                " every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
+                f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has "
+                "in every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
             )
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token

@@ -200,16 +200,15 @@ class ShadowKV(LayerMethod):
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
         state = ShadowState(cache=cache, inv_freq=inv_freq)
-        real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         if isinstance(inputs.start, int):  # no earlier chunk
-            return attend_whole(query, key, inputs.value, real, inputs.sinks), state
+            return attend_whole(query, key, inputs.value, inputs.position, inputs.sinks), state
         read = cache.resident()
         out, lse = prefix_attention(
             query,
             rotate(read.key, jnp.arange(read.num_slots, dtype=jnp.int32)[None, None], inputs.inv_freq),
             read.value,
             start=not_none("start", inputs.start),
-            length=real,
+            length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
             scale=1 / math.sqrt(query.shape[-1]),
         )
         return with_sinks(out, lse, inputs.sinks)[0], state
