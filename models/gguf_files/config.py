@@ -53,6 +53,9 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_OF_TURN = (
     "<|eot_id|>",
     "<|im_end|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
 )  # llama.cpp knows these by their text, because older files have no key for them
 
 
@@ -60,7 +63,7 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
     """Read the configuration of the model in ``file``.
 
     Embeddings are tied if the file has no ``output.weight``. A text ends with any token that the metadata names as end of
-    text, of a turn or of a message, and with ``<|eot_id|>`` and ``<|im_end|>``.
+    text, of a turn or of a message, and with ``<|eot_id|>``, ``<|im_end|>`` and their like (`_END_OF_TURN`).
 
     Args:
         file: an open GGUF file.

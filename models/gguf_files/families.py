@@ -30,7 +30,7 @@ def _gemma3(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[st
         "rope_local_base_freq": number("rope.freq_base_swa") or 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": factor} if factor else None,
         "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"] if wide else sizes["head_dim"],
-        "final_logit_softcapping": number("final_logit_softcapping"),
+        "final_logit_softcapping": number("final_logit_softcapping") or None,
     }
 
 
