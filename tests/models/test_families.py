@@ -321,6 +321,14 @@ PUBLISHED = {  # what a config.json of the hub says, and the number of parameter
         **SHARED, "model_type": "glm4", "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
         "max_position_embeddings": 32768, "vocab_size": 151552, "partial_rotary_factor": 0.5, "attention_bias": True,
     }),
+    "gpt-oss-20b": (20_914_757_184, {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000,
+        "swiglu_limit": 7.0, "attention_bias": True, "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+    }),
     "command-r7b": (8_028_033_024, {
         **SHARED, "model_type": "cohere2", "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 256000,
         "max_position_embeddings": 8192, "logit_scale": 0.25, "sliding_window": 4096, "sliding_window_pattern": 4,
