@@ -26,6 +26,7 @@ class StackedLeaf:
     turned: bool = False  # the file has [E, out, in]
     cut: slice = slice(None)  # what is kept of F, where `part` had to read all of it
 
+    offset = 0.0  # no norm is among them
     has_codes = False  # experts are floating-point numbers
 
     def file_shape(self, index: int) -> tuple[int, ...]:

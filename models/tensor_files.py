@@ -80,8 +80,8 @@ class SafeTensors:
             names = (name + four_bits.BLOCKS, name + four_bits.SCALES)
             with contextlib.ExitStack() as stack:
                 opened = [stack.enter_context(safe_open(self.files[each], framework="numpy")) for each in names]
-                slices = (one.get_slice(each) for one, each in zip(opened, names, strict=True))
-                return four_bits.numbers(*slices, cast("tuple[slice, slice, slice]", index))
+                blocks, scales = (one.get_slice(each) for one, each in zip(opened, names, strict=True))
+                return four_bits.numbers(blocks, scales, cast("tuple[slice, slice, slice]", index))
         with safe_open(self.files[name], framework="numpy") as opened:
             return numbers(opened, name, index)
 

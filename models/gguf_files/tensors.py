@@ -56,7 +56,7 @@ class GGUFTensors:
                 found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
                 names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
                 expected[names[name]] = leaf.file_shape(index)
-                if vars(leaf).get("offset"):
+                if leaf.offset:
                     offsets[name] = leaf.offset
                 if arch == "llama" and ".q_proj." in name:
                     rotated[name] = config.num_q_heads
