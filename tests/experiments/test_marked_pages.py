@@ -221,7 +221,7 @@ def test_tables_of_the_base_and_the_order(docs):
 
 
 def test_distances_have_a_row_for_each_method(docs):
-    folder = docs / distance.RECORD
+    folder = docs / "records" / "fidelity" / distance.RECORDS["fidelity"]
     rows = [
         {"method": method, "stream": stream, "length": length, "value": kl, "agreement": 90.0, "bytes_read_per_step": 1.0,
          "full_bytes_read_per_step": 8.0}
