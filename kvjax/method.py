@@ -48,6 +48,7 @@ class Inputs:
     # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
     # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
+    sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
 
 
 @pytree
@@ -121,6 +122,7 @@ class Method(abc.ABC):
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
+    takes_sinks = False  # True: its attention has the sink logits of `Inputs.sinks`
     quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
     drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.moments import add_queries, no_moments
-from kvjax.attention.over_cache import Selection, append_tokens, attend_selected, attend_stored, mass_of
+from kvjax.attention.over_cache import Selection, append_tokens, attend_selected, attend_stored, attend_whole, mass_of
+from kvjax.attention.sinks import with_sinks
 from kvjax.attention.sparse import SparsePrompt
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import attend_past, part_slots, total
@@ -27,7 +28,6 @@ from kvjax.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.rope import rotate
 from kvjax.selection import check_alike, check_score, top_slots
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 
 
@@ -50,6 +50,7 @@ class SlotAttention(LayerMethod):
     implementation: str | None = None  # of attention over selected slots; methods that select have a field of this name
 
     # What the class needs or does. Wrappers answer with properties, so the declarations are no dataclass fields.
+    takes_sinks = True
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
     observes_prompt = False  # True: `compress` gets the attention mass of the prompt
     moments_from: int | None = None  # first position whose queries' moments `compress` gets; None for no moments
@@ -128,10 +129,11 @@ class SlotAttention(LayerMethod):
         if chosen is None:
             gap = self.gap(state.aux) if single else None
             observes = self.observes_steps or self.observes_several and not single
-            out, mass = attend_stored(query, cache, inputs.position, observes, gap)
+            out, mass = attend_stored(query, cache, inputs.position, observes, gap, inputs.sinks)
         else:
             step = dataclasses.replace(step, select_aux=chosen.select_aux)
             out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            out, lse = with_sinks(out, lse, inputs.sinks)
             mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes_steps else None
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
@@ -151,11 +153,13 @@ class SlotAttention(LayerMethod):
         if sparse is not None and not sparse.covers(cache.num_slots):
             read = cache.resident()
             stored = cache.read_back(key, value) if isinstance(start, int) else (read.key, read.value)
-            out, _ = sparse.attend(query, *stored, start, real)
+            out, lse = sparse.attend(query, *stored, start, real)
+            out, lse = with_sinks(out, lse, inputs.sinks)
         elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
-            out = causal_attention(query, *cache.read_back(key, value))
+            out = attend_whole(query, *cache.read_back(key, value), inputs.position, inputs.sinks)
         elif cache.parts > 1:
             out, lse = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
+            out, lse = with_sinks(out, lse, inputs.sinks)
             if self.observes_prompt:
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
@@ -168,6 +172,7 @@ class SlotAttention(LayerMethod):
                 length=real,
                 scale=1 / math.sqrt(query.shape[-1]),
             )
+            out, lse = with_sinks(out, lse, inputs.sinks)
             if self.observes_prompt:  # no query of this chunk sees slots after the chunk
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3])
         prompt = _observe(prompt, query, inputs, start, mass)

@@ -104,6 +104,10 @@ class Model(Protocol):
 
     A model whose layers differ in RoPE, or rotate a part of each head, has a member ``ropes``; see `layer_ropes`.
 
+    A model that squashes the logits of its attention has a member ``attention_softcap``, see `attention_soft_cap`. A model
+    with sink logits has a member ``attention_sinks`` that is True, and gives ``attend`` in each layer a keyword argument
+    ``sinks``, float32 [H, G]: the logit that enters the softmax of each query head (`kvjax.attention.sinks`).
+
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.method.LayerMethod.needs_guess` use it.
 
@@ -217,6 +221,16 @@ def method_layers(model: Model) -> tuple[int, ...]:
     """List the layers in which the method runs: they have attention, and no window."""
     both = zip(layer_windows(model), layer_recurrence(model), strict=True)
     return tuple(layer for layer, (window, state) in enumerate(both) if window is None and state is None)
+
+
+def attention_soft_cap(model: Model) -> float | None:
+    """Return the soft cap on the logits of the model's attention; None for a model without, which need not know of caps."""
+    return cast("Any", model).attention_softcap if "attention_softcap" in dir(model) else None
+
+
+def has_sinks(model: Model) -> bool:
+    """Tell whether the model has sink logits; a model need not know of sinks."""
+    return bool("attention_sinks" in dir(model) and cast("Any", model).attention_sinks)
 
 
 class Rope(NamedTuple):

@@ -12,6 +12,8 @@ from .config import ModelConfig
 from .experts import tensor_names
 from .families import FAMILIES, Family, channel_order
 from .linear.files import leaves as linear_leaves
+from .stacked_experts import stacked
+from .stacked_leaf import StackedLeaf
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -176,13 +178,14 @@ class Leaf:
         return {name: np.ascontiguousarray(np.concatenate(own) if own[1:] else own[0]) for name, own in made.items()}
 
 
+AnyLeaf = Leaf | StackedLeaf
 _LLAMA = Family(name="", class_name="")  # the names of all families that are not in `FAMILIES`
 
 
-def checkpoint_table(config: ModelConfig) -> list[Leaf]:
+def checkpoint_table(config: ModelConfig) -> list[AnyLeaf]:
     """List every parameter of ``config``'s model with its file tensors, layer by layer."""
     hidden, family = config.hidden_size, FAMILIES.get(config.family, _LLAMA)
-    leaves = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
+    leaves: list[AnyLeaf] = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
     for layer in range(config.num_layers):
         ours, theirs = f"layers_{layer}", f"model.layers.{layer}"
         norms = [
@@ -222,6 +225,10 @@ def _attention(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
             f"{ours}/qkv/bias", tuple(f"{theirs}.{name}.bias" for name in files),
             tuple((heads, count, dim) for count in counts.values()), axis=1, orders=orders,
         ))  # fmt: skip
+    for ours_of, name, width, there in (("out_bias", "o_proj.bias", hidden, config.out_bias),
+                                        ("sinks", "sinks", heads * group, config.attention_sinks)):  # fmt: skip
+        if there:
+            leaves.append(Leaf(f"{ours}/{ours_of}/bias", (f"{theirs}.{name}",), ((width,),)))
     for name, count in (("q_norm", group), ("k_norm", 1)):
         own, fold, axis = ("", (dim,), 0) if config.qk_norm else ("all_", (heads, count, dim), 1)
         if config.qk_norm or config.wide_qk_norm:
@@ -232,16 +239,26 @@ def _attention(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
     return leaves
 
 
-def _mlp(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
+def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
     """List the parameters of a layer's MLP, which may be experts."""
     ours, theirs = f"layers_{layer}/mlp", f"model.layers.{layer}"
     hidden, experts = config.hidden_size, config.experts
+    if not config.mlp_gate:
+        inner, block = config.intermediate_size, f"{theirs}.mlp"
+        return [
+            Leaf(f"{ours}/inner/kernel", (f"{block}.up_proj.weight",), ((inner, hidden),), transpose=True),
+            Leaf(f"{ours}/down/kernel", (f"{block}.down_proj.weight",), ((hidden, inner),), transpose=True),
+        ]
     if experts is None or layer not in experts.layers:
         count, inner = 0, config.intermediate_size
         files = ["gate_up_proj"] * 2 if family.fused_gate_up else ["gate_proj", "up_proj"]
         both = [f"{theirs}.mlp.{name}.weight" for name in files]
         down = [f"{theirs}.mlp.down_proj.weight"]
-        leaves = []
+        leaves: list[AnyLeaf] = []
+    elif family.expert_files:
+        router, shape = f"{theirs}.{family.expert_files.router}", (experts.num_experts, hidden)
+        stack = stacked(config, family.expert_files, layer)
+        return [Leaf(f"{ours}/router/kernel", (router,), (shape,), transpose=True), *stack]
     else:
         count, inner = experts.num_experts, experts.intermediate_size
         router, both, down = tensor_names(theirs, count, qwen=config.qk_norm)

@@ -85,11 +85,15 @@ class ModelConfig:
     ropes: tuple[LayerRope, ...] = ()  # rotation of each layer; () = rope_theta and rope_scaling in every layer
     norm: str = "rms"  # "rms", or "layer" for LayerNorm without a bias (Cohere); rms_norm_eps is added to either's variance
     norm_place: str = "before"  # what a layer normalises, see `models.parts.NORM_PLACES`
+    mlp_gate: bool = True  # False: the MLP is a product, the activation and a product (Arcee)
     activation: str = "silu"  # on the gate of the MLP, see `models.parts.ACTIVATIONS`
     query_scale: float | None = None  # on the product of query and key; None = 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0  # on the embedded tokens
     residual_multiplier: float = 1.0  # on what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0  # on the logits
+    attention_softcap: float | None = None  # c: logits of attention become c * tanh(logits / c), after their scale
+    attention_sinks: bool = False  # gpt-oss: a learned logit of each query head in the softmax of every layer
+    out_bias: bool = False  # gpt-oss: a bias on the output of attention
     logit_softcap: float | None = None  # c: logits become c * tanh(logits / c), after the multiplier
     family: str = ""  # model_type of its files (`models.families`); "" = inferred: Llama, Mistral, Qwen or Mixtral
 
@@ -118,7 +122,7 @@ class ModelConfig:
             value = fields[name]
             if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
                 raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
-        for name in ("tie_word_embeddings", "qkv_bias", "qk_norm", "wide_qk_norm"):
+        for name in ("tie_word_embeddings", "qkv_bias", "out_bias", "attention_sinks", "mlp_gate", "qk_norm", "wide_qk_norm"):
             if type(fields[name]) is not bool:
                 raise ValueError(f"ModelConfig: {name} must be True or False, got {fields[name]!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeRule):

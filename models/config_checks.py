@@ -71,6 +71,9 @@ _OR_NULL: dict[str, _Kind] = {
     "use_sliding_window": _BOOL,
     "tie_word_embeddings": _BOOL,
     "attention_bias": _BOOL,
+    "attention_out_bias": _BOOL,
+    "num_local_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
     "mlp_bias": _BOOL,
     "dtype": _TEXT,
     "torch_dtype": _TEXT,
@@ -85,7 +88,7 @@ _OR_NULL: dict[str, _Kind] = {
         (
             "layer_norm_eps", "rope_local_base_freq", "attn_logit_softcapping",
             "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-            "logits_scaling", "logit_scale",
+            "logits_scaling", "logit_scale", "swiglu_limit", "swiglu_alpha",
         ),
         _NUMBER,
     ),

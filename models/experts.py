@@ -4,6 +4,9 @@ The router is one product with a kernel [d, E] and a softmax over all E experts 
 with the largest probabilities. Its result is the sum of the k experts' results, weighted by the probabilities: unchanged, or
 divided by their sum (``norm_topk_prob``; always in Mixtral).
 
+gpt-oss adds biases to the router and to the experts, and another gate (`Clamp`). Its weights are a softmax over the k best
+logits, which is the softmax over all, divided by the sum.
+
 Source: Mixtral (arXiv:2401.04088), Qwen3 (arXiv:2505.09388); the order of these operations as in transformers 5.23.
 
 There are three ways to compute the mixture, because no way is fastest everywhere:
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
 _UNROLLED = 32  # choices; more choices run as a loop, whose program does not grow
 # A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
 _FOREIGN = ("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "n_group", "scoring_func")
@@ -36,6 +41,33 @@ FAMILIES = {  # model_type -> the key of an expert's intermediate size
 }
 _SHARED = "shared_expert_intermediate_size"
 _OF_QWEN = ("qwen3_moe", "qwen3_next")  # with `mlp_only_layers`, and `norm_topk_prob` as a choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clamp:
+    """The gate of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, of clamped values. Such experts have biases.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    limit: float = 7.0  # the gate is at most this number, and up lies between it and its negative
+    alpha: float = 1.702
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if type(value) not in (int, float) or not 0 < value < 1e32:
+                raise ValueError(f"Clamp: {name} must be a positive number, got {value!r}")
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Compute the gated ``up``, of the shape of both arguments."""
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Multiply ``up`` by SiLU of ``gate``, of equal shapes."""
+    return jax.nn.silu(gate) * up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +84,7 @@ class Experts:
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # layers with experts; every other layer has the model's dense MLP
     shared_size: int = 0  # F of an expert that every token uses, times the sigmoid of a product (Qwen3-Next); 0 = none
+    clamp: Clamp | None = None  # gpt-oss: biases, and this gate; None: no biases, and SiLU
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -70,6 +103,8 @@ class Experts:
         good = type(self.layers) is tuple and all(type(layer) is int and layer >= 0 for layer in self.layers)
         if not good or not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"Experts: layers must be a tuple of ascending layer numbers, got {self.layers!r}")
+        if self.clamp is not None and not isinstance(self.clamp, Clamp):
+            raise ValueError(f"Experts: clamp must be a Clamp or None, got {self.clamp!r}")
 
     def unread_bytes(self, params: Any, rows: int) -> int:
         """Estimate the bytes of experts that a decode step of ``rows`` rows does not read.
@@ -82,26 +117,39 @@ class Experts:
         return int(unread * sum(x.size * x.dtype.itemsize for x in kernels))
 
 
-def route(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
+def route(
+    x: jax.Array, router: jax.Array, experts: Experts, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Choose the experts of each token and compute their weights.
 
     Args:
         x: [N, d], normalised hidden states.
         router: [d, E].
         experts: the mixture.
+        bias: [E], added to the logits.
 
     Returns:
         The experts, int32 [N, k], in falling order of probability (of equal ones the lower index first); and their weights,
         float32 [N, k].
     """
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None]
     weight, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), experts.num_experts_per_tok)
     if experts.norm_topk_prob:
         weight = weight / weight.sum(axis=-1, keepdims=True)
     return chosen, weight
 
 
-def mix(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def mix(
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    bias: jax.Array | None = None,
+    gate: Gate = silu_gate,
+) -> jax.Array:
     """Sum the weighted results of each token's experts, in the fastest way for the platform; see the module's text.
 
     Args:
@@ -110,19 +158,28 @@ def mix(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, 
         weight: float32 [N, k].
         gate_up: [E, d, 2, F], in the dtype of ``x``.
         down: [E, F, d], in the dtype of ``x``.
+        bias: [E, 2, F], added to gate and up.
+        gate: makes of gate and up what ``down`` multiplies.
 
     Returns:
         [N, d] in the dtype of ``x``.
     """
     few = chosen.size <= gate_up.shape[0]
-    loop = functools.partial(one_by_one, unroll=False)
-    unrolled = functools.partial(one_by_one, unroll=chosen.size <= _UNROLLED)
-    on_cpu, elsewhere = (loop, unrolled) if few else (all_experts, grouped)
-    return lax.platform_dependent(x, chosen, weight, gate_up, down, cpu=on_cpu, default=elsewhere)
+    loop = functools.partial(one_by_one, gate=gate, unroll=False)
+    unrolled = functools.partial(one_by_one, gate=gate, unroll=chosen.size <= _UNROLLED)
+    many = (functools.partial(run, gate=gate) for run in (all_experts, grouped))
+    on_cpu, elsewhere = (loop, unrolled) if few else many
+    given = (x, chosen, weight, gate_up, down, *(() if bias is None else (bias,)))
+    return lax.platform_dependent(*given, cpu=on_cpu, default=elsewhere)
+
+
+def mixed_bias(chosen: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    """Sum the biases [E, d] of each token's experts, weighted: float32 [N, d]."""
+    return jnp.sum(bias[chosen].astype(jnp.float32) * weight[..., None], axis=1)
 
 
 def one_by_one(
-    x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *, unroll: bool = False
+    x: jax.Array, chosen: jax.Array, weight: jax.Array, *kernels: jax.Array, gate: Gate = silu_gate, unroll: bool = False
 ) -> jax.Array:
     """Compute `mix` for one token and expert after the other; an expert's weights are read in place."""
     count = chosen.shape[1]
@@ -131,40 +188,49 @@ def one_by_one(
         token, place = index // count, index % count
         expert = chosen[token, place]
         row = lax.dynamic_slice_in_dim(x, token, 1, 0)
-        made = _expert(row, *(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (gate_up, down)))
+        made = _expert(row, gate, *(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in kernels))
         return total.at[token].add(made[0] * weight[token, place])
 
     return lax.fori_loop(0, chosen.size, add, jnp.zeros(x.shape, jnp.float32), unroll=unroll).astype(x.dtype)
 
 
-def grouped(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def grouped(
+    x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *bias: jax.Array,
+    gate: Gate = silu_gate,
+) -> jax.Array:
     """Compute `mix` by ragged products: tokens are sorted by expert, and each group reads its expert's weights once."""
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=gate_up.shape[0]).astype(jnp.int32)
     matrices = gate_up.reshape(*gate_up.shape[:2], -1)
-    gate, up = jnp.split(lax.ragged_dot(x[order // chosen.shape[1]], matrices, sizes), 2, axis=-1)
-    made = lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes, preferred_element_type=jnp.float32)
+    both = lax.ragged_dot(x[order // chosen.shape[1]], matrices, sizes)
+    for each in bias:
+        both = both + each.reshape(len(each), -1)[flat[order]]
+    made = lax.ragged_dot(gate(*jnp.split(both, 2, axis=-1)), down, sizes, preferred_element_type=jnp.float32)
     made = jnp.zeros_like(made).at[order].set(made, unique_indices=True).reshape(*chosen.shape, -1)
     return jnp.sum(made * weight[..., None], axis=1).astype(x.dtype)
 
 
-def all_experts(x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def all_experts(
+    x: jax.Array, chosen: jax.Array, weight: jax.Array, *kernels: jax.Array, gate: Gate = silu_gate
+) -> jax.Array:
     """Compute `mix` by dense products: all tokens go through all experts; the weight of an unchosen expert is 0."""
     row = jnp.arange(len(x))[:, None]
-    share = jnp.zeros((len(x), len(gate_up)), jnp.float32).at[row, chosen].set(weight)
+    share = jnp.zeros((len(x), len(kernels[0])), jnp.float32).at[row, chosen].set(weight)
 
     def add(total: jax.Array, each: tuple) -> tuple[jax.Array, None]:
         kernels, share = each
-        return total + _expert(x, *kernels) * share[:, None], None
+        return total + _expert(x, gate, *kernels) * share[:, None], None
 
-    return lax.scan(add, jnp.zeros(x.shape, jnp.float32), ((gate_up, down), share.T))[0].astype(x.dtype)
+    return lax.scan(add, jnp.zeros(x.shape, jnp.float32), (kernels, share.T))[0].astype(x.dtype)
 
 
-def _expert(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """Apply one expert, a gated SiLU MLP: [N, d] to float32 [N, d]."""
+def _expert(x: jax.Array, gate: Gate, gate_up: jax.Array, down: jax.Array, *bias: jax.Array) -> jax.Array:
+    """Apply one expert, a gated MLP: [N, d] to float32 [N, d]."""
     both = jnp.einsum("nd,dgf->ngf", x, gate_up)
-    return jnp.matmul(jax.nn.silu(both[:, 0]) * both[:, 1], down, preferred_element_type=jnp.float32)
+    for each in bias:
+        both = both + each[None]
+    return jnp.matmul(gate(both[:, 0], both[:, 1]), down, preferred_element_type=jnp.float32)
 
 
 def read(hf: dict[str, Any]) -> Experts | None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .linear.files import DEFAULTS as LINEAR_DEFAULTS
+from .stacked_experts import GPT_OSS, GRANITE, ExpertFiles
 
 # Our norms of a layer, by the names of the file's tensors, for each `models.config.ModelConfig.norm_place`.
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -48,7 +49,9 @@ class Family:
     linear: str = ""  # layers of linear attention: "" for none; "fused" or "apart": how the file stores their projections
     unread: str = ""  # tensors whose names begin so belong to a part that this decoder does not run
     experts: bool = False  # layers may have experts, see `models.experts`
-    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v, and to nothing else
+    expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
+    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
+    out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -63,14 +66,23 @@ _QWEN_DEFAULTS = {
     **LINEAR_DEFAULTS, "head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "num_attention_heads": 16,
     "max_position_embeddings": 32768,
 }  # fmt: skip
+_GRANITE_NUMBERS = {
+    "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
+}  # fmt: skip
+_GRANITE_DEFAULTS = dict.fromkeys(_GRANITE_NUMBERS, 1.0)
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
 
 FAMILIES = {
     "gemma2": Family(
-        name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, numbers=_GEMMA_NUMBERS,
-        refused="the soft cap in attention, which published models have", norms=_GEMMA, norm_offset=1.0, windows="some",
+        name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, norms=_GEMMA, norm_offset=1.0, windows="some",
+        numbers={**_GEMMA_NUMBERS, "attn_logit_softcapping": "attention_softcap"}, refused="attention to later tokens",
         defaults={
             **_GEMMA_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2,
         },
@@ -90,7 +102,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": Family(
-        name="SmolLM3", class_name="SmolLM3", refused="biases", rotates="listed", windows="some", optional_window=True,
+        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key=True,
+        out_bias_key="attention_bias", rotates="listed", windows="some", optional_window=True,
         defaults={
             "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
         },
@@ -108,13 +121,21 @@ FAMILIES = {
         interleaved=True, partial=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
     ),
     "granite": Family(
-        name="Granite 3, dense", class_name="Granite", refused="biases",
-        numbers={
-            "embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "query_scale", "logits_scaling": "logits_multiplier",
-        },
+        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key=True,
+        out_bias_key="attention_bias", numbers=_GRANITE_NUMBERS, defaults=_GRANITE_DEFAULTS,
+    ),
+    "granitemoe": Family(
+        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key=True, out_bias_key="attention_bias",
+        numbers=_GRANITE_NUMBERS, defaults={**_GRANITE_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+        expert_files=GRANITE,
+    ),
+    "gpt_oss": Family(
+        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key=True,
+        out_bias_key="attention_bias", windows="some", expert_files=GPT_OSS,
         defaults={
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
+            "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rms_norm_eps": 1e-5, "rope_theta": 1.5e5,
+            "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702, "rope_scaling": _GPT_OSS_ROPE,
         },
     ),
     "cohere": Family(
@@ -132,8 +153,12 @@ FAMILIES = {
         optional_window=True, rotates="windows",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
+    "arcee": Family(
+        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key=True, out_bias_key="attention_bias",
+        refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
     "seed_oss": Family(
-        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, refused="a bias on the output",
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, out_bias_key="attention_out_bias",
         defaults={"head_dim": 128, "attention_bias": True},
     ),
     "qwen3_next": Family(
@@ -153,7 +178,6 @@ FAMILIES = {
 
 # Types that people ask for and that this decoder cannot run: the part that is missing.
 MISSING = {
-    "gpt_oss": "sink logits in attention",
     "qwen3_5": "an encoder of images; its text model has model_type 'qwen3_5_text'",
     "gemma3": "an encoder of images; its text model has model_type 'gemma3_text'",
     "gemma3n_text": "keys and values shared between layers",
@@ -164,11 +188,9 @@ MISSING = {
     "glm4_moe_lite": "latent attention (MLA)",
     "kimi_k2": "latent attention (MLA)",
     "glm4_moe": "experts with a shared expert",
-    "granitemoe": "experts of Granite's kind",
     "granitemoehybrid": "layers of a state-space model",
     "minimax_m2": "experts whose router has a bias",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
-    "arcee": "an MLP without a gate",
 }
 
 

@@ -18,6 +18,7 @@ _OLDER = {  # model_type -> models and the parts beside Llama's; they are not in
 _PLACES = {"after": "norms after attention and MLP", "both": "norms before and after attention and MLP",
            "parallel": "attention and MLP beside each other"}  # fmt: skip
 _NUMBERS = {
+    "attention_softcap": "soft cap of the logits in attention",
     "query_scale": "query scale", "logit_softcap": "soft cap of the logits", "logits_multiplier": "logits multiplier",
     "embedding_multiplier": "embedding multiplier", "residual_multiplier": "residual multiplier",
 }  # fmt: skip
@@ -35,10 +36,15 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: _PLACES.get(f.parts.get("norm_place", ""), ""),
     lambda f: "LayerNorm" * (f.parts.get("norm") == "layer"),
     lambda f: "norm weights less 1" * bool(f.norm_offset),
+    lambda f: "an MLP without a gate" * (not f.parts.get("mlp_gate", True)),
     lambda f: "GELU" * ("hidden_activation" in f.defaults),
     lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
     lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),
-    lambda f: "bias on q, k and v" * f.qkv_bias_key,
+    lambda f: "sink logits" * bool(f.parts.get("attention_sinks")),
+    lambda f: "bias on q, k and v" * (f.qkv_bias_key and f.out_bias_key != "attention_bias"),
+    lambda f: "bias on q, k, v and the output" * (f.out_bias_key == "attention_bias"),
+    lambda f: "bias on the output" * (f.out_bias_key == "attention_out_bias"),
+    lambda f: "" if f.expert_files is None else f"experts{' with biases and a clamped gate' * f.expert_files.clamped}",
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
 )

@@ -18,7 +18,8 @@ MODEL_TYPES = (*_CLASSES, *FAMILIES)
 # Parts that only families have -> their values in all other models.
 _OF_FAMILIES = {"wide_qk_norm": False, "ropes": (), "norm": "rms", "norm_place": "before", "activation": "silu",
                 "query_scale": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_multiplier": 1.0,
-                "logit_softcap": None, "output_gate": False, "linear": None}  # fmt: skip
+                "logit_softcap": None, "output_gate": False, "linear": None, "attention_softcap": None,
+                "attention_sinks": False, "out_bias": False, "mlp_gate": True}  # fmt: skip
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import experts, rope_scaling
+from . import experts, rope_scaling, stacked_experts
 from .config_checks import check_types, eos_ids
 from .families import FAMILIES, Family
 from .linear import files as linear_files
@@ -31,6 +31,7 @@ _REFUSED = {
     "attention_out_bias": "a bias on the output of attention",
     "quantization_config": "quantised weights",
 }
+_MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +73,14 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "ropes": () if same else layers,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
         "qkv_bias": family.qkv_bias_key and bool(hf.get("attention_bias")),
+        "out_bias": bool(hf.get(family.out_bias_key)),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
         "windows": windows,
         "dtype": declared_dtype(hf),
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": model_type,
         "linear": linear_files.read(hf) if family.linear else None,
-        "experts": experts.read(hf) if family.experts else None,
+        "experts": experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files),
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
@@ -94,6 +96,8 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
+        if key in family.numbers or key == family.out_bias_key or (key == "quantization_config" and _is_mxfp4(hf, family)):
+            continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
     if hf.get("attention_bias") and not family.qkv_bias_key:
@@ -104,6 +108,12 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     act = hf.get("hidden_activation") or hf.get("hidden_act", "silu")
     if act not in ACTIVATIONS:
         raise ValueError(f"unsupported activation {act!r} for model_type {kind!r}, expected one of {', '.join(ACTIVATIONS)}")
+
+
+def _is_mxfp4(hf: dict[str, Any], family: Family) -> bool:
+    """Tell whether the weights are quantised in the one way that is read (`models.four_bits`)."""
+    given = hf.get("quantization_config") or {}
+    return family.expert_files is not None and family.expert_files.clamped and given.get("quant_method") == _MXFP4
 
 
 def _numbers(hf: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
@@ -237,10 +247,11 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "layer_norm_eps" if layered else "rms_norm_eps": fields["rms_norm_eps"],
         "tie_word_embeddings": fields["tie_word_embeddings"],
         "attention_bias": fields["qkv_bias"],
+        **({family.out_bias_key: fields["out_bias"]} if family.out_bias_key else {}),
+        **({} if family.experts else stacked_experts.write(fields["experts"])),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": None,  # the default of some classes lies outside of a small vocabulary
         "torch_dtype": fields["dtype"],
-        **{key: None for key in ("attn_logit_softcapping",) if key in family.defaults},
     }
     for key, field in family.numbers.items():
         value = fields[field]

@@ -23,6 +23,7 @@ _FLOAT32 = float(np.finfo(np.float32).max)
 # The function on the gate of a gated MLP, by its name in config.json.
 ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
@@ -80,9 +81,10 @@ def check_parts(config: Any) -> None:
             raise ValueError(f"ModelConfig: {name} must be one of {', '.join(known)}, got {value!r}")
     if config.family not in ("", *FAMILIES):
         raise ValueError(f"ModelConfig: family must be '' or one of {', '.join(FAMILIES)}, got {config.family!r}")
-    for name in ("query_scale", "embedding_multiplier", "residual_multiplier", "logits_multiplier", "logit_softcap"):
+    optional = ("query_scale", "logit_softcap", "attention_softcap")
+    for name in (*optional, "embedding_multiplier", "residual_multiplier", "logits_multiplier"):
         value = vars(config)[name]
-        if value is None and name in ("query_scale", "logit_softcap"):
+        if value is None and name in optional:
             continue
         if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
             raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .checkpoint_table import EMBEDDING, LM_HEAD, Index, Leaf, Parts, tensor_problems
+from . import four_bits
+from .checkpoint_table import EMBEDDING, LM_HEAD, AnyLeaf, Index, Parts, tensor_problems
 from .config import ModelConfig
 from .eight_bits import SCALE, numbers, problem
 from .families import FAMILIES
@@ -37,7 +40,7 @@ class SafeTensors:
     tied: bool
 
     @classmethod
-    def of(cls, directory: Path, config: ModelConfig, table: list[Leaf]) -> SafeTensors:
+    def of(cls, directory: Path, config: ModelConfig, table: list[AnyLeaf]) -> SafeTensors:
         """Find and check the tensors that ``table`` asks for.
 
         Raises:
@@ -50,12 +53,12 @@ class SafeTensors:
         _check(directory, config, [dataclasses.replace(leaf, names=found.names(leaf)) for leaf in table], files)
         return found
 
-    def names(self, leaf: Leaf) -> tuple[str, ...]:
+    def names(self, leaf: AnyLeaf) -> tuple[str, ...]:
         """Name the tensors of a parameter in the files. A tied embedding may be stored only under the LM head's name."""
         moved = self.tied and EMBEDDING not in self.files and LM_HEAD in self.files
         return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
 
-    def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
+    def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
         """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files.
 
         Raises (by the returned function):
@@ -73,7 +76,13 @@ class SafeTensors:
         return read
 
     def _read(self, name: str, index: Index) -> np.ndarray:
-        """Read a part of a tensor in the file's dtype; of a tensor in 8 bits, its numbers in float32."""
+        """Read a part of a tensor in the file's dtype; of a tensor in 8 or 4 bits, its numbers in float32 or bfloat16."""
+        if name not in self.files and len(index) == 3:
+            names = (name + four_bits.BLOCKS, name + four_bits.SCALES)
+            with contextlib.ExitStack() as stack:
+                opened = [stack.enter_context(safe_open(self.files[each], framework="numpy")) for each in names]
+                blocks, scales = (one.get_slice(each) for one, each in zip(opened, names, strict=True))
+                return four_bits.numbers(blocks, scales, cast("tuple[slice, slice, slice]", index))
         with safe_open(self.files[name], framework="numpy") as opened:
             return numbers(opened, name, index)
 
@@ -124,7 +133,7 @@ def _damage(file: Path) -> str:
     return f"got {size} bytes, expected {8 + header_size + data}"
 
 
-def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dict[str, Path]) -> None:
+def _check(directory: Path, config: ModelConfig, table: list[AnyLeaf], sources: dict[str, Path]) -> None:
     """Refuse tensors that do not fit the table, with one message for all of them."""
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
     if config.tie_word_embeddings and LM_HEAD in sources:
@@ -144,6 +153,11 @@ def _check(directory: Path, config: ModelConfig, table: list[Leaf], sources: dic
                         tuple(opened.get_slice(name).get_shape()),
                         opened.get_slice(name).get_dtype(),
                     )
+    for name in expected.keys() - found.keys():
+        if (shape := four_bits.whole_shape(name, found, dtypes)) is not None:
+            for end in (four_bits.BLOCKS, four_bits.SCALES):
+                del found[name + end]
+            found[name], dtypes[name] = shape, _FILE_DTYPES[0]
     problems = tensor_problems(expected, found) + problems
     for name in sorted(expected.keys() & found.keys()):
         if dtypes[name] not in _FILE_DTYPES:

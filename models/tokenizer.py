@@ -20,7 +20,7 @@ _FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 def load_tokenizer(
     directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
 ) -> Tokenizer:
-    """Read ``tokenizer.json``, or the byte-level BPE tokenizer of a GGUF file.
+    """Read ``tokenizer.json``, or the tokenizer of a GGUF file.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
 

@@ -10,11 +10,14 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/attention_out_norm/scale [d]               layers_{i}/mlp_out_norm/scale [d]     (norm_place: after or both)
     layers_{i}/attention/qkv/kernel [d, H*(G+2)*D]        layers_{i}/attention/qkv/bias [H*(G+2)*D] (qkv_bias)
     layers_{i}/attention/q_norm/scale, k_norm/scale [D] (qk_norm), or all_q_norm/scale [H*G*D], all_k_norm/scale [H*D]
-    layers_{i}/attention/out/kernel [H*G*D, d]
+    layers_{i}/attention/out/kernel [H*G*D, d]            layers_{i}/attention/out_bias/bias [d] (out_bias)
+    layers_{i}/attention/sinks/bias [H*G] (attention_sinks)
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
     layers_{i}/linear/... instead of layers_{i}/attention/... in layers without keys, see `models.linear.layer`
+    without a gate: layers_{i}/mlp/inner/kernel [d, F] in place of gate_up
     with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
     with a shared expert too: layers_{i}/mlp/shared/gate_up/kernel, down/kernel, and layers_{i}/mlp/shared_gate/kernel [d, 1]
+    and with `Experts.clamp`: layers_{i}/mlp/router_bias/bias [E], gate_up_bias/bias [E, 2, F], down_bias/bias [E, d]
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries (each with its gate behind it, if outputs have
@@ -47,7 +50,7 @@ from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
-from .experts import Experts, mix, route
+from .experts import Experts, mix, mixed_bias, route
 from .linear.layer import GatedDelta
 from .modules import Dense, Norm, Scale, product, stored
 from .parts import ACTIVATIONS, final_logits, wide_qk_norm, without_gates
@@ -96,30 +99,38 @@ class Attention(nn.Module):
             guess = (ahead[:, :, :, :group].transpose(0, 2, 3, 1, 4),)
         q, k, v = qkv[:, :, :, :group], qkv[:, :, :, group], qkv[:, :, :, group + 1]
         q, k, v = q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        sinks = {}
+        if config.attention_sinks:
+            logits = Kernel(config, (heads * group,), "bias", name="sinks")()
+            sinks = {"sinks": logits.astype(jnp.float32).reshape(heads, group)}
         with jax.named_scope("attend"):
-            out, state = attend(self.layer, state, q, k, v, *guess)
+            out, state = attend(self.layer, state, q, k, v, *guess, **sinks)
         if out.shape != q.shape:
             raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {q.shape}")
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * group * dim)
         out = out.astype(config.dtype)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate[:, :length].reshape(out.shape))
-        return axes.total(Dense(config, config.hidden_size, name="out")(out)), state
+        out = axes.total(Dense(config, config.hidden_size, name="out")(out))
+        if config.out_bias:
+            out = out + Kernel(config, (config.hidden_size,), "bias", name="out_bias")().astype(out.dtype)[None, None]
+        return out, state
 
 
 class Kernel(nn.Module):
-    """A stored kernel of any shape."""
+    """A stored kernel of any shape, or a bias that is no part of a projection."""
 
     config: ModelConfig
     shape: tuple[int, ...]
+    leaf: str = "kernel"
 
     @nn.compact
     def __call__(self) -> Any:
-        return stored(self, f"{self.name}/kernel", self.config, self.shape)
+        return stored(self, f"{self.name}/{self.leaf}", self.config, self.shape)
 
 
 class MLP(nn.Module):
-    """A gated MLP. The projections gate and up are fused."""
+    """A gated MLP, whose projections gate and up are fused; or an MLP without a gate."""
 
     config: ModelConfig
     inner: int | None = None  # F; None: the model's
@@ -127,11 +138,14 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
-        config = self.config
-        inner = config.intermediate_size if self.inner is None else self.inner
-        kernel = Kernel(config, (config.hidden_size, 2, inner), name="gate_up")()
+        config, act = self.config, ACTIVATIONS[self.config.activation]
+        width = config.intermediate_size if self.inner is None else self.inner
+        if not config.mlp_gate:
+            inner = Dense(config, width, name="inner")(x.astype(config.dtype))
+            return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
+        kernel = Kernel(config, (config.hidden_size, 2, width), name="gate_up")()
         both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
-        gated = ACTIVATIONS[config.activation](both[..., 0, :]) * both[..., 1, :]
+        gated = act(both[..., 0, :]) * both[..., 1, :]
         return axes.total(Dense(config, config.hidden_size, name="down")(gated))
 
 
@@ -147,15 +161,24 @@ class MixtureMLP(nn.Module):
         experts, hidden = self.experts, self.config.hidden_size
         count, inner = experts.num_experts, experts.intermediate_size
         shapes = {"router": (hidden, count), "gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
-        router, gate_up, down = (
-            Kernel(self.config, shape, name=name)().astype(self.config.dtype) for name, shape in shapes.items()
-        )
+
+        def made(shapes: dict[str, tuple[int, ...]], leaf: str) -> list[jax.Array]:
+            return [Kernel(self.config, each, leaf, name=name)().astype(self.config.dtype) for name, each in shapes.items()]
+
+        router, gate_up, down = made(shapes, "kernel")
         rows = x.reshape(-1, hidden)
-        made = axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        if experts.clamp is None:
+            mixed = axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
+        else:
+            shapes = {"router_bias": (count,), "gate_up_bias": (count, 2, inner), "down_bias": (count, hidden)}
+            of_router, of_gates, of_down = made(shapes, "bias")
+            chosen, weight = route(rows, router, experts, of_router)
+            mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, experts.clamp))
+            mixed = (mixed + mixed_bias(chosen, weight, of_down).astype(x.dtype)).reshape(x.shape)
         if not experts.shared_size:
-            return made
+            return mixed
         gate = Dense(self.config, 1, name="shared_gate")(x.astype(self.config.dtype))
-        return made + jax.nn.sigmoid(gate) * MLP(self.config, experts.shared_size, name="shared")(x)
+        return mixed + jax.nn.sigmoid(gate) * MLP(self.config, experts.shared_size, name="shared")(x)
 
 
 class Block(nn.Module):
@@ -271,8 +294,9 @@ class Transformer(nn.Module):
         Args:
             tokens: int32 [B, T] in [0, V). An id of V or more gives NaN logits.
             attend: ``attend(layer, state, q, k, v) -> (out, state)`` with q and out [B, H, G, T, D], k and v
-                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation. A layer of linear attention
-                calls ``attend(layer, state, advance)``, see `models.linear.layer.GatedDelta`.
+                [B, H, T, D], after bias and q/k norm, before RoPE, in the dtype of computation. With ``attention_sinks`` it
+                gets a keyword argument ``sinks``, float32 [H, G]. A layer of linear attention calls
+                ``attend(layer, state, advance)``, see `models.linear.layer.GatedDelta`.
             states: one pytree per layer; ``attend`` gets it and returns a new one.
             last: int32 [B] in [0, T), the only position of each row that goes through the final norm and the LM head;
                 None means all positions.

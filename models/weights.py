@@ -24,7 +24,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from . import gguf_files
 from .adapter import apply_adapter
-from .checkpoint_table import Leaf, Parts, checkpoint_table
+from .checkpoint_table import AnyLeaf, Leaf, Parts, checkpoint_table
 from .coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
 from .config import DTYPES, HOST_DTYPES, ModelConfig
 from .config_checks import eos_ids
@@ -58,7 +58,7 @@ def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[s
         tokens = jnp.zeros((1, 1), jnp.int32)
         kept = config.recurrent or (None,) * config.num_layers
 
-        def attend(layer, state, q, *rest):
+        def attend(layer, state, q, *rest, sinks=None):
             """Return the query; in a recurrent layer, what its function makes of empty arrays."""
             if kept[layer] is None:
                 return q, state
@@ -220,8 +220,8 @@ def _load(
 
 def _assemble(
     config: ModelConfig,
-    table: list[Leaf],
-    parts: Callable[[Leaf, np.dtype], Parts],
+    table: list[AnyLeaf],
+    parts: Callable[[AnyLeaf, np.dtype], Parts],
     mesh: Mesh | None,
     name: str,
     coder: Callable[[Leaf], CodedMatrix] | None,
@@ -244,7 +244,7 @@ def _assemble(
         for leaf in table:
             shape = leaf.shape
             if coder is not None and leaf.has_codes:
-                param = coder(leaf)
+                param = coder(cast("Leaf", leaf))
                 param = param if mesh is None else placed(leaf.path, param, mesh)
             elif mesh is None:
                 param = jnp.asarray(parts(leaf, dtype)((slice(None),) * len(shape)))

@@ -26,6 +26,7 @@ from pallas_kernels.machine import (
     say_once,
     why_missing,
 )
+from pallas_kernels.soft_cap import get_soft_cap
 
 XLA = "xla"  # the name of plain JAX in every table
 
@@ -203,6 +204,7 @@ class Operation:
 
     name: str
     implementations: Mapping[str, Implementation]
+    logits: bool = False  # True: it computes logits of attention, which only plain JAX does under a `soft_cap`
 
     @property
     def table(self) -> dict[str, Implementation]:
@@ -261,6 +263,9 @@ class Operation:
                     raise NotImplementedError(f"needs {_KERNELS_NEED}, got {here}")
                 if name in _NEEDS and (why := why_missing(_NEEDS[name])):
                     raise NotImplementedError(f"needs {_NEEDS[name]}, got {why}")
+                if self.logits and entry.platforms and (cap := get_soft_cap()) is not None:
+                    say_once(f"attention with a soft cap on its logits runs as plain JAX (implementation {XLA!r})")
+                    raise NotImplementedError(f"needs logits without a soft cap, got a cap of {cap}")
                 entry.check(*args, **kwargs)
                 return name, action(entry)
             except NotImplementedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import shutil
 
@@ -15,6 +16,7 @@ from kvjax import rope
 from kvjax.typing import layer_recurrence, layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.soft_cap import capped, soft_cap
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
@@ -45,7 +47,7 @@ def dense_attend(config: ModelConfig, shape=(1, 1)):
     windows = config.windows or (None,) * config.num_layers
     kept = layer_recurrence(config)
 
-    def attend(layer, state, q, *rest):
+    def attend(layer, state, q, *rest, sinks=None):
         if kept[layer] is not None:  # `q` is the function of a recurrent layer
             empty = tuple(jnp.zeros((shape[0], *one), dtype) for one, dtype in kept[layer])
             return q(empty, jnp.ones(shape, bool))[0], state
@@ -55,7 +57,16 @@ def dense_attend(config: ModelConfig, shape=(1, 1)):
         inv_freq = rope.frequencies(ropes[layer], config.head_dim)
         q, k = rope.prepare(q, k, position[None], length, ropes[layer])
         q, k = rope.rotate(q, position, inv_freq), rope.rotate(k, position, inv_freq)
-        return causal_attention(q, k, v, window=windows[layer]), state
+        with soft_cap(config.attention_softcap):
+            if sinks is None:
+                return causal_attention(q, k, v, window=windows[layer]), state
+            # A token without a value whose logit is the sink: the definition, in one softmax.
+            logits = capped(jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision="highest") / math.sqrt(config.head_dim))
+            seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - (windows[layer] or 1 << 20))
+            sink = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:4], 1))
+            logits = jnp.concatenate([jnp.where(seen[None, None, None], logits, -jnp.inf), sink], axis=-1)
+            weight = jax.nn.softmax(logits, axis=-1)[..., :-1]
+            return jnp.einsum("bhgts,bhsd->bhgtd", weight, v, precision="highest"), state
 
     return attend
 

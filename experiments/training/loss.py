@@ -75,12 +75,15 @@ def forward(
         float32 [B, N, V].
 
     Raises:
-        ValueError: a layer has a sliding window or no attention, or layers rotate differently, so that layers differ.
+        ValueError: a layer has a sliding window or no attention, or layers rotate differently, so that layers differ; or
+            attention has sink logits or a soft cap.
     """
     if config.linear is not None:
         raise ValueError(f"training scans over equal layers, expected attention in all layers, got {config.linear}")
     if any(config.windows):
         raise ValueError(f"training scans over equal layers, expected a model without windows, got {config.windows}")
+    if config.attention_sinks or config.attention_softcap is not None:
+        raise ValueError("training computes attention without sink logits and soft cap, got a model that has one")
     kinds = layer_ropes(config)
     if len(set(kinds)) > 1:
         raise ValueError(f"training scans over equal layers, expected one kind of RoPE in all layers, got {set(kinds)}")

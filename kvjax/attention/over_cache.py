@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, pytree, static
+from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention import gather_attention
@@ -22,6 +24,7 @@ from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
 from pallas_kernels.score.column_mass import column_mass
+from pallas_kernels.soft_cap import capped
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -132,7 +135,8 @@ def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Arra
     """Run `attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
     exact = product_precision(query.dtype)
     logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-    logits = jnp.where(bias > -jnp.inf, logits / math.sqrt(query.shape[-1]) + bias, -jnp.inf)  # no NaN of an empty slot
+    logits = capped(logits / math.sqrt(query.shape[-1]))
+    logits = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)  # no NaN of an empty slot
     lse = jax.nn.logsumexp(logits, axis=3)
     weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
     value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
@@ -268,7 +272,7 @@ def append_tokens(
 
 
 def attend_stored(
-    query: Array, cache: LayerStorage, position: Array, observes: bool, gap: Array | None = None
+    query: Array, cache: LayerStorage, position: Array, observes: bool, gap: Array | None = None, sinks: Array | None = None
 ) -> tuple[Array, Array | None]:
     """Attend with the newest tokens' queries to all stored tokens, densely.
 
@@ -278,18 +282,20 @@ def attend_stored(
         position: int32 [B, T], EMPTY for padding.
         observes: whether to compute the attention mass.
         gap: see `attend_held`; only with T = 1.
+        sinks: see `with_sinks`.
 
     Returns:
         The output [B, H, G, T, D]; and `mass_of` if ``observes``, else None.
     """
     if query.shape[3] > 1:
         out, lse = attend_all(query, cache, position)
-    elif observes and cache.parts == 1:
+    elif observes and cache.parts == 1 and sinks is None:
         out, _, mass = attend_held_mass(query[..., 0, :], cache, gap)
         return out[..., None, :], mass
     else:
         out, lse = attend_held(query[..., 0, :], cache, gap)
         out, lse = out[..., None, :], lse[..., None]
+    out, lse = with_sinks(out, lse, sinks)
     return out, mass_of(query, cache, position, lse) if observes else None
 
 
@@ -299,7 +305,25 @@ def mass_of(query: Array, cache: LayerStorage, position: Array, lse: Array, limi
     return column_mass(query, key, lse, query_position=position, key_position=cache.position, scale=scale, limit=limit)
 
 
-def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
+def attend_whole(query: Array, key: Array, value: Array, position: Array, sinks: Array | None) -> Array:
+    """Attend causally with whole prompts to themselves: [B, H, G, T, D].
+
+    Args:
+        query: [B, H, G, T, D], rotated.
+        key: [B, H, T, D], rotated.
+        value: [B, H, T, D].
+        position: int32 [B, T], EMPTY for padding.
+        sinks: see `with_sinks`.
+    """
+    if sinks is None:
+        return causal_attention(query, key, value)
+    scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    return with_sinks(*prefix_attention(query, key, value, start=0, length=real, scale=scale), sinks)[0]
+
+
+def attend_behind(
+    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array, sinks: Array | None = None
+) -> tuple[Array, Array]:
     """Attend causally with tokens that are not stored to all stored tokens and to the tokens themselves.
 
     Args:
@@ -308,6 +332,7 @@ def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, p
         value: [B, H, T, D].
         cache: has earlier tokens only, in its first slots; resident and not divided over devices.
         position: int32 [B, T], EMPTY for padding.
+        sinks: see `with_sinks`.
 
     Returns:
         out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored tokens;
@@ -316,5 +341,5 @@ def attend_behind(query: Array, key: Array, value: Array, cache: LayerStorage, p
     scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)
     own, lse = prefix_attention(query, key, value, start=0, length=real, scale=scale)
-    out, _ = merge_pair(own, lse, *past)
+    out, _ = with_sinks(*merge_pair(own, lse, *past), sinks)
     return jnp.where((position >= 0)[:, None, None, :, None], out, 0), lse

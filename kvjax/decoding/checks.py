@@ -20,7 +20,7 @@ from kvjax.fields import shown
 from kvjax.mesh.sharding import check_plan, readable
 from kvjax.method import Method, with_inner
 from kvjax.registry import extrapolating
-from kvjax.typing import Model
+from kvjax.typing import Model, has_sinks
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
@@ -70,11 +70,19 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
 def check_sizes(method: Method, model: Model) -> None:
     """Refuse a model that the method cannot run.
 
-    The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). And not every
-    model can guess queries (`LayerMethod.needs_guess`).
+    The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). Not every
+    model can guess queries (`LayerMethod.needs_guess`), and not every method adds sink logits (`Method.takes_sinks`).
     """
     for part in with_inner(method):
         part.check_sizes(model)
+    if has_sinks(model):
+        parts = (part for layer in layer_methods(method, model) for part in with_inner(layer))
+        without = next((part for part in parts if not part.takes_sinks), None)
+        if without is not None:
+            raise ValueError(
+                f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has "
+                "in every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
+            )
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
     if guessing_layers(layer_methods(stepping, model)) and not can_guess:

@@ -18,10 +18,11 @@ from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
 from kvjax.method import settle_due
-from kvjax.typing import EMPTY, Model, pytree
+from kvjax.typing import EMPTY, Model, attention_soft_cap, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
+from pallas_kernels.soft_cap import soft_cap
 
 
 def smallest(limits: list[int | None], default: int) -> int:
@@ -48,20 +49,21 @@ def run_step(
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
 
-    def attend(layer: int, state: Any, *given: Any) -> tuple[Array, Any]:
+    def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
         if method.recurs:
             return run_recurrent(state, given, position)
-        q, k, v, *guess = given
-        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, *guess)
+        (q, k, v), guess = given[:3], given[3] if given[3:] else None
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
         return run_shared(type(method).attend, method, state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options = {"guess": asked} if asked else {}  # a model need not know of guesses
     last = jnp.maximum(count - 1, 0)
-    made = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)
-    logits, states = checked(cache.model, len(tokens), len(cache.layers), made)
-    states = settle_due(methods, states)
+    with soft_cap(attention_soft_cap(cache.model)):
+        made = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)
+        logits, states = checked(cache.model, len(tokens), len(cache.layers), made)
+        states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)
     return observe(

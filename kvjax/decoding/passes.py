@@ -28,6 +28,7 @@ def layer_inputs(
     start: Array | int | None,
     length: Array,
     guess: Array | None = None,
+    sinks: Array | None = None,
 ) -> Inputs:
     """Build the inputs of a layer's attention. RoPE frequencies may depend on ``length`` int32 [B], tokens of each row.
 
@@ -50,7 +51,7 @@ def layer_inputs(
     q, k = prepare(q, k, position, known, rope)
     return Inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
-        guess=guess,
+        guess=guess, sinks=sinks,
     )  # fmt: skip
 
 
@@ -99,12 +100,12 @@ def reread(
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
-        def one(layer: int, state: Any, *given: Any) -> tuple[Array, Any]:
+        def one(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
             if layers[layer].recurs:
                 return run_recurrent(state, given, position)[0], state
             q, k, v = given
             # The frequencies are the same as for the prompt's keys.
-            inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length)
+            inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length, None, sinks)
             if layer in seen:
                 return attend(state, inputs)
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state

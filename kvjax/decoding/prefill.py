@@ -37,10 +37,11 @@ from kvjax.decoding.passes import checked, layer_inputs, reread
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.method import LayerMethod, Method
-from kvjax.typing import EMPTY, Model
+from kvjax.typing import EMPTY, Model, attention_soft_cap
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
+from pallas_kernels.soft_cap import soft_cap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +114,8 @@ def run_prefill_each(
     run = _Run(params, tuple(methods), each, model, order, padded, (max_new_tokens, parts, kv_dtype))
     tokens = jnp.pad(tokens, ((0, 0), (0, order.slots - padded)))
     every = run.sized(batch)
-    if order.groups == 1:
-        states, logits = run.whole(tokens, length, every)
-    else:
-        states, logits = run.in_groups(tokens, length, every)
+    with soft_cap(attention_soft_cap(model)):
+        states, logits = (run.whole if order.groups == 1 else run.in_groups)(tokens, length, every)
     weights = fingerprint(params)
     return tuple(
         observe(
@@ -241,7 +240,7 @@ class _Run:
             position = jnp.where(at < length[:, None], at, EMPTY)
             last = length - 1 - start
 
-            def attend(layer: int, states: tuple, *given: Any) -> tuple[Array, tuple]:
+            def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
                 holders = sized.common.holders[layer]
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
                 if each[0][layer].recurs:  # the same under every method
@@ -253,7 +252,7 @@ class _Run:
                 for at, (layers, state, own) in enumerate(zip(each, mine, all_shared, strict=True)):
                     if holders[at] == at or not stores_only(state):
                         method, model = layers[layer], self.model
-                        inputs = layer_inputs(model, layer, method, q, k, v, position, piece, own, start, length)
+                        inputs = layer_inputs(model, layer, method, q, k, v, position, piece, own, start, length, None, sinks)
                         out, state = run_shared(type(method).attend, method, state, inputs)
                         outs.append(out)
                     made.append(state)

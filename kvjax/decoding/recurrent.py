@@ -47,6 +47,7 @@ class Recurrent(LayerMethod):
     evicts = True
     slot_block = 0  # every device has the whole of its heads' state
     quantisable = True  # the state keeps the dtypes of the model
+    takes_sinks = True  # there is no softmax
     recurs = True
 
     def init(self, spec: LayerSpec) -> Memory:

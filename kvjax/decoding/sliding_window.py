@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache.storage import LayerCache, LayerSpec, empty_cache
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
@@ -30,6 +31,7 @@ from kvjax.typing import pytree, static
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.numerics import product_precision
+from pallas_kernels.soft_cap import capped
 
 _LOGITS = 1 << 20  # the most logits, queries x keys, that the prompt's attention holds at once per query head
 
@@ -47,6 +49,7 @@ class SlidingWindow(LayerMethod):
     keeps = "the model's window"
     evicts = True
     slot_block = 0  # a window is small
+    takes_sinks = True
     quantisable = True  # a window is small, and keeps the dtype of the model
 
     def init(self, spec: LayerSpec) -> LayerCache:
@@ -58,8 +61,11 @@ class SlidingWindow(LayerMethod):
             return self._step(state, inputs)
         query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
         key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
-        if isinstance(inputs.start, int):  # the whole prompt: nothing is stored yet, so a fused kernel can do it
-            out = causal_attention(query, key, inputs.value, window=self.window)
+        if isinstance(inputs.start, int):  # the whole prompt: nothing is stored yet
+            if inputs.sinks is None:  # so a fused kernel can do it
+                out = causal_attention(query, key, inputs.value, window=self.window)
+            else:
+                out = window_attention(query, key, inputs.value, inputs.position >= 0, self.window, inputs.sinks)
         else:
             old_key, old_value, present = self._earlier(state, inputs.position[:, 0])
             out = window_attention(
@@ -68,6 +74,7 @@ class SlidingWindow(LayerMethod):
                 jnp.concatenate([old_value, inputs.value], axis=2),
                 jnp.concatenate([present, inputs.position >= 0], axis=1),
                 self.window,
+                inputs.sinks,
             )
         return out, self._stored(state, key, inputs.value, inputs.position)
 
@@ -88,7 +95,7 @@ class SlidingWindow(LayerMethod):
 
     def _step(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         query, cache = self._appended(state, inputs)
-        out, _ = dense_decode(
+        out, lse = dense_decode(
             query[..., 0, :],
             cache.key,
             cache.value,
@@ -96,7 +103,7 @@ class SlidingWindow(LayerMethod):
             limit=jnp.minimum(inputs.position[:, 0] + 1, self.window),
             scale=1 / math.sqrt(query.shape[-1]),
         )
-        return out[..., None, :], cache
+        return with_sinks(out, lse, inputs.sinks)[0][..., None, :], cache
 
     def _appended(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
         """Rotate the query of a decode step, and store the step's token in the slot of the oldest token."""
@@ -139,7 +146,9 @@ class SlidingWindow(LayerMethod):
         )
 
 
-def window_attention(query: Array, key: Array, value: Array, present: Array, window: int) -> Array:
+def window_attention(
+    query: Array, key: Array, value: Array, present: Array, window: int, sinks: Array | None = None
+) -> Array:
     """Attend with a chunk of tokens, each to the window that ends with it.
 
     Queries go in blocks, and a block attends only to keys inside one of its windows. So time and memory grow with the tokens
@@ -151,6 +160,7 @@ def window_attention(query: Array, key: Array, value: Array, present: Array, win
         value: [B, H, P + T, D].
         present: bool [B, P + T], False for a token that does not exist; its key and value may be anything.
         window: W, the tokens that a query sees, itself included.
+        sinks: see `kvjax.attention.sinks.with_sinks`.
 
     Returns:
         [B, H, G, T, D] in the dtype of the query; 0 for a query that sees nothing.
@@ -174,9 +184,12 @@ def window_attention(query: Array, key: Array, value: Array, present: Array, win
         seen = seen[None] & lax.dynamic_slice_in_dim(present, start, width, 1)[:, None]
         seen = seen[:, None, None]
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-        weight = jax.nn.softmax(jnp.where(seen, logits * scale, jnp.finfo(jnp.float32).min), axis=-1)
+        logits = jnp.where(seen, capped(logits * scale), jnp.finfo(jnp.float32).min)
+        weight = jax.nn.softmax(logits, axis=-1)
         weight = jnp.where(seen, weight, 0).astype(value.dtype)
         out = jnp.einsum("bhgts,bhsd->bhgtd", weight, v, precision=precision, preferred_element_type=jnp.float32)
+        if sinks is not None:
+            out, _ = with_sinks(out, jax.nn.logsumexp(logits, axis=-1), sinks)
         return out.astype(query.dtype)
 
     padded = jnp.pad(query, [(0, 0)] * 3 + [(0, blocks * size - tokens), (0, 0)])

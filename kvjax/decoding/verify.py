@@ -33,12 +33,13 @@ from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, rows_of
 from kvjax.method import LayerMethod, settle_due
-from kvjax.typing import EMPTY, method_layers
+from kvjax.typing import EMPTY, attention_soft_cap, method_layers
 from kvjax.wrappers.verified import Verified, noted
 from kvjax.wrappers.verified_alone import alone, can_wait, told
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
+from pallas_kernels.soft_cap import soft_cap
 
 _REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
 _BLOCK = 16  # steps of a rest between two looks at its end: their number is known, so a host need not wait for each
@@ -317,12 +318,12 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
     position = jnp.where(active, at, EMPTY)
     length = cache.length + jnp.sum(active, axis=1, dtype=jnp.int32)
 
-    def attend(layer: int, state: Any, *given: Any) -> tuple[Array, tuple]:
+    def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
         method = methods[layer]
         if method.recurs:  # tokens cannot be taken out of the state, so it stays as it was
             return run_recurrent(state, given, position)[0], (state, given, None)
         q, k, v = given
-        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length)
+        inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length, None, sinks)
         if layer in runs:
             judge = cast("VerifiedLayer", method)
             out, state, mass = run_shared(type(judge).judge, judge, state, inputs)
@@ -330,7 +331,8 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
             out, mass = run_shared(type(method).attend, method, state, inputs)[0], None
         return out, (state, inputs, mass)
 
-    logits, made = cache.model.apply(params, tokens, attend, cache.layers)
+    with soft_cap(attention_soft_cap(cache.model)):
+        logits, made = cache.model.apply(params, tokens, attend, cache.layers)
     layers = tuple(state for state, _, _ in made)
     return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in made]
 
@@ -342,13 +344,14 @@ def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, ac
     rejected = wanted - accepted
     layers: list[Any] = []
     methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
-    for layer, (method, state, (inputs, mass)) in enumerate(zip(methods, cache.layers, made, strict=True)):
-        if method.recurs:
-            layers.append(run_recurrent(state, inputs, jnp.where(kept, 0, EMPTY))[1])
-            continue
-        inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))
-        layers.append(_stored(method, layer in runs, state, inputs, mass, rejected))
-    states = settle_due(methods, tuple(layers))
+    with soft_cap(attention_soft_cap(cache.model)):
+        for layer, (method, state, (inputs, mass)) in enumerate(zip(methods, cache.layers, made, strict=True)):
+            if method.recurs:
+                layers.append(run_recurrent(state, inputs, jnp.where(kept, 0, EMPTY))[1])
+                continue
+            inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))
+            layers.append(_stored(method, layer in runs, state, inputs, mass, rejected))
+        states = settle_due(methods, tuple(layers))
     last = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     before, first = cache.length, cache.logits

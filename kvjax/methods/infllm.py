@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
@@ -99,6 +100,7 @@ class InfLLM(LayerMethod):
     extrapolates = True
     offloadable = True
     quantisable = True
+    takes_sinks = True
     appends = True
 
     def check(self) -> None:
@@ -244,6 +246,7 @@ class InfLLM(LayerMethod):
             rows=cache.rows,
             logits=True,
         )
+        out, lse = with_sinks(out, lse, inputs.sinks)
         return out[..., None, :], lse, logits[..., places.far.shape[1] :]
 
     def _attend(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, Array]:
@@ -277,7 +280,7 @@ class InfLLM(LayerMethod):
             query_first=jnp.broadcast_to(shift, real.shape),
             scale=scale,
         )
-        out, lse = merge_pair(*near, *far)
+        out, lse = with_sinks(*merge_pair(*near, *far), inputs.sinks)
         mass = [_mass(query, near_key[:, :, leaving:], lse, last, near_place[..., leaving:])]
         if leaving:  # a query sees of these tokens its own and all later ones: in the other order, a causal mask
             before = jnp.where(real, leaving - shift, EMPTY)

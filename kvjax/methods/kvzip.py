@@ -109,7 +109,7 @@ class KVzip(AppendOnly):
                 cache, score = state
                 query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
                 key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
-                out, lse = attend_behind(query, key, inputs.value, cache, inputs.position)
+                out, lse = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
                 own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
                 at = jnp.where(at < begin, EMPTY, at)
                 # The previous chunk's entries go to the end, so that the keys that are seen stand in front.

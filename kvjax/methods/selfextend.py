@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
 from kvjax.fields import known
@@ -35,6 +36,7 @@ from kvjax.typing import pytree, static, traced
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.numerics import bounded_loop, finite_or_zero, merge_pair, product_precision
+from pallas_kernels.soft_cap import capped
 
 
 @pytree
@@ -50,6 +52,7 @@ class SelfExtend(LayerMethod):
 
     extrapolates = True
     quantisable = True
+    takes_sinks = True
 
     def check(self) -> None:
         group, window = known(self.group_size), known(self.window)
@@ -64,10 +67,10 @@ class SelfExtend(LayerMethod):
         query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         if position.shape[1] > 1:
             cache = state.append(key, value, position, inputs.start)
-            return self._attend(query, cache, state.cursor, position, inv_freq), cache
+            return self._attend(query, cache, state.cursor, position, inputs), cache
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
-        return self._attend_one(query, cache, position, inv_freq), cache
+        return self._attend_one(query, cache, position, inputs), cache
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -84,30 +87,30 @@ class SelfExtend(LayerMethod):
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk
 
-    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
         """Attend with one token, T = 1, as `_attend`.
 
         Keys are rotated as they are read, by their places relative to the query, so the query needs no rotation.
         """
         kept, place = cache.position[:, :1], self._far(position)  # every head has the same positions
         near = position[:, None] - kept < self.window
-        out, _ = gather_attention(
+        out, lse = gather_attention(
             query[..., 0, :],
             *cache.stored,
             jnp.asarray(np.broadcast_to(np.arange(cache.num_slots, dtype=np.int32), kept.shape)),  # jnp.arange is a launch
             (kept >= 0) & (kept <= position[:, None]),
             place=jnp.where(near, kept - position[:, None], kept // self.group_size - place[:, None]),
-            inv_freq=inv_freq,
+            inv_freq=inputs.inv_freq,
             scale=1 / math.sqrt(query.shape[-1]),
         )
-        return out[..., None, :]
+        return with_sinks(out, lse, inputs.sinks)[0][..., None, :]
 
-    def _attend(self, query: Array, cache: LayerCache, stored: Array, position: Array, inv_freq: Array) -> Array:
+    def _attend(self, query: Array, cache: LayerCache, stored: Array, position: Array, inputs: Inputs) -> Array:
         """Attend with queries [B, H, G, T, D] at ``position`` int32 [B, T], to the first ``stored`` slots and the new tokens.
 
         Tokens that are far from all queries take one product with keys in groups; nearer tokens are read a block at a time.
         """
-        group, scale = jnp.asarray(self.group_size), 1 / math.sqrt(query.shape[-1])
+        group, scale, inv_freq = jnp.asarray(self.group_size), 1 / math.sqrt(query.shape[-1]), inputs.inv_freq
         near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, self._far(position)))
         # Tokens up to the newest that is far from the first query. A row without a query reads nothing.
         count = jnp.where(position[:, 0] >= 0, jnp.clip(position[:, 0] - self.window + 1, 0, stored), stored)
@@ -115,7 +118,8 @@ class SelfExtend(LayerMethod):
         key, value = (jnp.where(held, x, 0) for x in (cache.key, cache.value))  # an empty slot may hold anything
         past = past_attention(far, rotate(key, cache.position // group, inv_freq), value, count=count, scale=scale)
         out, lse = self._nearer(near, far, cache, count, position, inv_freq)
-        return jnp.where((position >= 0)[:, None, None, :, None], merge_pair(*past, out, lse)[0], 0)
+        out, _ = with_sinks(*merge_pair(*past, out, lse), inputs.sinks)
+        return jnp.where((position >= 0)[:, None, None, :, None], out, 0)
 
     def _nearer(
         self, near: Array, far: Array, cache: LayerCache, count: Array, position: Array, inv_freq: Array
@@ -140,7 +144,7 @@ class SelfExtend(LayerMethod):
                 _products(near, rotate(key, kept, inv_freq)),
                 _products(far, rotate(key, kept // group, inv_freq)),
             )
-            logits = jnp.where(held[:, :, None, None] & (distance >= 0), logits * scale, -jnp.inf)
+            logits = jnp.where(held[:, :, None, None] & (distance >= 0), capped(logits * scale), -jnp.inf)
             shift = finite_or_zero(logits.max(axis=-1))
             weight = jnp.exp(logits - shift[..., None])
             total = weight.sum(axis=-1)

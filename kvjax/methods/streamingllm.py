@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
@@ -45,6 +46,7 @@ class StreamingLLM(LayerMethod):
 
     extrapolates = True
     quantisable = True
+    takes_sinks = True
     keeps = "`budget` tokens per KV head"
     evicts = True
     slot_block = 0  # the storage is bounded
@@ -60,10 +62,10 @@ class StreamingLLM(LayerMethod):
         query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         if position.shape[1] > 1:
             cache = state.append(key, value, position)
-            return self._attend(query, cache, position, inv_freq), self._evict(cache, position.shape[1])
+            return self._attend(query, cache, position, inputs), self._evict(cache, position.shape[1])
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
-        return self._attend_one(query, cache, position, inv_freq), self._evict(cache, 1)
+        return self._attend_one(query, cache, position, inputs), self._evict(cache, 1)
 
     def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
         return state
@@ -84,13 +86,13 @@ class StreamingLLM(LayerMethod):
         """Count slots for the budget and for one more chunk: storage of this size never fills."""
         return not_none("capacity", self.capacity) + self.chunk
 
-    def _attend(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+    def _attend(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
         """Attend with several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
 
         Two rotations under one softmax: towards the sinks a query stands at slot ``budget`` at most, and towards other
         tokens at its true distance.
         """
-        sinks, stored = self.num_sink, cache.position
+        sinks, stored, inv_freq = self.num_sink, cache.position, inputs.inv_freq
         # In the window only differences of angles matter. Positions are counted from the oldest kept token, so that they are
         # small and their angles exact.
         base = jnp.maximum(position[:, :1] - self.budget, 0)
@@ -102,7 +104,7 @@ class StreamingLLM(LayerMethod):
         value = cache.value
         far = dense_attention(far_query, key_far, value[:, :, :sinks], key_position=stored[:, :, :sinks], **options)
         if cache.num_slots <= sinks:
-            return far[0]
+            return with_sinks(*far, inputs.sinks)[0]
         near = dense_attention(
             near_query,
             rotate(cache.key[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq),
@@ -111,23 +113,23 @@ class StreamingLLM(LayerMethod):
             query_first=position - (self.budget - sinks),
             **options,
         )
-        return merge_pair(*near, *far)[0]
+        return with_sinks(*merge_pair(*near, *far), inputs.sinks)[0]
 
-    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inv_freq: Array) -> Array:
+    def _attend_one(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
         """Attend with one token, T = 1, to all stored tokens: `_evict` left its window.
 
         Keys are rotated as they are read, by their places relative to the query, so the query needs no rotation.
         """
         origin = jnp.concatenate([jnp.minimum(position, self.budget), position], axis=1)
-        out, _ = dense_decode(
+        out, lse = dense_decode(
             query[..., 0, :],
             *cache.stored,
             position=cache.position,
             limit=cache.cursor,
             scale=1 / math.sqrt(query.shape[-1]),
-            rotation=Rotation(inv_freq=inv_freq, origin=origin, first=self.num_sink),
+            rotation=Rotation(inv_freq=inputs.inv_freq, origin=origin, first=self.num_sink),
         )
-        return out[..., None, :]
+        return with_sinks(out, lse, inputs.sinks)[0][..., None, :]
 
     def _evict(self, cache: LayerCache, tokens: int) -> LayerCache:
         """Evict all tokens except the sinks and the newest. Positions differ, so there are no ties."""

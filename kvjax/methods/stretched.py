@@ -28,6 +28,7 @@ class Stretched(LayerMethod):
 
     extrapolates = True
     quantisable = True
+    takes_sinks = True
 
     @abc.abstractmethod
     def divisors(self, pairs: int) -> Array:

@@ -49,6 +49,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
@@ -126,6 +127,7 @@ class TokenSelect(LayerMethod):
     extrapolates = True
     offloadable = True
     quantisable = True
+    takes_sinks = True
     appends = True
     slot_block = 1
 
@@ -165,7 +167,7 @@ class TokenSelect(LayerMethod):
                 inv_freq=inputs.inv_freq,
                 rows=cache.rows,
             )
-            out, _ = merged(out, lse, cache)
+            out, _ = with_sinks(*merged(out, lse, cache), inputs.sinks)
             return out[..., None, :], state
         if self.implementation != "mask":
             key, value = cache.stored
@@ -174,8 +176,8 @@ class TokenSelect(LayerMethod):
             key, value = rotated_rows(key, value, token, inputs.inv_freq)
             if cache.parts > 1:  # every device gets the whole list, which is short
                 key, value = (total(jnp.where(used[:, None, :, None], x, 0), cache) for x in (key, value))
-            out, _ = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
-            return out, state
+            made = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
+            return with_sinks(*made, inputs.sinks)[0], state
         cache, row = cache.resident(), jnp.arange(len(slots.token))[:, None]
         token = jnp.where(used, token, cache.num_slots)
         empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
@@ -189,7 +191,7 @@ class TokenSelect(LayerMethod):
             key_position=jnp.broadcast_to(place[:, None], cache.position.shape),
             scale=scale,
         )
-        return merged(out, lse, cache)[0], state
+        return with_sinks(*merged(out, lse, cache), inputs.sinks)[0], state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
         rows = state.cache.rows

@@ -17,6 +17,7 @@ from kvjax.slots import SlotMethod, new_slots, newest_query
 from kvjax.typing import pytree, static, traced
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.soft_cap import capped
 
 _LARGEST = 15  # the largest code of 4 bits
 
@@ -170,7 +171,7 @@ class Twilight(Around):
         newest = jnp.maximum(cache.cursor - 1, 0)[:, None]
         own = estimates(query, four_bit_keys(cache.keys_at(newest)))
         newest = slots == newest[..., None]
-        logits = jnp.where(newest[:, :, None], own, estimates(query, keys))
+        logits = capped(jnp.where(newest[:, :, None], own, estimates(query, keys)))
         needed = top_mass(jnp.where(mask[:, :, None], logits, -jnp.inf), self.mass).any(axis=2)
         return slots, mask, mask & (needed | newest)
 

@@ -126,10 +126,11 @@ class VerifiedLayer(LayerMethod):
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and (draft.observes_steps or draft.observes_several and several)
-        if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW:
+        # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
+        if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
             out, _, mass = attend_few_mass(query, cache, inputs.position)
         else:
-            out, mass = attend_stored(query, cache, inputs.position, observes)
+            out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
         if (
             mass is not None
         ):  # read before rejected tokens lose their positions, or XLA copies the positions of all slots

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..config import ModelConfig
+from ..hf_families import SIZES
+from . import families
 from .reader import GGUFFile
 from .rope import scaling_from_factors
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp writes Mistral, Yi and SmolLM2 as llama
+_PLAIN = ("llama", "qwen2", "qwen3")  # llama.cpp writes Mistral, Yi and SmolLM2 as llama
+ARCHITECTURES = (*_PLAIN, *families.ARCHITECTURES)
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -50,6 +53,9 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_OF_TURN = (
     "<|eot_id|>",
     "<|im_end|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
 )  # llama.cpp knows these by their text, because older files have no key for them
 
 
@@ -57,7 +63,7 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
     """Read the configuration of the model in ``file``.
 
     Embeddings are tied if the file has no ``output.weight``. A text ends with any token that the metadata names as end of
-    text, of a turn or of a message, and with ``<|eot_id|>`` and ``<|im_end|>``.
+    text, of a turn or of a message, and with ``<|eot_id|>``, ``<|im_end|>`` and their like (`_END_OF_TURN`).
 
     Args:
         file: an open GGUF file.
@@ -108,12 +114,14 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
     theta = _decimal(file, f"{arch}.rope.freq_base", 10000.0)
+    if dtype is None:
+        dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
+    if arch not in _PLAIN:
+        return _of_family(file, arch, sizes, head_dim, theta, dtype)
     scaling = None
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
         scaling = scaling_from_factors(factors, head_dim, theta)
-    if dtype is None:
-        dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
     return ModelConfig(
         **sizes,
         vocab_size=_vocab_size(file, arch),
@@ -129,6 +137,25 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
         windows=_windows(file, arch, sizes["num_layers"], sizes["max_position_embeddings"]),
         dtype=dtype,
     )
+
+
+def _of_family(
+    file: GGUFFile, arch: str, sizes: dict[str, Any], head_dim: int, theta: float, dtype: str
+) -> ModelConfig:
+    """Read the configuration of a model whose parts `models.families` has."""
+    hf = {key: sizes[field] for key, field in SIZES.items() if field in sizes}
+    hf |= {
+        "vocab_size": _vocab_size(file, arch),
+        "num_key_value_heads": _same(file, f"{arch}.attention.head_count_kv", sizes["num_q_heads"]),
+        "head_dim": head_dim,
+        "rms_norm_eps": _decimal(file, f"{arch}.{_EPS}"),
+        "rope_theta": theta,
+        "tie_word_embeddings": OUTPUT not in file.tensors,
+        "eos_token_id": list(_end_ids(file)),
+    }
+    config = ModelConfig.from_hf(families.declared(file, arch, hf), dtype)
+    families.check_factor(file, config)
+    return config
 
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
@@ -153,6 +180,8 @@ def _decimal(file: GGUFFile, key: str, default: float | None = None) -> float:
 def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
     """Refuse settings that would change the arithmetic."""
     for key, neutral in _NEUTRAL.items():
+        if key in families.keys_read(arch):
+            continue
         value = file.metadata.get(f"{arch}.{key}")
         if value is not None and value not in neutral:
             expected = f", expected {' or '.join(map(str, neutral))}" if neutral else ""
@@ -161,7 +190,8 @@ def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
 
 def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
     """Refuse value heads of another size than key heads, and rotations of only a part of a head."""
-    for key in ("attention.value_length", "rope.dimension_count"):
+    # Phi-3 rotates a part of each head.
+    for key in ("attention.value_length", *(("rope.dimension_count",) if arch != "phi3" else ())):
         size = _same(file, f"{arch}.{key}", head_dim)
         if size != head_dim:
             raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")

@@ -32,6 +32,8 @@ _TYPES = {  # types of metadata that any file can have; config.py checks the met
     "tokenizer.ggml.merges": list,
     "tokenizer.ggml.add_bos_token": bool,
     "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool,
+    "tokenizer.ggml.scores": list,
 }
 _TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # lists of texts
 

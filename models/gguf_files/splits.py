@@ -19,6 +19,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGIT, _THREE_DIGITS = r"\p{N}", r"[0-9][0-9][0-9]"
 
 
@@ -51,6 +55,7 @@ _SPLITS = {
     ),
     Split((_LLAMA3,)): ("dbrx", "smaug-bpe"),
     Split((_QWEN2,), nfc=True): ("qwen2",),
+    Split((_O200K,)): ("gpt-4o", "llama4", "kanana2"),
     Split((_QWEN2,)): ("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "solar-open"),
     Split((_TEKKEN,), whole_words=True, adds_bos=True): ("tekken",),
     Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", _DIGIT)): ("deepseek-coder",),

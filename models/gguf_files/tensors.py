@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 import gguf
 import numpy as np
 
-from ..checkpoint_table import Index, Leaf, Parts, tensor_problems
+from ..checkpoint_table import AnyLeaf, Index, Parts, tensor_problems
 from ..config import ModelConfig
 from .config import ROPE_FACTORS, architecture
+from .families import FACTORS_LONG, FACTORS_SHORT
 from .reader import GGUFFile
+from .stacks import Stack, stacked
 
+_FREQUENCIES = (ROPE_FACTORS, FACTORS_LONG, FACTORS_SHORT)  # which `config` has read
 _ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -24,14 +27,18 @@ class GGUFTensors:
         file: the open file.
         names: names in the file by names in Hugging Face checkpoints.
         rotated: number of heads of each tensor whose rows llama.cpp re-orders, by Hugging Face name.
+        stacks: tensors of the file that are one tensor of a Hugging Face checkpoint, by its name there.
+        offsets: what llama.cpp adds to the norms of a checkpoint, by Hugging Face name.
     """
 
     file: GGUFFile
     names: Mapping[str, str]
     rotated: Mapping[str, int]
+    stacks: Mapping[str, Stack]
+    offsets: Mapping[str, float]
 
     @classmethod
-    def of(cls, file: GGUFFile, config: ModelConfig, table: Sequence[Leaf]) -> GGUFTensors:
+    def of(cls, file: GGUFFile, config: ModelConfig, table: Sequence[AnyLeaf]) -> GGUFTensors:
         """Map the tensors that ``table`` asks for to tensors of the file.
 
         Raises:
@@ -39,21 +46,28 @@ class GGUFTensors:
         """
         arch = architecture(file)
         mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
-        names, expected, rotated = {}, {}, {}
+        names, expected, rotated, stacks, offsets = {}, {}, {}, {}, {}
         for leaf in table:
             for index, name in enumerate(leaf.names):
-                names[name] = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
+                if (stack := stacked(name)) is not None:
+                    stacks[name] = stack
+                    expected.update(stack.shapes(leaf.file_shape(index)))
+                    continue
+                found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
+                names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
                 expected[names[name]] = leaf.file_shape(index)
+                if leaf.offset:
+                    offsets[name] = leaf.offset
                 if arch == "llama" and ".q_proj." in name:
                     rotated[name] = config.num_q_heads
                 if arch == "llama" and ".k_proj." in name:
                     rotated[name] = config.num_kv_heads
-        found = {name: file.tensors[name].shape for name in file.tensors if name != ROPE_FACTORS}
+        found = {name: file.tensors[name].shape for name in file.tensors if name not in _FREQUENCIES}
         problems = tensor_problems(expected, found)
         if problems:
             lines = "\n  ".join(problems)
             raise ValueError(f"{file.path} does not hold the model of its metadata:\n  {lines}")
-        return cls(file, names, rotated)
+        return cls(file, names, rotated, stacks, offsets)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
@@ -61,11 +75,15 @@ class GGUFTensors:
         Raises:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
+        if name in self.stacks:
+            return self.stacks[name].join(lambda each: self.file.read(each, dtype))
+        if name in self.offsets:
+            return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)
         tensor = self.file.read(self.names[name], dtype)
         heads = self.rotated.get(name)
         return tensor if heads is None else halves(tensor, heads)
 
-    def parts(self, leaf: Leaf, dtype: np.dtype) -> Parts:
+    def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
         """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first.
 
         Raises:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from .reader import GGUFFile
+from .sentencepiece import KINDS, sentencepiece, special
 from .splits import SPLITS, Split
 
 _MODEL = "tokenizer.ggml.model"
 _BYTE_LEVEL = "gpt2"
-_OTHER_MODELS = {"llama": "SentencePiece", "bert": "WordPiece", "t5": "SentencePiece Unigram", "rwkv": "RWKV"}
+_OTHER_MODELS = {"bert": "WordPiece", "rwkv": "RWKV"}
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: special tokens, and texts that are never cut
 _NAMED = {  # name in chat templates -> name in the metadata
     "bos_token": "bos",
@@ -26,13 +27,27 @@ _NAMED = {  # name in chat templates -> name in the metadata
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Build the byte-level BPE tokenizer of a file.
+    """Build the tokenizer of a file: byte-level BPE, or SentencePiece (`models.gguf_files.sentencepiece`).
 
     Raises:
-        ValueError: the file has no tokenizer; or its tokenizer is of another model, such as SentencePiece, cuts texts by an
+        ValueError: the file has no tokenizer; or its tokenizer is of another model, such as WordPiece, cuts texts by an
             unknown rule, or is damaged.
     """
-    split = _split(file)
+    if file.metadata.get(_MODEL) in KINDS:
+        tokenizer, begins = sentencepiece(file), True
+    else:
+        split = _split(file)
+        tokenizer, begins = _byte_level(file, split), split.adds_bos
+    kinds, tokens = (file.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("token_type", "tokens"))
+    meaning, whole = special(kinds, tokens, _CONTROL, _USER_DEFINED)
+    tokenizer.add_special_tokens(meaning)
+    tokenizer.add_tokens(whole)
+    _frame(tokenizer, file, begins)
+    return tokenizer
+
+
+def _byte_level(file: GGUFFile, split: Split) -> Tokenizer:
+    """Build a byte-level BPE tokenizer that cuts texts as ``split`` says."""
     absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
@@ -58,13 +73,6 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
-    _frame(tokenizer, file, split)
     return tokenizer
 
 
@@ -103,7 +111,8 @@ def _split(file: GGUFFile) -> Split:
     if model != _BYTE_LEVEL:
         known = f" ({_OTHER_MODELS[model]})" if model in _OTHER_MODELS else ""
         raise ValueError(
-            f"{file.path}: unsupported tokenizer model {model!r}{known}, expected {_BYTE_LEVEL!r} (byte-level BPE)"
+            f"{file.path}: unsupported tokenizer model {model!r}{known}, expected {_BYTE_LEVEL!r} (byte-level BPE), "
+            "'llama' or 't5' (SentencePiece)"
         )
     kind = file.metadata.get("tokenizer.ggml.pre", "default")
     if kind not in SPLITS:
@@ -113,11 +122,11 @@ def _split(file: GGUFFile) -> Split:
     return SPLITS[kind]
 
 
-def _frame(tokenizer: Tokenizer, file: GGUFFile, split: Split) -> None:
+def _frame(tokenizer: Tokenizer, file: GGUFFile, begins: bool) -> None:
     """Let encoded texts begin and end with the tokens that the file asks for."""
     named = special_tokens(file)
     frame: dict[str, list[Any]] = {"before": [], "after": []}
-    if file.metadata.get("tokenizer.ggml.add_bos_token", split.adds_bos) and "bos_token" in named:
+    if file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
         frame["before"].append(named["bos_token"])
     if file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
         frame["after"].append(named["eos_token"])

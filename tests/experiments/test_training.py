@@ -26,6 +26,7 @@ from experiments.training.loss import choose, forward, initial_state, losses, ma
 from experiments.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, chat_mixture
 from experiments.training.subject import Adapter, WholeModel, stack_layers
 from experiments.training.tokenizer import save_tokenizer, train_tokenizer
+from tests.tiny_models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENIZER = pathlib.Path(models.__file__).parent / "builtin"
@@ -375,3 +376,10 @@ def test_parts_of_a_batch_add_up(key):
     ]
     for name in ("answer", "lm"):
         np.testing.assert_allclose(parts[0][name] + parts[1][name], whole[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", [{"attention_sinks": True}, {"attention_softcap": 30.0}])
+def test_training_refuses_an_attention_that_it_does_not_compute(part):
+    config = dataclasses.replace(FAMILIES["llama"], **part)
+    with pytest.raises(ValueError, match="training computes attention without sink logits and soft cap"):
+        forward(config, {}, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32), None)

@@ -115,7 +115,7 @@ def test_mixtral_experts_are_read(key):
         ({"num_experts": 4, "norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, got 'yes'"),
         ({"num_experts": 4, "n_shared_experts": 1}, "unsupported n_shared_experts=1 for model_type 'qwen3_moe'"),
         ({"model_type": "llama", "num_local_experts": 8}, "model_type 'llama' has no experts, got {'num_local_experts': 8}"),
-        ({"model_type": "gpt_oss", "num_local_experts": 8}, "unsupported model_type 'gpt_oss': this decoder does not have"),
+        ({"model_type": "llama4_text", "num_local_experts": 8}, "unsupported model_type 'llama4_text': this decoder"),
         ({"model_type": "gpt2"}, "unsupported model_type 'gpt2', expected one of"),
     ],
 )

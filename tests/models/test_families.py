@@ -43,8 +43,10 @@ def generator():
 
 
 NAMES = sorted(generator().MODELS)
-DECODED = ("gemma3_text", "cohere2")  # two RoPEs and windows, norms before and after; NoPE and windows, a parallel block
-REPEATED = (*DECODED, "cohere", "exaone4_full", "gemma2", "glm", "olmo2", "seed_oss")  # what others show together
+# Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; sinks, biases and clamped experts.
+DECODED = ("gemma3_text", "cohere2", "gpt_oss")
+EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next")
+REPEATED = (*DECODED[:2], "cohere", "exaone4_full", "glm", "olmo2", "seed_oss")  # what others show together
 
 
 @functools.cache
@@ -100,7 +102,7 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-CODED = [x for x in NAMES if x != "qwen3_next"]  # it has experts
+CODED = [x for x in NAMES if x not in EXPERTS]
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in CODED])
@@ -131,7 +133,7 @@ def test_a_config_is_read_and_written(name):
     assert {leaf.path: leaf.shape for leaf in table} == {path: leaf.shape for path, leaf in shapes.items()}
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "glm4", "olmo3", "qwen3_5_text", *EXPERTS])
 def test_a_file_is_written_as_it_was_read(name, loaded, tmp_path):
     """Offsets of norms, the order of channels, fused tensors, and norms over all heads."""
     params, config, directory = loaded(name)
@@ -152,7 +154,7 @@ def test_tensors_of_a_head_for_several_tokens_are_not_read(tmp_path):
         models.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["phi3", "glm4", "olmo3", "qwen3_5_text", *EXPERTS])
 def test_a_part_is_joined_from_parts_of_the_file(name):
     """Along the dimension that a mesh splits: the slices of the file's tensors make the slice of the parameter."""
     drawn = generator().weights(json.loads(str(golden(name)["shapes"])))
@@ -165,7 +167,8 @@ def test_a_part_is_joined_from_parts_of_the_file(name):
             part, where = leaf.part(tuple(index))
             read = [drawn[file][at] for file, at in zip(leaf.names, where, strict=True)]
             np.testing.assert_array_equal(part.join(read), whole[tuple(index)], err_msg=leaf.path)
-            assert sum(x.size for x in read) == whole[tuple(index)].size
+            halves = vars(leaf).get("gates") == "halves"  # gate and up are read whole, and cut
+            assert sum(x.size for x in read) == whole[tuple(index)].size * (2 if halves else 1)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +209,8 @@ LONG = {**generator().LONGROPE, "partial_rotary_factor": 1.0}
         (GEMMA, {"query_pre_attn_scalar": ..., "head_dim": ...}, {"head_dim": 256, "query_scale": None}),
         (GEMMA, {"query_pre_attn_scalar": 64}, {"query_scale": 0.125, "embedding_multiplier": 4.0}),
         ("gemma2", {"layer_types": ..., "final_logit_softcapping": ...}, {"windows": (6, None, 6), "logit_softcap": 30.0}),
+        ("gemma2", {"attn_logit_softcapping": ...}, {"attention_softcap": 50.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None}),
         ("olmo3", {"layer_types": ..., "sliding_window": ...}, {"windows": (4096,) * 3}),
         ("olmo3", {"rope_parameters": ..., "rope_theta": ...}, {"ropes": (), "rope_theta": 5e5}),
         (
@@ -223,6 +228,10 @@ LONG = {**generator().LONGROPE, "partial_rotary_factor": 1.0}
          {"query_scale": None, "logits_multiplier": 1.0}),
         ("cohere2", {"layer_types": ..., "sliding_window_pattern": 2}, {"windows": (6, None, 6)}),
         ("exaone4", {"sliding_window": None, "layer_types": ...}, {"windows": (), "ropes": ()}),
+        ("gpt_oss", {"layer_types": ..., "sliding_window": ...}, {"windows": (128, None, 128), "out_bias": True}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, {"attention_sinks": True}),
+        ("gpt_oss", {"attention_bias": False, "rope_parameters": ...}, {"qkv_bias": False, "out_bias": False}),
+        ("seed_oss", {"attention_bias": False}, {"qkv_bias": False, "out_bias": True}),
     ],
 )  # fmt: skip
 def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change, expected):
@@ -234,21 +243,24 @@ def test_absent_and_older_keys_are_read_as_transformers_reads_them(name, change,
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gemma2", {"attn_logit_softcapping": ...}, "attn_logit_softcapping=50.0 for model_type 'gemma2': this"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 for model_type 'gemma3_text': this"),
         (GEMMA, {"use_bidirectional_attention": True}, "this decoder does not have attention to later tokens"),
         (GEMMA, {"model_type": "gemma3"}, "an encoder of images; its text model has model_type 'gemma3_text'"),
-        (GEMMA, {"model_type": "gpt_oss"}, "this decoder does not have sink logits in attention"),
         (GEMMA, {"model_type": "qwen3_5"}, "an encoder of images; its text model has model_type 'qwen3_5_text'"),
+        (GEMMA, {"model_type": "hunyuan_v1_dense"}, "this decoder does not have norms of queries and keys after RoPE"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "this decoder does not have quantised weights"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "Clamp: limit must be a positive number, got 0.0"),
+        ("gpt_oss", {"num_local_experts": None}, "config.json of model_type 'gpt_oss' lacks num_local_experts"),
         (GEMMA, {"layer_types": [NEAR, FAR]}, "must name 'full_attention' or 'sliding_attention' for each of 3"),
         (GEMMA, {"sliding_window": None}, "sliding_window must be a whole number of tokens where layers have a window"),
         (GEMMA, {"sliding_window": 0}, "sliding_window must be a whole number of at least 1 token or null, got 0"),
         (GEMMA, {"layer_types": ..., "sliding_window_pattern": "LG"}, "needs layer_types, or a positive whole number"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "must have an object for full_attention and for sliding"),
         (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive whole number, got 0"),
-        (GEMMA, {"hidden_activation": "relu2"}, "unsupported activation 'relu2' for model_type 'gemma3_text'"),
+        (GEMMA, {"hidden_activation": "relu6"}, "unsupported activation 'relu6' for model_type 'gemma3_text'"),
         (GEMMA, {"vocab_size": ...}, "config.json of model_type 'gemma3_text' lacks vocab_size"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a finite number, got '8'"),
-        ("granite", {"attention_bias": True}, "this decoder does not have a bias on the output of attention"),
+        ("olmo2", {"attention_bias": True}, "this decoder does not have a bias on the output of attention"),
         ("granite", {"mlp_bias": True}, "this decoder does not have a bias in the MLP"),
         ("granite", {"quantization_config": {"bits": 4}}, "this decoder does not have quantised weights"),
         ("cohere", {"use_qk_norm": True}, "this decoder does not have LayerNorm of each query and key head"),
@@ -319,6 +331,14 @@ PUBLISHED = {  # what a config.json of the hub says, and the number of parameter
     "glm-4-9b-0414": (9_400_279_040, {
         **SHARED, "model_type": "glm4", "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
         "max_position_embeddings": 32768, "vocab_size": 151552, "partial_rotary_factor": 0.5, "attention_bias": True,
+    }),
+    "gpt-oss-20b": (20_914_757_184, {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000,
+        "swiglu_limit": 7.0, "attention_bias": True, "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
     }),
     "command-r7b": (8_028_033_024, {
         **SHARED, "model_type": "cohere2", "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 256000,

@@ -51,7 +51,7 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation": "relu"}, "activation must be one of silu, gelu, gelu_pytorch_tanh, got 'relu'"),
+        ({"activation": "relu"}, "activation must be one of silu, relu2, gelu, gelu_pytorch_tanh, got 'relu'"),
         ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
         ({"norm_place": "around"}, "norm_place must be one of before, after, both, parallel, got 'around'"),
         ({"query_scale": 0.0}, "query_scale must be a positive number, got 0.0"),

@@ -16,6 +16,7 @@ from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.attend.packed_attention import packed_attention
 from pallas_kernels.query.project_query import project_query
 from pallas_kernels.score.packed_score import packed_score
+from pallas_kernels.soft_cap import capped
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
@@ -140,7 +141,7 @@ def attend_packed(
     logits = jnp.where(member, logits, 0).sum(axis=4)
     held = cache.valid[..., None]
     key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
-    logits = jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1)
+    logits = capped(jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1))
     stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
     newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
     older = jnp.repeat(keep, layout.granule, axis=3)[:, :, :, None]

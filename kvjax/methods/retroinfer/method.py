@@ -54,6 +54,7 @@ from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.cluster_estimate import cluster_estimate
 from pallas_kernels.choose.cluster_rank import cluster_rank
 from pallas_kernels.choose.cluster_tokens import cluster_tokens
+from pallas_kernels.soft_cap import capped
 
 _ROOM = 4  # tokens listed for each token of a cluster of mean size
 _TILE = 128  # clusters that a kernel multiplies at once
@@ -179,7 +180,7 @@ class RetroInfer(SlotMethod):
             most=min(room, cache.num_slots),
             newest=self.num_local + self.buffer,
         )
-        partials = cluster_estimate(logits, considered, exact, aux.size, aux.value_sum)
+        partials = cluster_estimate(capped(logits), considered, exact, aux.size, aux.value_sum)
         return Selection(slots=slots, mask=mask, partials=partials, select_aux=ends[:, :, -1])
 
     def update(

@@ -35,7 +35,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention.over_cache import attend_all, attend_held_parts
+from kvjax.attention.over_cache import attend_all, attend_held_parts, attend_whole
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
@@ -45,7 +46,6 @@ from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from kvjax.slots import check_budget
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.low_rank_attention import low_rank_attention, rebuild
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -98,6 +98,7 @@ class ShadowKV(LayerMethod):
     keeps = "every token, keys of low rank"
     dense_prompt = True
     offloadable = True
+    takes_sinks = True
 
     def check(self) -> None:
         check_budget(self, self.chunk_size, f"one chunk of chunk_size={self.chunk_size}")
@@ -118,7 +119,7 @@ class ShadowKV(LayerMethod):
         )
         query, shadow = query[..., 0, :], state.shadow
         chunks, listed = self._chosen(shadow, query)
-        out, _ = low_rank_attention(
+        out, lse = low_rank_attention(
             query,
             shadow.left,
             shadow.right,
@@ -130,7 +131,7 @@ class ShadowKV(LayerMethod):
             scale=1 / math.sqrt(query.shape[-1]),
             partials=attend_held_parts(query, cache),
         )
-        return out[..., None, :], dataclasses.replace(state, cache=cache)
+        return with_sinks(out, lse, inputs.sinks)[0][..., None, :], dataclasses.replace(state, cache=cache)
 
     def finish(self, state: ShadowState, spec: LayerSpec) -> ShadowState:
         if state.shadow is not None:
@@ -200,9 +201,9 @@ class ShadowKV(LayerMethod):
         inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
         state = ShadowState(cache=cache, inv_freq=inv_freq)
         if isinstance(inputs.start, int):  # no earlier chunk
-            return causal_attention(query, key, inputs.value), state
+            return attend_whole(query, key, inputs.value, inputs.position, inputs.sinks), state
         read = cache.resident()
-        out, _ = prefix_attention(
+        out, lse = prefix_attention(
             query,
             rotate(read.key, jnp.arange(read.num_slots, dtype=jnp.int32)[None, None], inputs.inv_freq),
             read.value,
@@ -210,7 +211,7 @@ class ShadowKV(LayerMethod):
             length=jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32),
             scale=1 / math.sqrt(query.shape[-1]),
         )
-        return out, state
+        return with_sinks(out, lse, inputs.sinks)[0], state
 
     def _attend_to_all(self, state: ShadowState, shadow: Shadow, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Attend with several tokens after the prompt, rebuilding the keys of all chunks."""
@@ -226,8 +227,8 @@ class ShadowKV(LayerMethod):
             key_position=jnp.where(jnp.repeat(shadow.open, self.chunk_size, axis=2), slots, EMPTY),
             scale=1 / math.sqrt(query.shape[-1]),
         )
-        out, _ = merge_pair(*attend_all(query, cache, inputs.position), *far)
-        return out, dataclasses.replace(state, cache=cache)
+        both = merge_pair(*attend_all(query, cache, inputs.position), *far)
+        return with_sinks(*both, inputs.sinks)[0], dataclasses.replace(state, cache=cache)
 
     def _chosen(self, shadow: Shadow, query: Array) -> tuple[Array, Array]:
         """Select the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""

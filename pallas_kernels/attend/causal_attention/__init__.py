@@ -16,6 +16,7 @@ CAUSAL_ATTENTION = Operation(
         "cudnn": Implementation(cudnn.causal_attention, ("gpu",), check),
         "xla": Implementation(reference.causal_attention),
     },
+    logits=True,
 )
 
 

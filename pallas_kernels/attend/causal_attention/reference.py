@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import product_precision
+from pallas_kernels.soft_cap import capped
 
 WHOLE = 2048  # longest T whose [T, T] logits are formed at once
 BLOCK = 512  # queries per block above that
@@ -39,7 +40,7 @@ def _rows(
     visible = slot <= position[:, None]
     if window is not None:
         visible = visible & (slot > position[:, None] - window)
-    logits = jnp.where(visible[None, None, None], logits * scale, -jnp.inf)
+    logits = jnp.where(visible[None, None, None], capped(logits * scale), -jnp.inf)
     weight = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
     out = jnp.einsum("bhgts,bhsd->bhgtd", weight, value, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(query.dtype)

@@ -19,6 +19,7 @@ DENSE_ATTENTION = Operation(
         "cudnn": Implementation(cudnn.dense_attention, ("gpu",), cudnn.check),
         "xla": Implementation(reference.dense_attention),
     },
+    logits=True,
 )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import product_precision
+from pallas_kernels.soft_cap import capped
 
 
 def visible(asked, held, first=None):
@@ -37,7 +38,7 @@ def block_logits(index, flat, key, query_position, key_position, *, scale, block
     fresh = start + jnp.arange(block) >= index * block
     position = jnp.where(fresh[None, None], position, -1)[:, :, None]
     asked, first = (None if x is None else jnp.tile(x, (1, group))[:, None, :, None] for x in (query_position, query_first))
-    return start, logits, visible(asked, position, first)
+    return start, capped(logits), visible(asked, position, first)
 
 
 def block_count(query_position, key_position, limit, block):

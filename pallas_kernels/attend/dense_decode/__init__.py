@@ -83,6 +83,7 @@ DENSE_DECODE = Operation(
         ),
         "xla": Implementation(_joined(reference.dense_decode)),
     },
+    logits=True,
 )
 
 

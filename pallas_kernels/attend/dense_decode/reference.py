@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.formats.quantised import whole
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.soft_cap import capped
 
 BLOCK = 1 << 20  # logits, slots x queries, that are in memory at once per query head
 LEAST_BLOCK = 1024  # slots
@@ -23,7 +24,7 @@ def slot_mass(query, key, lse, *, position, limit, scale, query_position=None, *
         seen &= position <= query_position[:, None, :1]
     exact = product_precision(query.dtype)
     products = jnp.einsum("bhgd,bhsd->bhgs", query, whole(key), precision=exact, preferred_element_type=jnp.float32)
-    weight = jnp.exp(products * scale - finite_or_zero(lse)[..., None])
+    weight = jnp.exp(capped(products * scale) - finite_or_zero(lse)[..., None])
     return jnp.where(seen[:, :, None], weight, 0).sum(axis=2)
 
 

@@ -21,6 +21,7 @@ GATHER_ATTENTION = Operation(
         "pallas_tpu": Implementation(pallas_tpu.gather_attention, ("tpu",), pallas_tpu.check),
         "xla": Implementation(reference.gather_attention),
     },
+    logits=True,
 )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
 from pallas_kernels.numerics import finite_or_zero, merge_with, rotate_halves
+from pallas_kernels.soft_cap import capped
 
 
 def gather_attention(
@@ -26,7 +27,7 @@ def gather_attention(
         keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     full = jax.lax.Precision.HIGHEST
-    products = scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full)
+    products = capped(scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full))
     if bias is not None:
         products = products + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
     products = jnp.where(mask[:, :, None], products, -jnp.inf)

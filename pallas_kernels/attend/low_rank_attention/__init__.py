@@ -16,6 +16,7 @@ LOW_RANK_ATTENTION = Operation(
         "pallas_triton": Implementation(pallas_triton.low_rank_attention, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.low_rank_attention),
     },
+    logits=True,
 )
 
 

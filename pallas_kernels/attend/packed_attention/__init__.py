@@ -15,6 +15,7 @@ PACKED_ATTENTION = Operation(
         "pallas_triton": Implementation(pallas_triton.packed_attention, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.packed_attention),
     },
+    logits=True,
 )
 
 

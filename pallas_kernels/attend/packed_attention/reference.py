@@ -7,6 +7,7 @@ from jax import Array, lax
 
 from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpack
 from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.soft_cap import capped
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
@@ -30,7 +31,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     held = stored[..., None] >= 0
     recent_key, recent_value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (recent_key, recent_value))
     newest = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), recent_key, precision=lax.Precision.HIGHEST)
-    logits = jnp.concatenate([logits, newest], axis=-1) * scale
+    logits = capped(jnp.concatenate([logits, newest], axis=-1) * scale)
     visible = jnp.concatenate([seen, stored >= 0], axis=-1)[:, :, None]
     logits = jnp.where(visible, logits, -jnp.inf)
     weight = jnp.exp(logits - finite_or_zero(jnp.max(logits, axis=-1, keepdims=True)))

@@ -16,6 +16,7 @@ PAST_ATTENTION = Operation(
         "cudnn": Implementation(cudnn.past_attention, ("gpu",), check),
         "xla": Implementation(reference.past_attention),
     },
+    logits=True,
 )
 
 

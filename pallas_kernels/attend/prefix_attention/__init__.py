@@ -17,6 +17,7 @@ PREFIX_ATTENTION = Operation(
         "cudnn": Implementation(cudnn.prefix_attention, ("gpu",), check),
         "xla": Implementation(reference.prefix_attention),
     },
+    logits=True,
 )
 
 

@@ -17,6 +17,7 @@ SPARSE_ATTENTION = Operation(
         "pallas_triton": Implementation(pallas_triton.sparse_attention, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.sparse_attention),
     },
+    logits=True,
 )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.soft_cap import capped
 
 QUERIES = 512  # queries at once, about
 KEYS = 1024  # slots at once
@@ -58,7 +59,7 @@ def sparse_attention(
             seen = in_block | (in_column & before[None, None, None])
             seen = seen & (slot[None] <= asked[:, None])[None, None, None] & real[:, None, None, None]
             logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
-            logits = jnp.where(seen, logits * scale, -jnp.inf)
+            logits = jnp.where(seen, capped(logits * scale), -jnp.inf)
             risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
             shift = finite_or_zero(risen)
             decay, weight = jnp.exp(maximum - shift), jnp.exp(logits - shift[..., None])

@@ -16,6 +16,7 @@ COLUMN_MASS = Operation(
         "pallas_triton": Implementation(pallas_triton.column_mass, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.column_mass),
     },
+    logits=True,
 )
 
 

@@ -15,6 +15,7 @@ PAGE_LOGITS = Operation(
         "pallas_triton": Implementation(pallas_triton.page_logits, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.page_logits),
     },
+    logits=True,
 )
 
 

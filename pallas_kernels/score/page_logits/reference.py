@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import product_precision
+from pallas_kernels.soft_cap import capped
 
 
 def page_logits(query, vector, limit, held, *, scale):
@@ -15,5 +16,5 @@ def page_logits(query, vector, limit, held, *, scale):
     seen = jnp.arange(vector.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None]
     seen = seen if held is None else seen & held
     # NaN compares false.
-    logits = jnp.where(seen[:, :, None] & (product > -jnp.inf), product, -jnp.inf)
+    logits = jnp.where(seen[:, :, None] & (product > -jnp.inf), capped(product), -jnp.inf)
     return logits, jax.nn.logsumexp(logits, axis=3)[:, :, None]

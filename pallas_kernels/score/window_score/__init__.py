@@ -15,6 +15,7 @@ WINDOW_SCORE = Operation(
         "pallas_triton": Implementation(pallas_triton.window_score, ("gpu",), pallas_triton.check),
         "xla": Implementation(reference.window_score),
     },
+    logits=True,
 )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import axes
 from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.soft_cap import capped
 
 BLOCK = 4096  # slots per step: the logits in memory are [B, H, G, W, BLOCK] float32
 
@@ -33,7 +34,7 @@ def window_score(query, key, *, query_position, key_position, scale, axis=None, 
         fresh = start + jnp.arange(block, dtype=jnp.int32) >= index * block
         position = jnp.where(fresh[None, None], position, -1)[:, :, None, None]
         product = jnp.einsum("bhgwd,bhsd->bhgws", query, part, precision=jax.lax.Precision.HIGHEST)
-        return start, jnp.where((position >= 0) & (position <= asked), scale * product, -jnp.inf)
+        return start, jnp.where((position >= 0) & (position <= asked), capped(scale * product), -jnp.inf)
 
     def add_total(index, carry):
         total, maximum = carry

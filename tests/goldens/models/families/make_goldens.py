@@ -52,13 +52,14 @@ LINEAR_LAYERS = {  # the gated delta rule; channels, heads and dimensions are al
     "rms_norm_eps": 0.01,  # outputs of the rule can be small, and a norm would enlarge their rounding errors
 }  # fmt: skip
 MODELS = {  # name -> (class prefix in transformers, the name of its config's class, what differs from TINY)
-    "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
+    "gemma2": ("Gemma2", "Gemma2", {**WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
                                    "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
     "gemma3_text": ("Gemma3", "Gemma3Text", {**WINDOWS, "query_pre_attn_scalar": 11, "tie_word_embeddings": True,
                                             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}),
     "olmo2": ("Olmo2", "Olmo2", {"rope_parameters": ROPE}),
     "olmo3": ("Olmo3", "Olmo3", {**WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": ROPE}}),
-    "smollm3": ("SmolLM3", "SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "rope_parameters": ROPE}),
+    "smollm3": ("SmolLM3", "SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "rope_parameters": ROPE,
+                                      "attention_bias": True}),
     "phi3": ("Phi3", "Phi3", {"sliding_window": WINDOW, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
                              "hidden_size": 32}),
     "phi4_longrope": ("Phi3", "Phi3", {"original_max_position_embeddings": 12, "rope_parameters": LONGROPE,
@@ -66,7 +67,7 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "glm": ("Glm", "Glm", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
     "glm4": ("Glm4", "Glm4", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": True}),
     "granite": ("Granite", "Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "rope_parameters": ROPE,
-                                      "attention_multiplier": 0.3, "logits_scaling": 2.5}),
+                                      "attention_multiplier": 0.3, "logits_scaling": 2.5, "attention_bias": True}),
     "cohere": ("Cohere", "Cohere", {"hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
                                    "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", "Cohere2", {**WINDOWS, "hidden_size": 32, "rope_parameters": ROPE, "logit_scale": 0.25,
@@ -74,7 +75,13 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "exaone4": ("Exaone4", "Exaone4", {**WINDOWS, "rope_parameters": ROPE}),
     "exaone4_full": ("Exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3,
                                            "rope_parameters": ROPE, "num_key_value_heads": 1}),
-    "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True}),
+    "seed_oss": ("SeedOss", "SeedOss", {"rope_parameters": ROPE, "attention_bias": True, "attention_out_bias": True}),
+    "arcee": ("Arcee", "Arcee", {"rope_parameters": ROPE, "attention_bias": True}),
+    "gpt_oss": ("GptOss", "GptOss", {**WINDOWS, "rope_parameters": {**YARN, "truncate": False}, "num_local_experts": 4,
+                                     "num_experts_per_tok": 2, "swiglu_limit": 1.5}),
+    "granitemoe": ("GraniteMoe", "GraniteMoe", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                                               "rope_parameters": ROPE, "attention_multiplier": 0.3, "logits_scaling": 2.5,
+                                               "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...}),
     "qwen3_next": ("Qwen3Next", "Qwen3Next", {**LINEAR_LAYERS, "num_experts": 4, "num_experts_per_tok": 2,
                                              "mlp_only_layers": [1], "moe_intermediate_size": 12,
                                              "shared_expert_intermediate_size": 20}),
@@ -98,7 +105,7 @@ def build(name: str, seed: int):
     from safetensors.torch import load_file, save_file
 
     prefix, of_config, changes = MODELS[name]
-    config = getattr(transformers, f"{of_config}Config")(**{**TINY, **changes})
+    config = getattr(transformers, f"{of_config}Config")(**{key: x for key, x in {**TINY, **changes}.items() if x is not ...})
     of_model = getattr(transformers, f"{prefix}ForCausalLM")
     with tempfile.TemporaryDirectory() as directory:
         of_model(config).save_pretrained(directory)
@@ -106,7 +113,9 @@ def build(name: str, seed: int):
         shapes = {key: list(value.shape) for key, value in load_file(path).items()}
         save_file({key: torch.from_numpy(value) for key, value in weights(shapes, seed).items()}, path, {"format": "pt"})
         # Read from the file, because tensors of a module may be made from several tensors of a file.
-        model, found = of_model.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
+        model, found = of_model.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
     problems = {key: value for key, value in found.items() if value and key != "error_msgs"}
     assert not problems, problems
     model.eval()
