@@ -34,7 +34,7 @@ _LAYER = (
     laws.prompt_chunks_do_not_change_results,
     laws.cost_counts_what_is_attended,
 )
-_MODEL = (
+MODEL_LAWS = (  # of a whole model
     laws.setting_does_something,
     laws.ragged_rows_equal_alone,
     laws.generating_in_two_calls_equals_one,
@@ -106,7 +106,7 @@ def check_method(
     chosen = [] if method.spans_layers else [*_LAYER]
     if not method.spans_layers and "implementation" in method.__dataclass_fields__:
         chosen.append(laws.mask_mode_equals_gather_mode)
-    chosen += _MODEL
+    chosen += MODEL_LAWS
     if everything is not None:
         chosen.append(laws.everything_kept_equals_full)
     broken: dict[str, tuple[Exception, list[Callable]]] = {}  # by what the error says: one mistake breaks many laws

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ import kvjax
 from kvjax.attention.sinks import with_sinks
 from kvjax.methods import Full, MosaicKV
 from kvjax.testing import laws
-from kvjax.testing.subject import QUESTIONS, Subject
+from kvjax.testing.subject import QUESTIONS, STEPS, Subject
+from models import LinearLayers
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import capped, get_soft_cap, soft_cap
@@ -27,10 +29,12 @@ from tests.harness import any_example, generous, group, prompts
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 PLAIN = tiny_models.FAMILIES["qwen2"]
+LINEAR = LinearLayers(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,))
 CONFIGS = {
     "sinks": dataclasses.replace(PLAIN, attention_sinks=True, out_bias=True, num_layers=1),
     "cap": dataclasses.replace(PLAIN, attention_softcap=0.7, num_layers=1),
     "windows": dataclasses.replace(PLAIN, attention_sinks=True, attention_softcap=0.7, windows=(7, None)),
+    "linear": dataclasses.replace(PLAIN, attention_sinks=True, attention_softcap=0.7, linear=LINEAR),
 }
 NAMES = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
 OTHERS = ("streamingllm", "infllm", "selfextend", "shadowkv", "h2o", "retroinfer", "kvzip", "stages", "thinned", "twilight",
@@ -51,7 +55,9 @@ def everything(name):
 
 @functools.cache
 def params(part):
-    return tiny_models.vivid_params(CONFIGS[part], seed=5)
+    """Parameters whose sinks take a share that matters beside tens of tokens."""
+    made = tiny_models.vivid_params(CONFIGS[part], seed=5)
+    return jax.tree.map_with_path(lambda path, x: x + 4 if jax.tree_util.DictKey("sinks") in path else x, made)
 
 
 @functools.cache
@@ -67,6 +73,17 @@ def defined(part, tokens):
     return np.asarray(tiny_models.run(CONFIGS[part], params(part), jnp.asarray([tokens], jnp.int32)))[0, -1]
 
 
+def without_parts(part, tokens):
+    """The logits after the last token of the same model without cap and sinks: a sink of minus infinity is none."""
+    layers = dict(params(part))
+    for name, layer in layers.items():
+        if "sinks" in layer.get("attention", {}):
+            sinks = {"bias": jnp.full_like(layer["attention"]["sinks"]["bias"], -1e9)}
+            layers[name] = {**layer, "attention": {**layer["attention"], "sinks": sinks}}
+    plain = dataclasses.replace(CONFIGS[part], attention_softcap=None)
+    return np.asarray(tiny_models.run(plain, layers, jnp.asarray([tokens], jnp.int32)))[0, -1]
+
+
 @pytest.mark.parametrize("part", MOST)
 def test_full_is_the_definition(part):
     """After prompts in one pass, after several tokens at once, and after steps; the part changes the logits."""
@@ -80,15 +97,7 @@ def test_full_is_the_definition(part):
     out = kvjax.generate(params(part), cache, max_new_tokens=3, eos_token_ids=())
     rows = [row + np.asarray(new).tolist() for row, new in zip(rows, out.tokens, strict=True)]
     np.testing.assert_allclose(out.cache.logits[0], defined(part, rows[0]), atol=2e-4, rtol=0)
-    without = {name: x for name, x in params(part).items()}
-    plain = dataclasses.replace(CONFIGS[part], attention_softcap=None)
-    if plain.attention_sinks:  # a sink of minus infinity is none
-        for layer in (name for name in without if name.startswith("layers_")):
-            attention = without[layer]["attention"]
-            sinks = {"bias": jnp.full_like(attention["sinks"]["bias"], -1e9)}
-            without[layer] = {**without[layer], "attention": {**attention, "sinks": sinks}}
-    other = tiny_models.run(plain, without, jnp.asarray([rows[0]], jnp.int32))[0, -1]
-    assert np.abs(other - defined(part, rows[0])).max() > 1e-2
+    assert np.abs(without_parts(part, rows[0]) - defined(part, rows[0])).max() > 1e-2
 
 
 @pytest.mark.thorough
@@ -130,6 +139,28 @@ def test_other_methods_that_keep_everything_are_full(part, name):
 def test_verified_tokens_are_those_of_full(part):
     """The draft leaves tokens out, and every pass corrects it."""
     np.testing.assert_array_equal(subject(part, "verified").base[1].tokens, subject(part, "full").base[1].tokens)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", CONFIGS)
+def test_a_draft_that_asks_for_the_mass_of_a_pass_gets_the_tokens_of_full(part):
+    """The mass that a kernel makes beside the attention has no sinks, so another one is asked for."""
+    method = kvjax.Verified(draft=kvjax.FromJudge(budget=20, num_recent=13, obs_window=4), depth=3)
+    cache = subject(part, "full").read(method)
+    got = kvjax.generate(params(part), cache, max_new_tokens=STEPS, eos_token_ids=())
+    np.testing.assert_array_equal(got.tokens, subject(part, "full").base[1].tokens)
+
+
+@pytest.mark.parametrize("part", MOST)
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
+def test_codes_of_keys_and_values_are_near_the_definition(part, kv_dtype):
+    """A cache of codes has the parts of attention, too: its logits are much nearer to a model with them than without."""
+    rows = [list(row) for row in prompts()]
+    given = {"config": CONFIGS[part], "method": "full", "max_new_tokens": 3, "kv_dtype": kv_dtype}
+    out = kvjax.generate(params(part), kvjax.prefill(params(part), rows, **given), max_new_tokens=3, eos_token_ids=())
+    row = rows[0] + np.asarray(out.tokens[0]).tolist()
+    near, far = (np.abs(out.cache.logits[0] - each(part, row)).max() for each in (defined, without_parts))
+    assert near < far / {"int8": 10, "int4": 2}[kv_dtype]
 
 
 def test_a_method_without_sinks_is_refused():

@@ -213,15 +213,15 @@ CHANGES = {
     "experts": Experts(
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
-    "windows": (None, 5), "output_gate": True,
+    "windows": (None, 5), "output_gate": True, "attention_sinks": True, "out_bias": True, "mlp_gate": False,
     "linear": LinearLayers(
         num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,)
     ),
     "wide_qk_norm": True, "norm_place": "after", "norm": "layer", "activation": "gelu", "query_scale": 0.3,
-    "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_softcap": 2.0,
     "logits_multiplier": 0.5, "logit_softcap": 2.0, "family": "olmo2",
 }  # fmt: skip
-PARTS = tuple(CHANGES)[-10:]
+PARTS = tuple(CHANGES)[-11:]
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])

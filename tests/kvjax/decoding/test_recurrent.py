@@ -14,7 +14,7 @@ from kvjax.accounting.stats import step_cost
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import Memory, Recurrent, row_bytes
 from kvjax.decoding.sliding_window import SlidingWindow
-from kvjax.testing import laws
+from kvjax.testing import MODEL_LAWS, laws
 from kvjax.testing.subject import QUESTIONS, STEPS, Subject
 from kvjax.typing import layer_recurrence, method_layers
 from models import LinearLayers
@@ -139,15 +139,7 @@ def test_chunks_of_a_prompt_change_nothing(chunk_size):
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-LAWS = (
-    laws.ragged_rows_equal_alone,
-    laws.generating_in_two_calls_equals_one,
-    laws.second_call_does_not_retrace,
-    laws.decoding_keeps_structure_shapes_and_dtypes,
-    laws.bfloat16_is_kept,
-    laws.resident_bytes_are_the_arrays,
-    laws.ragged_questions_equal_alone,
-)
+LAWS = [law for law in MODEL_LAWS if law is not laws.setting_does_something]  # Full has no setting
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
