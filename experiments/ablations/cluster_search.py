@@ -14,8 +14,9 @@ from jax import Array, lax
 
 from kvjax.methods.pariskv import hashing
 from kvjax.rope import frequencies, prepare, rotate
-from kvjax.typing import Model, layer_ropes, layer_windows, pytree
+from kvjax.typing import Model, attention_soft_cap, layer_ropes, layer_windows, pytree
 from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.soft_cap import soft_cap
 
 KMEANS_STEPS = 25
 
@@ -52,7 +53,8 @@ def capture(params: Any, tokens: Array, at: Array, *, config: Model) -> tuple[Ar
         return causal_attention(q, k, v, window=windows[layer]), (mean, k[0].astype(jnp.float32))
 
     last = jnp.full((1,), tokens.shape[0] - 1, jnp.int32)
-    _, states = config.apply(params, tokens[None], attend, (None,) * config.num_layers, last=last)
+    with soft_cap(attention_soft_cap(config)):
+        _, states = config.apply(params, tokens[None], attend, (None,) * config.num_layers, last=last)
     return jnp.stack([state[0] for state in states]), jnp.stack([state[1] for state in states])
 
 

@@ -39,6 +39,7 @@ from kvjax.methods import Full
 from kvjax.rope import rotate
 from kvjax.typing import method_layers, pytree
 from models.progress import progress_bar
+from pallas_kernels.soft_cap import capped
 
 _ENDS = ("\n", ". ", "! ", "? ")  # ends of sentences
 
@@ -99,7 +100,7 @@ def on_sentence(query: Array, key: Array, position: Array, first: Array, last: A
     exact = lax.Precision.HIGHEST
     logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=exact)
     valid, inside = (position >= 0)[:, :, None], ((position >= first) & (position <= last))[:, :, None]
-    logits = jnp.where(valid, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+    logits = jnp.where(valid, capped(logits / math.sqrt(query.shape[-1])), -jnp.inf)
     least = jnp.take(jnp.sort(logits, axis=3, descending=True), last - first, axis=3)
     best = inside & (logits >= least[..., None])
     return jnp.where(best, jax.nn.softmax(logits, axis=3), 0).sum(axis=3)

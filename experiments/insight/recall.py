@@ -10,8 +10,9 @@ to its true position. At a decode step, with the step's own query, for each quer
     recall  = |c and the k largest of p| / min(k, tokens seen)             for each k in `top`
     own     = recall with k = |c|: the share of the best list of that size
 
-Each of the three is averaged over the query heads of a KV head. Each query head has its own best tokens, so a method that
-shares a list among the heads of a group is charged for sharing. Of equal tokens, the earlier token ranks first.
+The logits have the model's soft cap, and no sink is among them. Each of the three is averaged over the query heads of a KV
+head. Each query head has its own best tokens, so a method that shares a list among the heads of a group is charged for
+sharing. Of equal tokens, the earlier token ranks first.
 
 **The meaning of these values.** Query and keys are the run's own. They differ from the queries and keys of a run under `Full`
 as soon as an earlier layer or step left a token out. So the values measure the error of the *selection* in the state that the
@@ -37,6 +38,7 @@ from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, 
 from kvjax.rope import rotate
 from kvjax.typing import pytree, static
 from kvjax.wrappers.compose import answers, passes
+from pallas_kernels.soft_cap import capped
 
 
 @pytree
@@ -189,7 +191,7 @@ def coverage(query: Array, key: Array, position: Array, chosen: Array, top: tupl
         "bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     seen = (jnp.arange(size, dtype=jnp.int32)[None] <= position[:, None])[:, None, None]
-    logits = jnp.where(seen, logits / math.sqrt(dim), jnp.finfo(jnp.float32).min)
+    logits = jnp.where(seen, capped(logits / math.sqrt(dim)), jnp.finfo(jnp.float32).min)
     at = jnp.where(chosen >= 0, chosen, size)
     row, head = jnp.arange(batch)[:, None, None], jnp.arange(lists)[None, :, None]
     mask = jnp.zeros((batch, lists, size), bool).at[row, head, at].set(True, mode="drop")
