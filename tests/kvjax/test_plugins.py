@@ -288,7 +288,7 @@ def test_records_and_settings_name_its_path():
 def test_broken_laws_are_named(monkeypatch):
     """All broken laws at once, each with what it says; here only the laws that need no compiled program."""
     monkeypatch.setattr(testing, "_LAYER", ())
-    monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept))
+    monkeypatch.setattr(testing, "MODEL_LAWS", (laws.decoding_keeps_structure_shapes_and_dtypes, laws.bfloat16_is_kept))
     names = "decoding_keeps_structure_shapes_and_dtypes, bfloat16_is_kept"
     lines: list[str] = []
     with pytest.raises(AssertionError, match=f"2 of 2 laws are broken\n\n{names}:\nValueError: Forgetful.up") as broken:
@@ -301,7 +301,7 @@ def test_broken_laws_are_named(monkeypatch):
 @pytest.mark.parametrize("wrong, line", [(bool, "if norm.max() > 0:"), (np.asarray, "norm = np.sqrt("), (int, "norm[: int(")])
 def test_a_method_that_asks_for_a_traced_value_is_told_its_line(wrong, line, monkeypatch):
     monkeypatch.setattr(testing, "_LAYER", ())
-    monkeypatch.setattr(testing, "_MODEL", (laws.decoding_keeps_structure_shapes_and_dtypes,))
+    monkeypatch.setattr(testing, "MODEL_LAWS", (laws.decoding_keeps_structure_shapes_and_dtypes,))
     monkeypatch.setattr(Eager, "asks", wrong)
     with pytest.raises(AssertionError) as broken:
         check_method(Eager, everything={})
