@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from experiments.tasks import file_turns, procedures, rules, scorers, word_problems
+from experiments.tasks import easy_procedures, file_turns, procedures, rules, scorers, word_problems
 from experiments.tasks.base import Task
 
 PROCEDURES = tuple(
@@ -26,6 +26,65 @@ PROCEDURES = tuple(
         (procedures.ledger, "the balance after each booking on four accounts"),
     )
 )
+EASY_PROCEDURES = tuple(
+    Task(
+        name,
+        make,
+        score,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about=about,
+        measures={"prefix": procedures.score_steps, "result": procedures.score_result},
+    )
+    for name, make, score, about in (
+        ("merge_1", functools.partial(easy_procedures.merge, 1), easy_procedures.score_lines, "two lists, merged in turn"),
+        (
+            "merge_2",
+            functools.partial(easy_procedures.merge, 2),
+            easy_procedures.score_lines,
+            "two sorted logs, merged, with at most two entries of a log behind each other",
+        ),
+        (
+            "table_1",
+            functools.partial(easy_procedures.table, 1),
+            easy_procedures.score_lines,
+            "an HTML table of three columns as lines of TSV",
+        ),
+        (
+            "table_2",
+            functools.partial(easy_procedures.table, 2),
+            easy_procedures.score_lines,
+            "an HTML table of five columns as lines of TSV",
+        ),
+        (
+            "walk_1",
+            functools.partial(easy_procedures.walk, 1),
+            easy_procedures.score_lines,
+            "a path of assignments in Python, shuffled",
+        ),
+        (
+            "walk_2",
+            functools.partial(easy_procedures.walk, 2),
+            easy_procedures.score_lines,
+            "a path of assignments in Python, shuffled among as many others",
+        ),
+        (
+            "ledger_1",
+            functools.partial(easy_procedures.ledger, 1),
+            easy_procedures.score_sums,
+            "the balance after each booking on an account",
+        ),
+        (
+            "ledger_2",
+            functools.partial(easy_procedures.ledger, 2),
+            easy_procedures.score_sums,
+            "the balance after each booking on two accounts",
+        ),
+        ("lookup", easy_procedures.lookup, easy_procedures.score_lines, "the values of a dictionary's keys, in an order asked"),
+    )
+)
 RULES = tuple(
     Task(
         f"rules_{count}",
@@ -42,6 +101,18 @@ RULES = tuple(
 )
 LONG_TASKS = (
     *PROCEDURES,
+    *EASY_PROCEDURES,
+    Task(
+        "word_problems_1",
+        functools.partial(word_problems.word_problems, single=True),
+        word_problems.score_problems,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about="the answers of a sheet of word problems of one operation",
+        measures={"answered": word_problems.score_answered},
+    ),
     Task(
         "word_problems",
         word_problems.word_problems,

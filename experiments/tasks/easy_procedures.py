@@ -1,0 +1,264 @@
+"""Easier procedures, which a model of 1.5B parameters solves: shorter decisions, the same long answers from the same prompt.
+
+Each kind of `experiments.tasks.procedures` has levels: ``table_1`` is the easiest, ``table_2`` is harder, and ``table`` without
+a number is the hardest. A line of an answer repeats the line of the prompt that it comes from, so the prompt has to be in the
+cache at every step. `lookup` is a kind of its own.
+
+* `merge`: entries of two lists, in turn (1), or by number, at most two of a list behind each other (2).
+* `table`: every cell of every row, of three columns (1) or of five (2).
+* `walk`: assignments of Python, all of them on the path (1), or as many beside it (2).
+* `ledger`: bookings with an item of their own, on one account (1) or on two (2).
+* `lookup`: the values of keys, in the order in which the question names them; half of the keys are asked for.
+
+A line counts by itself here: the score is the share of the right lines that the answer has in their order. The share before
+the first wrong line is a further measure, ``prefix``.
+"""
+
+from __future__ import annotations
+
+import html
+import random
+import re
+from collections.abc import Sequence
+
+from experiments.tasks.base import Document, Request
+from experiments.tasks.procedures import COLOURS, fitted, step_document, steps_of
+
+LEVELS = (1, 2)
+TURNS = (
+    "Merge two lists. Take one entry from each of them in turn: A1, B1, A2, B2, and so on. Write one entry in each line.\n\n"
+    "Example\nList A\nA1 oak\nA2 ash\n\nList B\nB1 fir\nB2 yew\n\nMerged\nA1 oak\nB1 fir\nA2 ash\nB2 yew\n\n"
+    "Now the real lists\nList A\n{a}\n\nList B\n{b}"
+)
+TURNS_QUESTION = "\n\nWrite the merged list, from A1 to {last}, and nothing else."
+LOGS = (
+    "Merge two logs. Each is sorted by the numbers of its entries. Write one log that has the entries of both, sorted by "
+    "number, with one entry in each line. No number is missing in the end.\n\n"
+    "Example\nLog A\n11 oak\n13 ash\n14 elm\n\nLog B\n12 fir\n15 yew\n\nMerged\n11 oak\n12 fir\n13 ash\n14 elm\n15 yew\n\n"
+    "Now the real logs\nLog A\n{a}\n\nLog B\n{b}"
+)
+LOGS_QUESTION = "\n\nWrite the merged log, from number {first} to number {last}, and nothing else."
+CELLS = (
+    "Convert the rows of an HTML table to TSV. Each row becomes a line with all of its values, separated by tabs. Keep the "
+    "order of the rows, and leave none out.\n\n<table>\n{rows}\n</table>"
+)
+CELLS_QUESTION = "\n\nWrite the TSV lines of all rows of the table, in order, and nothing else."
+ROADS = (
+    "Each line of this Python code says which village comes after another one.\n\n"
+    'Example of a walk of three steps from oak, if the lines are after["elm"] = "ash", after["oak"] = "fir", '
+    'after["fir"] = "elm":\nafter["oak"] = "fir"\nafter["fir"] = "elm"\nafter["elm"] = "ash"\n\nNow the real lines\n{roads}'
+)
+ROADS_QUESTION = (
+    '\n\nStart with the line of "{start}", and follow {count} lines: the next line is the line of the village that the last '
+    "one ended with. Write each line, and nothing else."
+)
+BOOKINGS = (
+    "Write the balance after every booking. Each booking has a number, an item, an account and a change.\n\n"
+    "Example\nBalance: cash 100\n1. oak: cash +3\n2. fir: cash -1\nLines:\n1. oak: cash +3 = 103\n2. fir: cash -1 = 102\n\n"
+    "Now the real bookings\nBalance: {balances}\n{bookings}"
+)
+BOOKINGS_QUESTION = "\n\nWrite the lines of all {count} bookings, in order, each with the balance after it, and nothing else."
+LOOKUP = "This Python code gives each word a value.\n\n{entries}"
+LOOKUP_QUESTION = (
+    "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing else: "
+    "{keys}."
+)
+_LINE = re.compile(r"(.*: (\S+) ([+-]\d+)) = (-?\d+)")
+
+
+def score_lines(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the right lines that an answer has in their order; other lines cost nothing.
+
+    Args:
+        prediction: generated text.
+        answers: the right lines in order.
+
+    Returns:
+        0 to 1: the length of the longest common subsequence of lines / the number of right lines.
+    """
+    written = steps_of(prediction)[: 4 * len(answers)]
+    row = [0] * (len(written) + 1)
+    for answer in answers:
+        step, before = " ".join(answer.split()), 0
+        for at, line in enumerate(written, 1):
+            above = row[at]
+            row[at] = before + 1 if line == step else max(above, row[at - 1])
+            before = above
+    return row[-1] / len(answers)
+
+
+def score_sums(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the bookings that an answer writes in their order, with a sum that is right.
+
+    A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and not
+    the bookings behind it.
+
+    Args:
+        prediction: generated text.
+        answers: the right lines in order.
+
+    Returns:
+        0 to 1.
+    """
+    heads, balances = [], {}
+    for answer in answers:
+        head, account, change, after = _parts(answer)
+        heads.append(head)
+        balances.setdefault(account, after - change)
+    kept = []
+    for line in steps_of(prediction):
+        if _LINE.fullmatch(line) is None:
+            continue
+        head, account, change, after = _parts(line)
+        if balances.get(account) is not None and balances[account] + change == after:
+            kept.append(head)
+        balances[account] = after
+    return score_lines("\n".join(kept), heads)
+
+
+def _parts(line: str) -> tuple[str, str, int, int]:
+    """Cut a line of a ledger into its head, its account, its change and the balance after it."""
+    found = _LINE.fullmatch(line)
+    assert found is not None
+    return found.group(1), found.group(2), int(found.group(3)), int(found.group(4))
+
+
+def _nouns(request: Request) -> list[str]:
+    return [noun for noun in request.words.nouns if noun.isalpha()]
+
+
+def merge(level: int, request: Request) -> Document:
+    """Draw the entries of two lists to be merged: in turn, or by number with at most two of a log behind each other.
+
+    Args:
+        level: 1 or 2.
+        request: what to generate.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    nouns, name = _nouns(request), f"merge_{level}"
+
+    def turns(rng: random.Random, pairs: int) -> Document:
+        a, b = ([f"{label}{at} {rng.choice(nouns)}" for at in range(1, pairs + 1)] for label in "AB")
+        steps = [entry for pair in zip(a, b, strict=True) for entry in pair]
+        question = TURNS_QUESTION.format(last=f"B{pairs}")
+        return step_document(name, request, TURNS.format(a="\n".join(a), b="\n".join(b)), question, "Merged\n", steps)
+
+    def logs(rng: random.Random, count: int) -> Document:
+        first = rng.randint(100, 199)
+        steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
+        mine = [rng.random() < 0.5]
+        while len(mine) < count:
+            mine += [not mine[-1]] * rng.randint(1, 2)
+        a, b = (
+            "\n".join(step for step, in_a in zip(steps, mine, strict=False) if in_a == chosen) for chosen in (True, False)
+        )
+        question = LOGS_QUESTION.format(first=first, last=first + count - 1)
+        return step_document(name, request, LOGS.format(a=a, b=b), question, "Merged\n", steps)
+
+    return fitted(request, turns if level == 1 else logs, least=2)
+
+
+def table(level: int, request: Request) -> Document:
+    """Draw a table of three or five columns, to be written as TSV with all of them.
+
+    Args:
+        level: 1 or 2.
+        request: what to generate.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    words = request.words
+    columns = ("name", "city", "price") if level == 1 else ("name", "colour", "city", "number", "price")
+
+    def build(rng: random.Random, count: int) -> Document:
+        def row(tag: str, cells: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        rows, steps = [row("th", columns)], []
+        for _ in range(count):
+            cells = {"name": words.word(rng), "city": rng.choice(words.nouns).capitalize(), "price": str(rng.randint(10, 999))}
+            cells |= {"colour": rng.choice(COLOURS), "number": str(rng.randint(100, 999))}
+            values = [cells[column] for column in columns]
+            rows.append(row("td", values))
+            steps.append("\t".join(values))
+        prefix = "TSV:\n" + "\t".join(columns) + "\n"
+        return step_document(f"table_{level}", request, CELLS.format(rows="\n".join(rows)), CELLS_QUESTION, prefix, steps)
+
+    return fitted(request, build)
+
+
+def walk(level: int, request: Request) -> Document:
+    """Draw a path of assignments, to be followed; at level 2 as many assignments lie off the path.
+
+    Args:
+        level: 1 or 2.
+        request: what to generate.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    nouns = _nouns(request)
+
+    def build(rng: random.Random, count: int) -> Document:
+        names = rng.sample(nouns, level * count + 1)
+        path, aside = names[: count + 1], names[count + 1 :]
+        steps = [f'after["{one}"] = "{other}"' for one, other in zip(path, path[1:], strict=False)]
+        roads = [*steps, *(f'after["{name}"] = "{rng.choice(names)}"' for name in aside)]
+        rng.shuffle(roads)
+        question = ROADS_QUESTION.format(start=path[0], count=count)
+        return step_document(f"walk_{level}", request, ROADS.format(roads="\n".join(roads)), question, "Lines:\n", steps)
+
+    return fitted(request, build, most=(len(nouns) - 1) // level)
+
+
+def ledger(level: int, request: Request) -> Document:
+    """Draw bookings of one digit on one or two accounts; balances stay between 100 and 999.
+
+    Args:
+        level: 1 or 2, the number of accounts.
+        request: what to generate.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    nouns = _nouns(request)
+
+    def build(rng: random.Random, count: int) -> Document:
+        balances = {account: rng.randint(20, 90) * 10 for account in ("cash", "bank")[:level]}
+        opening = ", ".join(f"{account} {balance}" for account, balance in balances.items())
+        bookings, steps = [], []
+        for number, item in enumerate(rng.sample(nouns, count), 1):
+            account, amount = rng.choice(sorted(balances)), rng.randint(1, 9)
+            up = balances[account] < 110 or (balances[account] < 990 and rng.random() < 0.5)
+            balances[account] += amount if up else -amount
+            bookings.append(f"{number}. {item}: {account} {'+' if up else '-'}{amount}")
+            steps.append(f"{bookings[-1]} = {balances[account]}")
+        context = BOOKINGS.format(balances=opening, bookings="\n".join(bookings))
+        return step_document(
+            f"ledger_{level}", request, context, BOOKINGS_QUESTION.format(count=count), "Lines:\n", steps
+        )
+
+    return fitted(request, build, most=len(nouns))
+
+
+def lookup(request: Request) -> Document:
+    """Draw a dictionary of numbers, half of whose keys are asked for in an order of their own.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    nouns = _nouns(request)
+
+    def build(rng: random.Random, count: int) -> Document:
+        keys = rng.sample(nouns, 2 * count)
+        entries = {key: f'value["{key}"] = {rng.randint(100, 999)}' for key in keys}
+        asked = rng.sample(keys, count)
+        steps = [entries[key] for key in asked]
+        question = LOOKUP_QUESTION.format(count=count, keys=", ".join(asked))
+        context = LOOKUP.format(entries="\n".join(entries.values()))
+        return step_document("lookup", request, context, question, "Lines:\n", steps)
+
+    return fitted(request, build, most=len(nouns) // 2)
