@@ -1,8 +1,8 @@
-"""Easier procedures, which a model of 1.5B parameters solves: shorter decisions, the same long answers from the same prompt.
+"""Easier procedures for small models: simpler decisions, the same long answers from the same prompt.
 
-Each kind of `experiments.tasks.procedures` has levels: ``table_1`` is the easiest, ``table_2`` is harder, and ``table`` without
-a number is the hardest. A line of an answer repeats the line of the prompt that it comes from, so the prompt has to be in the
-cache at every step. `lookup` is a kind of its own.
+Each kind of `experiments.tasks.procedures` has levels: ``table_1`` is the easiest, ``table_2`` is harder, and ``table``
+without a number is the hardest. A line of an answer repeats the line of the prompt that it comes from, so the prompt has to
+be in the cache at every step. `lookup` is a kind of its own.
 
 * `merge`: entries of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
@@ -21,8 +21,9 @@ import random
 import re
 from collections.abc import Sequence
 
+from experiments.tasks import procedures
 from experiments.tasks.base import Document, Request
-from experiments.tasks.procedures import COLOURS, fitted, step_document, steps_of
+from experiments.tasks.procedures import COLOURS, fitted, nouns_of, step_document, steps_of
 
 LEVELS = (1, 2)
 TURNS = (
@@ -31,13 +32,6 @@ TURNS = (
     "Now the real lists\nList A\n{a}\n\nList B\n{b}"
 )
 TURNS_QUESTION = "\n\nWrite the merged list, from A1 to {last}, and nothing else."
-LOGS = (
-    "Merge two logs. Each is sorted by the numbers of its entries. Write one log that has the entries of both, sorted by "
-    "number, with one entry in each line. No number is missing in the end.\n\n"
-    "Example\nLog A\n11 oak\n13 ash\n14 elm\n\nLog B\n12 fir\n15 yew\n\nMerged\n11 oak\n12 fir\n13 ash\n14 elm\n15 yew\n\n"
-    "Now the real logs\nLog A\n{a}\n\nLog B\n{b}"
-)
-LOGS_QUESTION = "\n\nWrite the merged log, from number {first} to number {last}, and nothing else."
 CELLS = (
     "Convert the rows of an HTML table to TSV. Each row becomes a line with all of its values, separated by tabs. Keep the "
     "order of the rows, and leave none out.\n\n<table>\n{rows}\n</table>"
@@ -60,10 +54,10 @@ BOOKINGS = (
 BOOKINGS_QUESTION = "\n\nWrite the lines of all {count} bookings, in order, each with the balance after it, and nothing else."
 LOOKUP = "This Python code gives each word a value.\n\n{entries}"
 LOOKUP_QUESTION = (
-    "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing else: "
-    "{keys}."
+    "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing "
+    "else: {keys}."
 )
-_LINE = re.compile(r"(.*: (\S+) ([+-]\d+)) = (-?\d+)")
+_LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 
 
 def score_lines(prediction: str, answers: Sequence[str]) -> float:
@@ -90,8 +84,8 @@ def score_lines(prediction: str, answers: Sequence[str]) -> float:
 def score_sums(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the bookings that an answer writes in their order, with a sum that is right.
 
-    A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and not
-    the bookings behind it.
+    A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and
+    not the bookings behind it.
 
     Args:
         prediction: generated text.
@@ -100,35 +94,26 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1.
     """
-    heads, balances = [], {}
-    for answer in answers:
-        head, account, change, after = _parts(answer)
-        heads.append(head)
+    right = _bookings(answers)
+    balances: dict[str, int] = {}
+    for _, account, change, after in right:
         balances.setdefault(account, after - change)
     kept = []
-    for line in steps_of(prediction):
-        if _LINE.fullmatch(line) is None:
-            continue
-        head, account, change, after = _parts(line)
-        if balances.get(account) is not None and balances[account] + change == after:
+    for head, account, change, after in _bookings(steps_of(prediction)):
+        if balances.get(account) == after - change:
             kept.append(head)
         balances[account] = after
-    return score_lines("\n".join(kept), heads)
+    return score_lines("\n".join(kept), [head for head, *_ in right])
 
 
-def _parts(line: str) -> tuple[str, str, int, int]:
-    """Cut a line of a ledger into its head, its account, its change and the balance after it."""
-    found = _LINE.fullmatch(line)
-    assert found is not None
-    return found.group(1), found.group(2), int(found.group(3)), int(found.group(4))
-
-
-def _nouns(request: Request) -> list[str]:
-    return [noun for noun in request.words.nouns if noun.isalpha()]
+def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
+    """Read lines of a ledger: the line up to the change, its account, its change, the balance after it; skip other lines."""
+    found = (_LINE.fullmatch(line) for line in lines)
+    return [(one.group(1), one.group(2), int(one.group(3)), int(one.group(4))) for one in found if one]
 
 
 def merge(level: int, request: Request) -> Document:
-    """Draw the entries of two lists to be merged: in turn, or by number with at most two of a log behind each other.
+    """Draw the entries of two lists to be merged: in turn (1), or by number with at most two of a log behind each other (2).
 
     Args:
         level: 1 or 2.
@@ -137,27 +122,17 @@ def merge(level: int, request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns, name = _nouns(request), f"merge_{level}"
+    if level == 2:
+        return procedures.merge(request, name="merge_2", longest_run=2)
+    nouns = nouns_of(request)
 
     def turns(rng: random.Random, pairs: int) -> Document:
         a, b = ([f"{label}{at} {rng.choice(nouns)}" for at in range(1, pairs + 1)] for label in "AB")
         steps = [entry for pair in zip(a, b, strict=True) for entry in pair]
         question = TURNS_QUESTION.format(last=f"B{pairs}")
-        return step_document(name, request, TURNS.format(a="\n".join(a), b="\n".join(b)), question, "Merged\n", steps)
+        return step_document("merge_1", request, TURNS.format(a="\n".join(a), b="\n".join(b)), question, "Merged\n", steps)
 
-    def logs(rng: random.Random, count: int) -> Document:
-        first = rng.randint(100, 199)
-        steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
-        mine = [rng.random() < 0.5]
-        while len(mine) < count:
-            mine += [not mine[-1]] * rng.randint(1, 2)
-        a, b = (
-            "\n".join(step for step, in_a in zip(steps, mine, strict=False) if in_a == chosen) for chosen in (True, False)
-        )
-        question = LOGS_QUESTION.format(first=first, last=first + count - 1)
-        return step_document(name, request, LOGS.format(a=a, b=b), question, "Merged\n", steps)
-
-    return fitted(request, turns if level == 1 else logs, least=2)
+    return fitted(request, turns)
 
 
 def table(level: int, request: Request) -> Document:
@@ -179,8 +154,8 @@ def table(level: int, request: Request) -> Document:
 
         rows, steps = [row("th", columns)], []
         for _ in range(count):
-            cells = {"name": words.word(rng), "city": rng.choice(words.nouns).capitalize(), "price": str(rng.randint(10, 999))}
-            cells |= {"colour": rng.choice(COLOURS), "number": str(rng.randint(100, 999))}
+            cells = {"name": words.word(rng), "city": rng.choice(words.nouns).capitalize()}
+            cells |= {"price": str(rng.randint(10, 999)), "colour": rng.choice(COLOURS), "number": str(rng.randint(100, 999))}
             values = [cells[column] for column in columns]
             rows.append(row("td", values))
             steps.append("\t".join(values))
@@ -200,7 +175,7 @@ def walk(level: int, request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns = _nouns(request)
+    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         names = rng.sample(nouns, level * count + 1)
@@ -224,7 +199,7 @@ def ledger(level: int, request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns = _nouns(request)
+    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         balances = {account: rng.randint(20, 90) * 10 for account in ("cash", "bank")[:level]}
@@ -250,7 +225,7 @@ def lookup(request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns = _nouns(request)
+    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         keys = rng.sample(nouns, 2 * count)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from experiments.tasks import easy_procedures, file_turns, procedures, rules, scorers, word_problems
+from experiments.tasks import easy_procedures as easy
+from experiments.tasks import file_turns, procedures, rules, scorers, word_problems
 from experiments.tasks.base import Task
 
 PROCEDURES = tuple(
@@ -39,50 +40,17 @@ EASY_PROCEDURES = tuple(
         measures={"prefix": procedures.score_steps, "result": procedures.score_result},
     )
     for name, make, score, about in (
-        ("merge_1", functools.partial(easy_procedures.merge, 1), easy_procedures.score_lines, "two lists, merged in turn"),
-        (
-            "merge_2",
-            functools.partial(easy_procedures.merge, 2),
-            easy_procedures.score_lines,
-            "two sorted logs, merged, with at most two entries of a log behind each other",
+        *(
+            (f"{make.__name__}_{level}", functools.partial(make, level), score, about)
+            for make, score, abouts in (
+                (easy.merge, easy.score_lines, ("two lists, merged in turn", "two logs with short runs, merged by number")),
+                (easy.table, easy.score_lines, ("a table of three columns as TSV", "a table of five columns as TSV")),
+                (easy.walk, easy.score_lines, ("a path of assignments", "a path of assignments among as many others")),
+                (easy.ledger, easy.score_sums, ("the balance after each booking", "the same on two accounts")),
+            )
+            for level, about in zip(easy.LEVELS, abouts, strict=True)
         ),
-        (
-            "table_1",
-            functools.partial(easy_procedures.table, 1),
-            easy_procedures.score_lines,
-            "an HTML table of three columns as lines of TSV",
-        ),
-        (
-            "table_2",
-            functools.partial(easy_procedures.table, 2),
-            easy_procedures.score_lines,
-            "an HTML table of five columns as lines of TSV",
-        ),
-        (
-            "walk_1",
-            functools.partial(easy_procedures.walk, 1),
-            easy_procedures.score_lines,
-            "a path of assignments in Python, shuffled",
-        ),
-        (
-            "walk_2",
-            functools.partial(easy_procedures.walk, 2),
-            easy_procedures.score_lines,
-            "a path of assignments in Python, shuffled among as many others",
-        ),
-        (
-            "ledger_1",
-            functools.partial(easy_procedures.ledger, 1),
-            easy_procedures.score_sums,
-            "the balance after each booking on an account",
-        ),
-        (
-            "ledger_2",
-            functools.partial(easy_procedures.ledger, 2),
-            easy_procedures.score_sums,
-            "the balance after each booking on two accounts",
-        ),
-        ("lookup", easy_procedures.lookup, easy_procedures.score_lines, "the values of a dictionary's keys, in an order asked"),
+        ("lookup", easy.lookup, easy.score_lines, "the values of words, in the order asked"),
     )
 )
 RULES = tuple(
