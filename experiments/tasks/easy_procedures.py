@@ -26,6 +26,7 @@ from experiments.tasks.base import Document, Request
 from experiments.tasks.procedures import COLOURS, fitted, nouns_of, step_document, steps_of
 
 LEVELS = (1, 2)
+CODE = "Lines:\n```python\n"  # what opens an answer of code; without it the model writes the words alone
 TURNS = (
     "Merge two lists. Take one entry from each of them in turn: A1, B1, A2, B2, and so on. Write one entry in each line.\n\n"
     "Example\nList A\nA1 oak\nA2 ash\n\nList B\nB1 fir\nB2 yew\n\nMerged\nA1 oak\nB1 fir\nA2 ash\nB2 yew\n\n"
@@ -44,7 +45,7 @@ ROADS = (
 )
 ROADS_QUESTION = (
     '\n\nStart with the line of "{start}", and follow {count} lines: the next line is the line of the village that the last '
-    "one ended with. Write each line, and nothing else."
+    "one ended with. Write each of these lines of code as it stands above, and nothing else."
 )
 BOOKINGS = (
     "Write the balance after every booking. Each booking has a number, an item, an account and a change.\n\n"
@@ -184,7 +185,7 @@ def walk(level: int, request: Request) -> Document:
         roads = [*steps, *(f'after["{name}"] = "{rng.choice(names)}"' for name in aside)]
         rng.shuffle(roads)
         question = ROADS_QUESTION.format(start=path[0], count=count)
-        return step_document(f"walk_{level}", request, ROADS.format(roads="\n".join(roads)), question, "Lines:\n", steps)
+        return step_document(f"walk_{level}", request, ROADS.format(roads="\n".join(roads)), question, CODE, steps)
 
     return fitted(request, build, most=(len(nouns) - 1) // level)
 
@@ -234,6 +235,6 @@ def lookup(request: Request) -> Document:
         steps = [entries[key] for key in asked]
         question = LOOKUP_QUESTION.format(count=count, keys=", ".join(asked))
         context = LOOKUP.format(entries="\n".join(entries.values()))
-        return step_document("lookup", request, context, question, "Lines:\n", steps)
+        return step_document("lookup", request, context, question, CODE, steps)
 
     return fitted(request, build, most=len(nouns) // 2)
