@@ -1,0 +1,117 @@
+"""The easier procedures: what is asked follows from the prompt, and a line counts by itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from experiments import tasks
+from experiments.tasks import easy_procedures, procedures
+from tests.experiments.test_long_tasks import sample
+
+EASY = tasks.GROUPS["easy_procedures"]
+LEDGERS = ("ledger_1", "ledger_2")
+
+
+@pytest.mark.parametrize("name", EASY)
+def test_a_wrong_line_costs_itself_alone(name):
+    made = sample(name, 1024)
+    steps, half = list(made.answers), len(made.answers) // 2
+    without = steps[:half] + steps[half + 1 :]
+    wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
+    one_less = 1 - 1 / len(steps)
+    if name not in LEDGERS:  # there the next sum needs the line
+        assert tasks.score(name, "\n".join(without), steps) == pytest.approx(one_less)
+        assert tasks.score(name, "\n".join(wrong), steps) == pytest.approx(one_less)
+    assert tasks.score(name, "\n".join(steps[:half]), steps) == pytest.approx(half / len(steps))
+    loop = "\n".join([steps[0]] * len(steps))
+    assert tasks.score(name, loop, steps) == pytest.approx(1 / len(steps))
+    prefix = tasks.get_task(name).measures["prefix"]
+    assert [prefix("\n".join(lines), steps) for lines in (steps, wrong)] == [1.0, half / len(steps)]
+
+
+@pytest.mark.parametrize("name", EASY)
+def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(name):
+    made = sample(name, 1024)
+    assert len(made.answers) * 1.7 < len(sample(name).answers)
+    for step in made.answers:
+        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0]}.get(name[:-2], step)
+        assert told in made.context
+        assert name == "walk_1" or name == "walk_2" or step not in made.question
+
+
+def test_lists_are_merged_in_turn():
+    made = sample("merge_1", 1024)
+    labels = [step.split()[0] for step in made.answers]
+    assert labels == [f"{label}{at}" for at in range(1, len(labels) // 2 + 1) for label in "AB"]
+    a, b = made.context.partition("Now the real lists\nList A\n")[2].split("\n\nList B\n")
+    assert a.split("\n") == list(made.answers[::2]) and b.split("\n") == list(made.answers[1::2])
+
+
+def test_at_most_two_entries_of_a_log_follow_each_other_at_level_2():
+    made = sample("merge_2", 1024)
+    a, b = (set(log.split("\n")) for log in made.context.partition("real logs\nLog A\n")[2].split("\n\nLog B\n"))
+    logs = "".join("a" if step in a else "b" for step in made.answers)
+    assert "aaa" not in logs and "bbb" not in logs and "aa" in logs
+    assert a | b == set(made.answers) and not a & b
+
+
+@pytest.mark.parametrize("level", easy_procedures.LEVELS)
+def test_a_path_of_assignments_follows_them(level):
+    made = sample(f"walk_{level}", 1024)
+    lines = made.context.partition("Now the real lines\n")[2].split("\n")
+    after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
+    assert len(after) == len(lines) == len(made.answers) * level
+    (at,) = re.findall(r'the line of "(\w+)"', made.question)
+    for step in made.answers:
+        assert step == f'after["{at}"] = "{after[at]}"'
+        at = after[at]
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_sums_are_right_and_a_wrong_sum_costs_one_booking(name):
+    made = sample(name, 1024)
+    steps, balances = list(made.answers), dict(re.findall(r"(cash|bank) (\d+)", made.context.rpartition("Balance: ")[2]))
+    assert len(balances) == int(name[-1])
+    for step in steps:
+        account, change, after = re.fullmatch(r"\d+\. \w+: (\w+) ([+-]\d) = (\d+)", step).groups()
+        balances[account] = str(int(balances[account]) + int(change))
+        assert balances[account] == after and 100 <= int(after) <= 999
+    score, half = easy_procedures.score_sums, len(steps) // 2
+
+    def more(step: str, by: int) -> str:
+        return re.sub(r"\d+$", lambda found: str(int(found.group()) + by), step)
+
+    account = steps[half].split()[2]
+    carried = [more(step, 7) if at >= half and step.split()[2] == account else step for at, step in enumerate(steps)]
+    assert score("\n".join(carried), steps) == pytest.approx(1 - 1 / len(steps))  # the wrong balance was carried on rightly
+    once = [more(step, 7) if at == half else step for at, step in enumerate(steps)]
+    later = any(step.split()[2] == account for step in steps[half + 1 :])
+    assert score("\n".join(once), steps) == pytest.approx(1 - (1 + later) / len(steps))  # nor does the next sum follow
+    assert score("\n".join(step.replace(": ", ": x", 1) for step in steps), steps) == 0.0
+    assert score(f"1. oak: loan +{'9' * 5000} = {'9' * 5000}", steps) == 0.0
+
+
+def test_words_are_looked_up_in_the_order_asked():
+    made = sample("lookup", 1024)
+    value = dict(re.findall(r'value\["(\w+)"\] = (\d+)', made.context))
+    asked = made.question.rpartition(": ")[2].rstrip(".").split(", ")
+    assert list(made.answers) == [f'value["{word}"] = {value[word]}' for word in asked]
+    assert len(value) == 2 * len(asked)
+
+
+def test_problems_of_one_operation_have_one():
+    made = sample("word_problems_1", 1024)
+    for line, answer in zip(made.target.split("\n"), made.answers, strict=True):
+        left, right = line.partition(": ")[2].partition(". Answer: ")[0].split(" = ")
+        assert eval(left) == int(right) == int(answer)
+
+
+def test_lines_in_order_are_the_longest_common_subsequence():
+    score = easy_procedures.score_lines
+    assert [score("\n".join(text), "abcd") for text in ("abcd", "xaxbxcxdx", "acbd", "dcba", "bd", "aaaa", "")] == [
+        1.0, 1.0, 0.75, 0.25, 0.5, 0.25, 0.0,
+    ]  # fmt: skip
+    assert score("a\tb\n```\nc", ["a b", "c"]) == 1.0
+    assert procedures.score_steps("x\na\nb", ["a", "b"]) == 0.0 and score("x\na\nb", ["a", "b"]) == 1.0
