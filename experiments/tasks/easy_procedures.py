@@ -6,7 +6,7 @@ be in the cache at every step. `lookup` is a kind of its own.
 
 * `merge`: entries of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
-* `walk`: assignments of Python, all of them on the path (1), or as many beside it (2).
+* `walk`: a circle of assignments in Python, alone (1), or among as many others (2).
 * `ledger`: bookings with an item of their own, on one account (1) or on two (2).
 * `lookup`: the values of keys, in the order in which the question names them; half of the keys are asked for.
 
@@ -39,13 +39,13 @@ CELLS = (
 )
 CELLS_QUESTION = "\n\nWrite the TSV lines of all rows of the table, in order, and nothing else."
 ROADS = (
-    "Each line of this Python code says which village comes after another one.\n\n"
-    'Example of a walk of three steps from oak, if the lines are after["elm"] = "ash", after["oak"] = "fir", '
-    'after["fir"] = "elm":\nafter["oak"] = "fir"\nafter["fir"] = "elm"\nafter["elm"] = "ash"\n\nNow the real lines\n{roads}'
+    "Each line of this Python code says which village comes after another one. All villages of the walk form a circle.\n\n"
+    'Example of a walk from oak, if the lines are after["elm"] = "oak", after["oak"] = "fir", after["fir"] = "elm":\n'
+    'after["oak"] = "fir"\nafter["fir"] = "elm"\nafter["elm"] = "oak"\n\nNow the real lines\n{roads}'
 )
 ROADS_QUESTION = (
-    '\n\nStart with the line of "{start}", and follow {count} lines: the next line is the line of the village that the last '
-    "one ended with. Write each of these lines of code as it stands above, and nothing else."
+    '\n\nStart with the line of "{start}". The next line is always the line of the village that the last line ended with. '
+    "Write these lines of code as they stand above, until you are back at the start, and nothing else."
 )
 BOOKINGS = (
     "Write the balance after every booking. Each booking has a number, an item, an account and a change.\n\n"
@@ -58,6 +58,7 @@ LOOKUP_QUESTION = (
     "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing "
     "else: {keys}."
 )
+_ROAD = re.compile(r'after\["(\w+)"\] = "(\w+)"')
 _LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 
 
@@ -105,6 +106,29 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
             kept.append(head)
         balances[account] = after
     return score_lines("\n".join(kept), [head for head, *_ in right])
+
+
+def score_walk(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the assignments that an answer has, each behind an assignment that leads to it.
+
+    So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once.
+
+    Args:
+        prediction: generated text.
+        answers: the right assignments in order.
+
+    Returns:
+        0 to 1.
+    """
+    right, followed = {" ".join(answer.split()) for answer in answers}, set()
+    first = _ROAD.fullmatch(answers[0])
+    at = first and first.group(1)
+    for line in steps_of(prediction):
+        found = _ROAD.fullmatch(line)
+        if found and found.group(1) == at and line in right:
+            followed.add(line)
+        at = found and found.group(2)
+    return len(followed) / len(answers)
 
 
 def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
@@ -167,7 +191,7 @@ def table(level: int, request: Request) -> Document:
 
 
 def walk(level: int, request: Request) -> Document:
-    """Draw a path of assignments, to be followed; at level 2 as many assignments lie off the path.
+    """Draw a circle of assignments, to be followed from a given one; at level 2 as many assignments lie beside it.
 
     Args:
         level: 1 or 2.
@@ -179,15 +203,15 @@ def walk(level: int, request: Request) -> Document:
     nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
-        names = rng.sample(nouns, level * count + 1)
+        names = rng.sample(nouns, level * (count + 1))
         path, aside = names[: count + 1], names[count + 1 :]
-        steps = [f'after["{one}"] = "{other}"' for one, other in zip(path, path[1:], strict=False)]
-        roads = [*steps, *(f'after["{name}"] = "{rng.choice(names)}"' for name in aside)]
+        first, *steps = (f'after["{one}"] = "{other}"' for one, other in zip(path, [*path[1:], path[0]], strict=True))
+        roads = [first, *steps, *(f'after["{name}"] = "{rng.choice(names)}"' for name in aside)]
         rng.shuffle(roads)
-        question = ROADS_QUESTION.format(start=path[0], count=count)
-        return step_document(f"walk_{level}", request, ROADS.format(roads="\n".join(roads)), question, CODE, steps)
+        context, question = ROADS.format(roads="\n".join(roads)), ROADS_QUESTION.format(start=path[0])
+        return step_document(f"walk_{level}", request, context, question, f"{CODE}{first}\n", steps)
 
-    return fitted(request, build, most=(len(nouns) - 1) // level)
+    return fitted(request, build, most=len(nouns) // level - 1)
 
 
 def ledger(level: int, request: Request) -> Document:

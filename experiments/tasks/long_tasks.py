@@ -45,7 +45,7 @@ EASY_PROCEDURES = tuple(
             for make, score, abouts in (
                 (easy.merge, easy.score_lines, ("two lists, merged in turn", "two logs with short runs, merged by number")),
                 (easy.table, easy.score_lines, ("a table of three columns as TSV", "a table of five columns as TSV")),
-                (easy.walk, easy.score_lines, ("a path of assignments", "a path of assignments among as many others")),
+                (easy.walk, easy.score_walk, ("a circle of assignments", "a circle of assignments among as many others")),
                 (easy.ledger, easy.score_sums, ("the balance after each booking", "the same on two accounts")),
             )
             for level, about in zip(easy.LEVELS, abouts, strict=True)

@@ -21,7 +21,9 @@ def test_a_wrong_line_costs_itself_alone(name):
     without = steps[:half] + steps[half + 1 :]
     wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
     one_less = 1 - 1 / len(steps)
-    if name not in LEDGERS:  # there the next sum needs the line
+    if name.startswith("walk"):  # nor does the next line follow
+        assert tasks.score(name, "\n".join(without), steps) == pytest.approx(1 - 2 / len(steps))
+    elif name not in LEDGERS:  # there the next sum needs the line
         assert tasks.score(name, "\n".join(without), steps) == pytest.approx(one_less)
         assert tasks.score(name, "\n".join(wrong), steps) == pytest.approx(one_less)
     assert tasks.score(name, "\n".join(steps[:half]), steps) == pytest.approx(half / len(steps))
@@ -58,15 +60,32 @@ def test_at_most_two_entries_of_a_log_follow_each_other_at_level_2():
 
 
 @pytest.mark.parametrize("level", easy_procedures.LEVELS)
-def test_a_path_of_assignments_follows_them(level):
+def test_a_circle_of_assignments_follows_them_from_the_given_one(level):
     made = sample(f"walk_{level}", 1024)
     lines = made.context.partition("Now the real lines\n")[2].split("\n")
     after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
-    assert len(after) == len(lines) == len(made.answers) * level
-    (at,) = re.findall(r'the line of "(\w+)"', made.question)
+    assert len(after) == len(lines) == (len(made.answers) + 1) * level
+    (start,) = re.findall(r'the line of "(\w+)"', made.question)
+    assert made.answer_prefix.endswith(f'after["{start}"] = "{after[start]}"\n')
+    at = after[start]
     for step in made.answers:
         assert step == f'after["{at}"] = "{after[at]}"'
         at = after[at]
+    assert at == start
+
+
+def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
+    answers = [f'after["{one}"] = "{other}"' for one, other in ("ab", "bc", "cd", "de", "ef")]
+
+    def score(*steps: str) -> float:
+        return easy_procedures.score_walk("\n".join(f'after["{one}"] = "{other}"' for one, other in steps), answers)
+
+    assert score("ab", "bc", "cd", "de", "ef", "xy") == 1.0
+    assert score("ab", "bd", "de", "ef") == 0.6  # a jump ahead, from where the walk goes on
+    assert score("ab", "bd", "de", "ef", "fb", "bc", "cd") == 1.0  # the places jumped over, in the next round
+    assert score("ab", "ba", "ab", "ba") == 0.2
+    assert score("ab", "cd", "ef") == 0.2  # right lines that do not follow
+    assert score("bc", "cd") == 0.2  # the first line does not follow, the second does
 
 
 @pytest.mark.parametrize("name", LEDGERS)
