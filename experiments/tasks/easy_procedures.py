@@ -4,7 +4,7 @@ Each kind of `experiments.tasks.procedures` has levels: ``table_1`` is the easie
 without a number is the hardest. A line of an answer repeats the line of the prompt that it comes from, so the prompt has to
 be in the cache at every step. `lookup` is a kind of its own.
 
-* `merge`: entries of two lists, in turn (1), or by number, at most two of a list behind each other (2).
+* `merge`: assignments of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
 * `walk`: a circle of assignments in Python, alone (1), or among as many others (2).
 * `ledger`: bookings with an item of their own, on one account (1) or on two (2).
@@ -21,18 +21,24 @@ import random
 import re
 from collections.abc import Sequence
 
-from experiments.tasks import procedures
 from experiments.tasks.base import Document, Request
 from experiments.tasks.procedures import COLOURS, fitted, nouns_of, step_document, steps_of
 
 LEVELS = (1, 2)
 CODE = "Lines:\n```python\n"  # what opens an answer of code; without it the model writes the words alone
 TURNS = (
-    "Merge two lists. Take one entry from each of them in turn: A1, B1, A2, B2, and so on. Write one entry in each line.\n\n"
-    "Example\nList A\nA1 oak\nA2 ash\n\nList B\nB1 fir\nB2 yew\n\nMerged\nA1 oak\nB1 fir\nA2 ash\nB2 yew\n\n"
-    "Now the real lists\nList A\n{a}\n\nList B\n{b}"
+    "Merge two lists of assignments in Python. Take one line from each of them in turn.\n\n"
+    'Example\nFirst list\na[1] = "oak"\na[2] = "ash"\n\nSecond list\nb[1] = "fir"\nb[2] = "yew"\n\n'
+    'Merged\na[1] = "oak"\nb[1] = "fir"\na[2] = "ash"\nb[2] = "yew"\n\n'
+    "Now the real lists\nFirst list\n{a}\n\nSecond list\n{b}"
 )
-TURNS_QUESTION = "\n\nWrite the merged list, from A1 to {last}, and nothing else."
+LOGS = (
+    "Merge two lists of assignments in Python. Each is sorted by number, and so is the merged list. No number is missing in "
+    'the end.\n\nExample\nFirst list\nlog[11] = "oak"\nlog[13] = "ash"\n\nSecond list\nlog[12] = "fir"\nlog[14] = "yew"\n\n'
+    'Merged\nlog[11] = "oak"\nlog[12] = "fir"\nlog[13] = "ash"\nlog[14] = "yew"\n\n'
+    "Now the real lists\nFirst list\n{a}\n\nSecond list\n{b}"
+)
+MERGE_QUESTION = "\n\nWrite the merged list, from {first} to {last}, and nothing else."
 CELLS = (
     "Convert the rows of an HTML table to TSV. Each row becomes a line with all of its values, separated by tabs. Keep the "
     "order of the rows, and leave none out.\n\n<table>\n{rows}\n</table>"
@@ -58,6 +64,7 @@ LOOKUP_QUESTION = (
     "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing "
     "else: {keys}."
 )
+_GIVEN = 4  # lines of a merged list that the answer begins with
 _ROAD = re.compile(r'after\["(\w+)"\] = "(\w+)"')
 _LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 
@@ -138,7 +145,9 @@ def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
 
 
 def merge(level: int, request: Request) -> Document:
-    """Draw the entries of two lists to be merged: in turn (1), or by number with at most two of a log behind each other (2).
+    """Draw two lists of assignments to be merged: in turn (1), or by number with at most two of a list behind each other (2).
+
+    The first lines of the merged list are given.
 
     Args:
         level: 1 or 2.
@@ -147,17 +156,25 @@ def merge(level: int, request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    if level == 2:
-        return procedures.merge(request, name="merge_2", longest_run=2)
     nouns = nouns_of(request)
 
-    def turns(rng: random.Random, pairs: int) -> Document:
-        a, b = ([f"{label}{at} {rng.choice(nouns)}" for at in range(1, pairs + 1)] for label in "AB")
-        steps = [entry for pair in zip(a, b, strict=True) for entry in pair]
-        question = TURNS_QUESTION.format(last=f"B{pairs}")
-        return step_document("merge_1", request, TURNS.format(a="\n".join(a), b="\n".join(b)), question, "Merged\n", steps)
+    def build(rng: random.Random, pairs: int) -> Document:
+        drawn = rng.sample(nouns, 2 * pairs)
+        in_a = [True, False] * pairs
+        if level == 1:
+            lines = [f'{"ab"[at % 2]}[{at // 2 + 1}] = "{noun}"' for at, noun in enumerate(drawn)]
+        else:
+            lines = [f'log[{number}] = "{noun}"' for number, noun in enumerate(drawn, rng.randint(100, 199))]
+            in_a = [rng.random() < 0.5]
+            while len(in_a) < len(lines):
+                in_a += [not in_a[-1]] * rng.randint(1, 2)
+        a, b = ("\n".join(line for line, own in zip(lines, in_a, strict=False) if own == chosen) for chosen in (True, False))
+        first, last = (lines[at].partition(" = ")[0] for at in (0, -1))
+        context, question = (TURNS if level == 1 else LOGS).format(a=a, b=b), MERGE_QUESTION.format(first=first, last=last)
+        prefix = CODE + "".join(f"{line}\n" for line in lines[:_GIVEN])
+        return step_document(f"merge_{level}", request, context, question, prefix, lines[_GIVEN:])
 
-    return fitted(request, turns)
+    return fitted(request, build, least=_GIVEN, most=len(nouns) // 2)
 
 
 def table(level: int, request: Request) -> Document:

@@ -43,7 +43,7 @@ EASY_PROCEDURES = tuple(
         *(
             (f"{make.__name__}_{level}", functools.partial(make, level), score, about)
             for make, score, abouts in (
-                (easy.merge, easy.score_lines, ("two lists, merged in turn", "two logs with short runs, merged by number")),
+                (easy.merge, easy.score_lines, ("two lists, merged in turn", "two lists, merged by number")),
                 (easy.table, easy.score_lines, ("a table of three columns as TSV", "a table of five columns as TSV")),
                 (easy.walk, easy.score_walk, ("a circle of assignments", "a circle of assignments among as many others")),
                 (easy.ledger, easy.score_sums, ("the balance after each booking", "the same on two accounts")),

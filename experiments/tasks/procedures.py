@@ -26,6 +26,7 @@ MOST_TOKENS = 16_384  # of an answer
 _MOST_STEPS = 1024
 _STEP_TOKENS = 8  # fewer than a step takes in prompt and answer
 _NOUNS_UP_TO = 4096  # tokens of a walk whose villages are named by single nouns; longer ones need more names than nouns
+_LONGEST_RUN = 7  # entries of a log that follow each other in the merged log
 _SLACK = 16  # tokens of an answer beyond the right steps, a sixteenth of them more
 
 MERGE = (
@@ -116,13 +117,8 @@ def nouns_of(request: Request) -> list[str]:
     return [noun for noun in request.words.nouns if noun.isalpha()]
 
 
-def merge(request: Request, name: str = "merge", longest_run: int = 7) -> Document:
-    """Draw the entries of two logs, which share no number, to be merged.
-
-    Args:
-        request: what to generate.
-        name: registry name.
-        longest_run: the most entries of a log that follow each other in the merged log.
+def merge(request: Request) -> Document:
+    """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other.
 
     Raises:
         ValueError: the length is too short.
@@ -134,13 +130,13 @@ def merge(request: Request, name: str = "merge", longest_run: int = 7) -> Docume
         steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
         mine = [rng.random() < 0.5]
         while len(mine) < count:
-            mine += [not mine[-1]] * rng.randint(1, longest_run)
+            mine += [not mine[-1]] * rng.randint(1, _LONGEST_RUN)
         del mine[count:]
         a, b = (
             "\n".join(step for step, in_a in zip(steps, mine, strict=True) if in_a == chosen) for chosen in (True, False)
         )
         question = MERGE_QUESTION.format(first=first, last=first + count - 1)
-        return step_document(name, request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
+        return step_document("merge", request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
 
     return fitted(request, build, least=2)
 

@@ -43,20 +43,28 @@ def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(
         assert name == "walk_1" or name == "walk_2" or step not in made.question
 
 
+def lists(made: tasks.Sample) -> tuple[list[str], list[str], list[str]]:
+    """The two lists of a prompt, and the merged one, its given lines included."""
+    a, b = made.context.partition("Now the real lists\nFirst list\n")[2].split("\n\nSecond list\n")
+    given = made.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n")
+    assert len(given) == 4
+    return a.split("\n"), b.split("\n"), [*given, *made.answers]
+
+
 def test_lists_are_merged_in_turn():
-    made = sample("merge_1", 1024)
-    labels = [step.split()[0] for step in made.answers]
-    assert labels == [f"{label}{at}" for at in range(1, len(labels) // 2 + 1) for label in "AB"]
-    a, b = made.context.partition("Now the real lists\nList A\n")[2].split("\n\nList B\n")
-    assert a.split("\n") == list(made.answers[::2]) and b.split("\n") == list(made.answers[1::2])
+    a, b, merged = lists(sample("merge_1", 1024))
+    assert merged[::2] == a and merged[1::2] == b
+    assert [line.partition(" = ")[0] for line in merged[-2:]] == [f"{label}[{len(a)}]" for label in "ab"]
 
 
-def test_at_most_two_entries_of_a_log_follow_each_other_at_level_2():
-    made = sample("merge_2", 1024)
-    a, b = (set(log.split("\n")) for log in made.context.partition("real logs\nLog A\n")[2].split("\n\nLog B\n"))
-    logs = "".join("a" if step in a else "b" for step in made.answers)
-    assert "aaa" not in logs and "bbb" not in logs and "aa" in logs
-    assert a | b == set(made.answers) and not a & b
+def test_at_most_two_lines_of_a_list_follow_each_other_at_level_2():
+    a, b, merged = lists(sample("merge_2", 1024))
+    runs = "".join("a" if line in a else "b" for line in merged)
+    assert "aaa" not in runs and "bbb" not in runs and "aa" in runs
+    numbers = [int(re.match(r"log\[(\d+)\]", line).group(1)) for line in merged]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert set(a) | set(b) == set(merged) and not set(a) & set(b)
+    assert [line for line in merged if line in a] == a and [line for line in merged if line in b] == b
 
 
 @pytest.mark.parametrize("level", easy_procedures.LEVELS)
