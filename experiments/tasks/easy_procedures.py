@@ -6,7 +6,7 @@ be in the cache at every step. `lookup` is a kind of its own.
 
 * `merge`: assignments of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
-* `walk`: a circle of assignments in Python, alone (1), or among as many others (2).
+* `walk`: a circle of assignments in Python, two steps from each of many starts (1), or all around (2).
 * `ledger`: bookings with an item of their own, on one account (1) or on two (2).
 * `lookup`: the values of keys, in the order in which the question names them; half of the keys are asked for.
 
@@ -45,11 +45,15 @@ CELLS = (
 )
 CELLS_QUESTION = "\n\nWrite the TSV lines of all rows of the table, in order, and nothing else."
 ROADS = (
-    "Each line of this Python code says which village comes after another one. All villages of the walk form a circle.\n\n"
+    "Each line of this Python code says which village comes after another one. The villages form a circle.\n\n"
     'Example of a walk from oak, if the lines are after["elm"] = "oak", after["oak"] = "fir", after["fir"] = "elm":\n'
     'after["oak"] = "fir"\nafter["fir"] = "elm"\nafter["elm"] = "oak"\n\nNow the real lines\n{roads}'
 )
-ROADS_QUESTION = (
+PAIRS_QUESTION = (
+    "\n\nWalk two steps from each of the following {count} villages, in this order: write the line of the village, and then "
+    "the line of the village that comes after it. Write these lines of code as they stand above, and nothing else: {starts}."
+)
+CIRCLE_QUESTION = (
     '\n\nStart with the line of "{start}". The next line is always the line of the village that the last line ended with. '
     "Write these lines of code as they stand above, until you are back at the start, and nothing else."
 )
@@ -208,7 +212,9 @@ def table(level: int, request: Request) -> Document:
 
 
 def walk(level: int, request: Request) -> Document:
-    """Draw a circle of assignments, to be followed from a given one; at level 2 as many assignments lie beside it.
+    """Draw a circle of assignments, to be followed for two steps from each of many starts (1), or all around (2).
+
+    The first lines of the answer are given.
 
     Args:
         level: 1 or 2.
@@ -219,16 +225,20 @@ def walk(level: int, request: Request) -> Document:
     """
     nouns = nouns_of(request)
 
-    def build(rng: random.Random, count: int) -> Document:
-        names = rng.sample(nouns, level * (count + 1))
-        path, aside = names[: count + 1], names[count + 1 :]
-        first, *steps = (f'after["{one}"] = "{other}"' for one, other in zip(path, [*path[1:], path[0]], strict=True))
-        roads = [first, *steps, *(f'after["{name}"] = "{rng.choice(names)}"' for name in aside)]
-        rng.shuffle(roads)
-        context, question = ROADS.format(roads="\n".join(roads)), ROADS_QUESTION.format(start=path[0])
-        return step_document(f"walk_{level}", request, context, question, f"{CODE}{first}\n", steps)
+    def build(rng: random.Random, pairs: int) -> Document:
+        names = rng.sample(nouns, 2 * pairs)
+        circle = [f'after["{one}"] = "{other}"' for one, other in zip(names, [*names[1:], names[0]], strict=True)]
+        roads = rng.sample(circle, len(circle))
+        given, steps, question = 1, circle, CIRCLE_QUESTION.format(start=names[0])
+        if level == 1:
+            starts = rng.sample(range(0, len(names), 2), pairs)
+            given, steps = 2, [circle[start + step] for start in starts for step in (0, 1)]
+            question = PAIRS_QUESTION.format(count=pairs, starts=", ".join(names[start] for start in starts))
+        prefix = CODE + "".join(f"{step}\n" for step in steps[:given])
+        context = ROADS.format(roads="\n".join(roads))
+        return step_document(f"walk_{level}", request, context, question, prefix, steps[given:])
 
-    return fitted(request, build, most=len(nouns) // level - 1)
+    return fitted(request, build, least=2, most=len(nouns) // 2)
 
 
 def ledger(level: int, request: Request) -> Document:

@@ -40,16 +40,14 @@ EASY_PROCEDURES = tuple(
         measures={"prefix": procedures.score_steps, "result": procedures.score_result},
     )
     for name, make, score, about in (
-        *(
-            (f"{make.__name__}_{level}", functools.partial(make, level), score, about)
-            for make, score, abouts in (
-                (easy.merge, easy.score_lines, ("two lists, merged in turn", "two lists, merged by number")),
-                (easy.table, easy.score_lines, ("a table of three columns as TSV", "a table of five columns as TSV")),
-                (easy.walk, easy.score_walk, ("a circle of assignments", "a circle of assignments among as many others")),
-                (easy.ledger, easy.score_sums, ("the balance after each booking", "the same on two accounts")),
-            )
-            for level, about in zip(easy.LEVELS, abouts, strict=True)
-        ),
+        ("merge_1", functools.partial(easy.merge, 1), easy.score_lines, "two lists, merged in turn"),
+        ("merge_2", functools.partial(easy.merge, 2), easy.score_lines, "two lists, merged by number"),
+        ("table_1", functools.partial(easy.table, 1), easy.score_lines, "a table of three columns as TSV"),
+        ("table_2", functools.partial(easy.table, 2), easy.score_lines, "a table of five columns as TSV"),
+        ("walk_1", functools.partial(easy.walk, 1), easy.score_lines, "walks of two steps along a graph"),
+        ("walk_2", functools.partial(easy.walk, 2), easy.score_walk, "a walk around a graph"),
+        ("ledger_1", functools.partial(easy.ledger, 1), easy.score_sums, "the balance after each booking"),
+        ("ledger_2", functools.partial(easy.ledger, 2), easy.score_sums, "the balances of two accounts after each booking"),
         ("lookup", easy.lookup, easy.score_lines, "the values of words, in the order asked"),
     )
 )
