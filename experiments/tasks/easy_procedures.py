@@ -6,7 +6,7 @@ be in the cache at every step. `lookup` is a kind of its own.
 
 * `merge`: assignments of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
-* `walk`: a circle of assignments in Python, two steps from each of many starts (1), or all around (2).
+* `walk`: a circle of assignments in Python, alone (1), or among as many others (2).
 * `ledger`: bookings with an item of their own, on one account (1) or on two (2).
 * `lookup`: the values of keys, in the order in which the question names them; half of the keys are asked for.
 
@@ -45,17 +45,13 @@ CELLS = (
 )
 CELLS_QUESTION = "\n\nWrite the TSV lines of all rows of the table, in order, and nothing else."
 ROADS = (
-    "Each line of this Python code says which village comes after another one. The villages form a circle.\n\n"
+    "Each line of this Python code says which village comes after another one. Some of the villages form a circle.\n\n"
     'Example of a walk from oak, if the lines are after["elm"] = "oak", after["oak"] = "fir", after["fir"] = "elm":\n'
-    'after["oak"] = "fir"\nafter["fir"] = "elm"\nafter["elm"] = "oak"\n\nNow the real lines\n{roads}'
+    '1. after["oak"] = "fir"\n2. after["fir"] = "elm"\n3. after["elm"] = "oak"\n\nNow the real lines\n{roads}'
 )
-PAIRS_QUESTION = (
-    "\n\nWalk two steps from each of the following {count} villages, in this order: write the line of the village, and then "
-    "the line of the village that comes after it. Write these lines of code as they stand above, and nothing else: {starts}."
-)
-CIRCLE_QUESTION = (
-    '\n\nStart with the line of "{start}". The next line is always the line of the village that the last line ended with. '
-    "Write these lines of code as they stand above, until you are back at the start, and nothing else."
+ROADS_QUESTION = (
+    '\n\nWalk around the circle from "{start}": the next line is always the line of the village that the last line ended '
+    "with. Write {count} lines with their numbers, and nothing else."
 )
 BOOKINGS = (
     "Write the balance after every booking. Each booking has a number, an item, an account and a change.\n\n"
@@ -68,8 +64,8 @@ LOOKUP_QUESTION = (
     "\n\nWrite the lines of the following {count} words again, in this order and as they stand in the code, and nothing "
     "else: {keys}."
 )
-_GIVEN = 4  # lines of a merged list that the answer begins with
-_ROAD = re.compile(r'after\["(\w+)"\] = "(\w+)"')
+_GIVEN = 4  # lines of a merged list, and of a walk, that the answer begins with
+_ROAD = re.compile(r'(?:\d+\. )?after\["(\w+)"\] = "(\w+)"')
 _LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 
 
@@ -122,7 +118,8 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
 def score_walk(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the assignments that an answer has, each behind an assignment that leads to it.
 
-    So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once.
+    So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once, and numbers do not
+    matter.
 
     Args:
         prediction: generated text.
@@ -131,15 +128,20 @@ def score_walk(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1.
     """
-    right, followed = {" ".join(answer.split()) for answer in answers}, set()
-    first = _ROAD.fullmatch(answers[0])
-    at = first and first.group(1)
+    right, followed = {_edge(answer) for answer in answers}, set()
+    at = _edge(answers[0])[0]
     for line in steps_of(prediction):
-        found = _ROAD.fullmatch(line)
-        if found and found.group(1) == at and line in right:
-            followed.add(line)
-        at = found and found.group(2)
+        edge = _edge(line)
+        if edge[0] == at and edge in right:
+            followed.add(edge)
+        at = edge[1]
     return len(followed) / len(answers)
+
+
+def _edge(line: str) -> tuple[str, str]:
+    """Read where an assignment of a walk begins and ends, whatever its number; two empty names for another line."""
+    found = _ROAD.fullmatch(line)
+    return (found.group(1), found.group(2)) if found else ("", "")
 
 
 def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
@@ -212,7 +214,7 @@ def table(level: int, request: Request) -> Document:
 
 
 def walk(level: int, request: Request) -> Document:
-    """Draw a circle of assignments, to be followed for two steps from each of many starts (1), or all around (2).
+    """Draw a circle of assignments, to be followed all around; at level 2 as many assignments lie beside it.
 
     The first lines of the answer are given.
 
@@ -225,20 +227,18 @@ def walk(level: int, request: Request) -> Document:
     """
     nouns = nouns_of(request)
 
-    def build(rng: random.Random, pairs: int) -> Document:
-        names = rng.sample(nouns, 2 * pairs)
-        circle = [f'after["{one}"] = "{other}"' for one, other in zip(names, [*names[1:], names[0]], strict=True)]
-        roads = rng.sample(circle, len(circle))
-        given, steps, question = 1, circle, CIRCLE_QUESTION.format(start=names[0])
-        if level == 1:
-            starts = rng.sample(range(0, len(names), 2), pairs)
-            given, steps = 2, [circle[start + step] for start in starts for step in (0, 1)]
-            question = PAIRS_QUESTION.format(count=pairs, starts=", ".join(names[start] for start in starts))
-        prefix = CODE + "".join(f"{step}\n" for step in steps[:given])
-        context = ROADS.format(roads="\n".join(roads))
-        return step_document(f"walk_{level}", request, context, question, prefix, steps[given:])
+    def build(rng: random.Random, count: int) -> Document:
+        names = rng.sample(nouns, level * count)
+        circle, aside = names[:count], names[count:]
+        roads = [f'after["{one}"] = "{other}"' for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)]
+        steps = [f"{number}. {road}" for number, road in enumerate(roads, 1)]
+        roads += [f'after["{name}"] = "{rng.choice(names)}"' for name in aside]
+        rng.shuffle(roads)
+        context, question = ROADS.format(roads="\n".join(roads)), ROADS_QUESTION.format(start=circle[0], count=count)
+        prefix = "Lines:\n" + "".join(f"{step}\n" for step in steps[:_GIVEN])
+        return step_document(f"walk_{level}", request, context, question, prefix, steps[_GIVEN:])
 
-    return fitted(request, build, least=2, most=len(nouns) // 2)
+    return fitted(request, build, least=_GIVEN + 1, most=len(nouns) // level)
 
 
 def ledger(level: int, request: Request) -> Document:

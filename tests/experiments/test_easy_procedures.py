@@ -21,7 +21,7 @@ def test_a_wrong_line_costs_itself_alone(name):
     without = steps[:half] + steps[half + 1 :]
     wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
     one_less = 1 - 1 / len(steps)
-    if name == "walk_2":  # nor does the next line follow
+    if name.startswith("walk"):  # nor does the next line follow
         assert tasks.score(name, "\n".join(without), steps) == pytest.approx(1 - 2 / len(steps))
     elif name not in LEDGERS:  # there the next sum needs the line
         assert tasks.score(name, "\n".join(without), steps) == pytest.approx(one_less)
@@ -38,8 +38,12 @@ def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(
     made = sample(name, 1024)
     assert len(made.answers) * 1.7 < len(sample(name).answers)
     for step in made.answers:
-        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0]}.get(name[:-2], step)
-        assert told in made.context
+        told = {
+            "table": step.replace("\t", "</td><td>"),
+            "ledger": step.partition(" = ")[0],
+            "walk": step.partition(". ")[2],
+        }
+        assert told.get(name[:-2], step) in made.context
         assert step not in made.question
 
 
@@ -67,31 +71,19 @@ def test_at_most_two_lines_of_a_list_follow_each_other_at_level_2():
     assert [line for line in merged if line in a] == a and [line for line in merged if line in b] == b
 
 
-def roads(made: tasks.Sample) -> tuple[dict[str, str], list[str]]:
-    """Where each village of a prompt leads, and the answer with its given lines."""
+@pytest.mark.parametrize("level", easy_procedures.LEVELS)
+def test_a_walk_around_a_circle_follows_its_lines_once(level):
+    made = sample(f"walk_{level}", 1024)
     lines = made.context.partition("Now the real lines\n")[2].split("\n")
     after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
-    assert len(after) == len(lines) and set(after) == set(after.values())
-    return after, [*made.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n"), *made.answers]
-
-
-def test_walks_of_two_steps_begin_where_the_question_says():
-    made = sample("walk_1", 1024)
-    after, walked = roads(made)
-    starts = made.question.rpartition(": ")[2].rstrip(".").split(", ")
-    assert walked == [f'after["{at}"] = "{after[at]}"' for start in starts for at in (start, after[start])]
-    assert len(set(walked)) == len(walked) == len(after)
-
-
-def test_a_walk_around_a_circle_follows_every_line_once():
-    made = sample("walk_2", 1024)
-    after, walked = roads(made)
-    (start,) = re.findall(r'the line of "(\w+)"', made.question)
+    walked = [*made.answer_prefix.rstrip("\n").split("\n")[1:], *made.answers]
+    assert len(after) == len(lines) == level * len(walked)
+    start, count = re.search(r'circle from "(\w+)".* Write (\d+) lines', made.question).groups()
     at = start
-    for step in walked:
-        assert step == f'after["{at}"] = "{after[at]}"'
+    for number, step in enumerate(walked, 1):
+        assert step == f'{number}. after["{at}"] = "{after[at]}"'
         at = after[at]
-    assert at == start and len(walked) == len(after)
+    assert at == start and int(count) == len(walked)
 
 
 def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
@@ -105,6 +97,7 @@ def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
     assert score("ab", "bd", "de", "ef", "fb", "bc", "cd") == 1.0  # the places jumped over, in the next round
     assert score("ab", "ba", "ab", "ba") == 0.2
     assert score("ab", "cd", "ef") == 0.2  # right lines that do not follow
+    assert easy_procedures.score_walk("\n".join(f"{at}. {answer}" for at, answer in enumerate(answers, 7)), answers) == 1.0
     assert score("bc", "cd") == 0.2  # the first line does not follow, the second does
 
 
