@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
+from experiments.evaluation.memory_plot import memory
 from experiments.evaluation.order import COUNTED
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
@@ -355,6 +356,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "pareto": bytes_read,
     "solved": solved,
     "resident": resident,
+    "memory": memory,
     "needle": needle,
     "turns": turns,
 }

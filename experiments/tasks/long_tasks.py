@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from experiments.tasks import easy_procedures as easy
 from experiments.tasks import file_turns, procedures, rules, scorers, word_problems
 from experiments.tasks.base import Task
 
@@ -26,6 +27,30 @@ PROCEDURES = tuple(
         (procedures.ledger, "the balance after each booking on four accounts"),
     )
 )
+EASY_PROCEDURES = tuple(
+    Task(
+        name,
+        make,
+        score,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about=about,
+        measures={"prefix": procedures.score_steps, "result": procedures.score_result},
+    )
+    for name, make, score, about in (
+        ("merge_1", functools.partial(easy.merge, 1), easy.score_lines, "two lists, merged in turn"),
+        ("merge_2", functools.partial(easy.merge, 2), easy.score_lines, "two lists, merged by number"),
+        ("table_1", functools.partial(easy.table, 1), easy.score_lines, "a table of three columns as TSV"),
+        ("table_2", functools.partial(easy.table, 2), easy.score_lines, "a table of five columns as TSV"),
+        ("walk_1", functools.partial(easy.walk, 1), easy.score_walk, "a walk around a circle"),
+        ("walk_2", functools.partial(easy.walk, 2), easy.score_walk, "a walk around a circle among as many other edges"),
+        ("ledger_1", functools.partial(easy.ledger, 1), easy.score_sums, "the balance after each booking"),
+        ("ledger_2", functools.partial(easy.ledger, 2), easy.score_sums, "the balances of two accounts after each booking"),
+        ("lookup", easy.lookup, easy.score_lines, "the values of words, in the order asked"),
+    )
+)
 RULES = tuple(
     Task(
         f"rules_{count}",
@@ -42,6 +67,18 @@ RULES = tuple(
 )
 LONG_TASKS = (
     *PROCEDURES,
+    *EASY_PROCEDURES,
+    Task(
+        "word_problems_1",
+        functools.partial(word_problems.word_problems, single=True),
+        word_problems.score_problems,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about="the answers of a sheet of word problems of one operation",
+        measures={"answered": word_problems.score_answered},
+    ),
     Task(
         "word_problems",
         word_problems.word_problems,

@@ -62,7 +62,7 @@ LEDGER = (
     "Now the real bookings\nBalances: {balances}\n{bookings}"
 )
 LEDGER_QUESTION = "\n\nWrite the lines of all {count} bookings, in order, and nothing else."
-_COLOURS = ("red", "blue", "green", "black", "white", "brown", "grey", "pink")
+COLOURS = ("red", "blue", "green", "black", "white", "brown", "grey", "pink")
 
 
 def steps_of(text: str) -> list[str]:
@@ -95,7 +95,7 @@ def score_result(prediction: str, answers: Sequence[str]) -> float:
     return float(bool(written) and written[-1] == " ".join(answers[-1].split()))
 
 
-def _document(name: str, request: Request, context: str, question: str, prefix: str, steps: Sequence[str]) -> Document:
+def step_document(name: str, request: Request, context: str, question: str, prefix: str, steps: Sequence[str]) -> Document:
     """Make the document of a procedure; there is room for more than the right steps, for a model that writes other lines."""
     target = "\n".join(steps)
     tokens = request.count_tokens(target) + 1  # end of sequence
@@ -103,7 +103,7 @@ def _document(name: str, request: Request, context: str, question: str, prefix: 
     return Document(name, context, (Question(question, prefix, tuple(steps), target),), most)
 
 
-def _fitted(
+def fitted(
     request: Request, build: Callable[[random.Random, int], Document], least: int = 1, most: int = _MOST_STEPS
 ) -> Document:
     """Fit the number of steps, ``least`` to ``most``, to the length; the same draws make a procedure of any size."""
@@ -112,13 +112,18 @@ def _fitted(
     return fit_steps(request, lambda more: build(random.Random(seed), least + more - 1), most)
 
 
+def nouns_of(request: Request) -> list[str]:
+    """List the nouns of a request's words that are made of letters alone."""
+    return [noun for noun in request.words.nouns if noun.isalpha()]
+
+
 def merge(request: Request) -> Document:
     """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other.
 
     Raises:
         ValueError: the length is too short.
     """
-    nouns = [noun for noun in request.words.nouns if noun.isalpha()]
+    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         first = rng.randint(100, 199)
@@ -131,9 +136,9 @@ def merge(request: Request) -> Document:
             "\n".join(step for step, in_a in zip(steps, mine, strict=True) if in_a == chosen) for chosen in (True, False)
         )
         question = MERGE_QUESTION.format(first=first, last=first + count - 1)
-        return _document("merge", request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
+        return step_document("merge", request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
 
-    return _fitted(request, build, least=2)
+    return fitted(request, build, least=2)
 
 
 def table(request: Request) -> Document:
@@ -148,14 +153,14 @@ def table(request: Request) -> Document:
         rows, steps = [], []
         for _ in range(count):
             name, city = words.word(rng), rng.choice(words.nouns).capitalize()
-            price, colour = rng.randint(10, 999), rng.choice(_COLOURS)
+            price, colour = rng.randint(10, 999), rng.choice(COLOURS)
             cells = (name, colour, city, rng.randint(100, 999), price)
             rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
             steps.append(f"{name}\t{city}\t{price}")
         context = TABLE.format(rows="\n".join(rows))
-        return _document("table", request, context, TABLE_QUESTION, "TSV:\n", steps)
+        return step_document("table", request, context, TABLE_QUESTION, "TSV:\nname\tcity\tprice\n", steps)
 
-    return _fitted(request, build)
+    return fitted(request, build)
 
 
 def walk(request: Request) -> Document:
@@ -164,7 +169,7 @@ def walk(request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns = [noun for noun in request.words.nouns if noun.isalpha()]
+    nouns = nouns_of(request)
     single = request.length <= _NOUNS_UP_TO
 
     def build(rng: random.Random, count: int) -> Document:
@@ -175,9 +180,9 @@ def walk(request: Request) -> Document:
         roads = [*steps, *(f"{name} -> {rng.choice(names)}" for name in aside)]
         rng.shuffle(roads)
         question = WALK_QUESTION.format(start=path[0], count=count)
-        return _document("walk", request, WALK.format(roads="\n".join(roads)), question, "Roads:\n", steps)
+        return step_document("walk", request, WALK.format(roads="\n".join(roads)), question, "Roads:\n", steps)
 
-    return _fitted(request, build, most=(len(nouns) - 1) // 2 if single else _MOST_STEPS)
+    return fitted(request, build, most=(len(nouns) - 1) // 2 if single else _MOST_STEPS)
 
 
 def ledger(request: Request) -> Document:
@@ -186,7 +191,7 @@ def ledger(request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    nouns = [noun for noun in request.words.nouns if noun.isalpha()]
+    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         names = rng.sample(nouns, 4)
@@ -203,6 +208,6 @@ def ledger(request: Request) -> Document:
             steps.append(f"{number}. {name}: {before} {'+' if up else '-'} {amount} = {after}")
             balances[name] = after
         context = LEDGER.format(balances=opening, bookings="\n".join(bookings))
-        return _document("ledger", request, context, LEDGER_QUESTION.format(count=count), "Lines:\n", steps)
+        return step_document("ledger", request, context, LEDGER_QUESTION.format(count=count), "Lines:\n", steps)
 
-    return _fitted(request, build)
+    return fitted(request, build)

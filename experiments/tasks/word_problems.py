@@ -21,6 +21,11 @@ SHEET = (
     "Example\nProblem 1: Ann has 12 pens. She buys 3 boxes of 5 pens, and gives 4 pens to Bob. How many pens does she have "
     "now?\nSolution:\nProblem 1: 3 * 5 = 15. 12 + 15 = 27. 27 - 4 = 23. Answer: 23\n\nNow the real sheet\n{problems}"
 )
+SINGLE_SHEET = (
+    SHEET.partition("Problem 1: Ann")[0]
+    + "Problem 1: Ann has 12 pens and gets 5 more from Bob. How many pens does Ann have now?\nSolution:\n"
+    "Problem 1: 12 + 5 = 17. Answer: 17\n\nNow the real sheet\n{problems}"
+)
 SHEET_QUESTION = "\n\nSolve all {count} problems in this form, each in a line of its own."
 SHEET_PREFIX = "Solution:\n"
 _PEOPLE = ("Mia", "Tom", "Lena", "Omar", "Nina", "Paul", "Sara", "Ivan", "Rosa", "Hugo", "Dora", "Karl")
@@ -86,6 +91,25 @@ def _more(rng: random.Random, who: str, other: str, what: str) -> Drawn:
     return text, (f"{first} + {more} = {second}", f"{second} - {fewer} = {second - fewer}"), second - fewer
 
 
+def _sum(rng: random.Random, who: str, other: str, what: str) -> Drawn:
+    has, more = rng.randint(11, 60), rng.randint(2, 30)
+    text = f"{who} has {has} {what} and gets {more} more from {other}. How many {what} does {who} have now?"
+    return text, (f"{has} + {more} = {has + more}",), has + more
+
+
+def _rest(rng: random.Random, who: str, other: str, what: str) -> Drawn:
+    has, gives = rng.randint(31, 90), rng.randint(2, 30)
+    text = f"{who} has {has} {what} and gives {gives} of them to {other}. How many {what} does {who} have now?"
+    return text, (f"{has} - {gives} = {has - gives}",), has - gives
+
+
+def _boxes(rng: random.Random, who: str, other: str, what: str) -> Drawn:
+    boxes, each = rng.randint(2, 9), rng.randint(3, 9)
+    text = f"{who} has {boxes} boxes. Each holds {each} {what}. How many {what} does {who} have?"
+    return text, (f"{boxes} * {each} = {boxes * each}",), boxes * each
+
+
+_SINGLE: tuple[Callable[[random.Random, str, str, str], Drawn], ...] = (_sum, _rest, _boxes)
 _TEMPLATES: tuple[Callable[[random.Random, str, str, str], Drawn], ...] = (
     _bags, _together, _shared, _change, _weeks, _more,
 )  # fmt: skip
@@ -126,26 +150,32 @@ def _equal(written: str | None, answer: str) -> bool:
     return written is not None and float(written) == float(answer)
 
 
-def word_problems(request: Request) -> Document:
+def word_problems(request: Request, single: bool = False) -> Document:
     """Draw a sheet of word problems.
+
+    Args:
+        request: what to generate.
+        single: whether each problem needs one operation alone.
 
     Raises:
         ValueError: the length is too short.
     """
     seed = request.rng.getrandbits(64)
+    templates, sheet = (_SINGLE, SINGLE_SHEET) if single else (_TEMPLATES, SHEET)
+    name = "word_problems_1" if single else "word_problems"
 
     def build(count: int) -> Document:
         rng = random.Random(seed)
         problems, lines, answers = [], [], []
         for number in range(1, count + 1):
             who, other = rng.sample(_PEOPLE, 2)
-            text, steps, answer = rng.choice(_TEMPLATES)(rng, who, other, rng.choice(_THINGS))
+            text, steps, answer = rng.choice(templates)(rng, who, other, rng.choice(_THINGS))
             problems.append(f"Problem {number}: {text}")
             lines.append(f"Problem {number}: {'. '.join(steps)}. Answer: {answer}")
             answers.append(str(answer))
         target = "\n".join(lines)
         asked = Question(SHEET_QUESTION.format(count=count), SHEET_PREFIX, tuple(answers), target)
         most = int(_SLACK * request.count_tokens(target)) + 64
-        return Document("word_problems", SHEET.format(problems="\n".join(problems)), (asked,), most)
+        return Document(name, sheet.format(problems="\n".join(problems)), (asked,), most)
 
     return fit_steps(request, build, max(min(request.length // 50, _MOST_PROBLEMS), 1))

@@ -879,6 +879,16 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
     assert named == ["Full (prefill)", "Quest (prefill)", "Quest (extend)", "H2O (prefill)"]
 
 
+def test_memory_is_drawn_over_lengths_a_line_for_each_setting():
+    rows = [entry(label, [1.0], name=name).row | {"length": length, "length_tokens": length, "resident_bytes_per_row": held}
+            for label, kept in (("full", None), ("h2o(budget=8)", 5e6), ("h2o(budget=16)", 9e6)) for name in "ab"
+            for length, held in ((64, kept or 7e6), (128, kept or 14e6))]  # fmt: skip
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in plots.KINDS["memory"](rows).axes[0].lines]
+    assert lines == [([64, 128], held) for held in ([7, 14], [5, 5], [9, 9])]
+    with pytest.raises(ValueError, match="a plot of memory needs rows of several lengths"):
+        plots.KINDS["memory"](rows[::2])
+
+
 # ---- sweeps, the command line -------------------------------------------------------------------------------------
 
 
