@@ -20,6 +20,7 @@ from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
 from kvjax.typing import pytree
+from kvjax.wrappers.verified import no_passes, noted
 from kvjax.wrappers.verified_alone import can_wait
 from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels.host import on_host
@@ -182,6 +183,20 @@ def test_a_rest_doubles_until_a_try_is_worth_it():
     assert not waking.rest.any() and int(waking.last_rest[0]) == 128
     trusted = _rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
     assert not trusted.rest.any() and not trusted.last_rest.any()
+
+
+def test_an_unknown_draft_is_judged_by_few_tokens():
+    """Two failed rounds end in a rest, and a whole round of two tokens leads to a depth of four; later it takes longer."""
+    active = jnp.ones(1, bool)
+    for drafted, kept, rates in (((2, 1), (0, 0), (0.5, 0.375)), ((2, 4), (2, 4), (0.875, 0.93))):
+        passes = no_passes(None, 1, 4)
+        for count, right, rate in zip(drafted, kept, rates, strict=True):
+            passes = noted(passes, jnp.array([count]), jnp.array([right]), active)
+            np.testing.assert_allclose(passes.rate[0], rate, rtol=0.05)
+    for _ in range(20):
+        passes = noted(passes, jnp.array([4]), jnp.array([4]), active)
+    passes = noted(passes, jnp.array([4]), jnp.array([0]), active)
+    np.testing.assert_allclose(passes.rate[0], 0.875, rtol=0.01)
 
 
 def test_sampled_tokens_are_fulls_for_the_same_key():
