@@ -101,10 +101,10 @@ def advance(
         return lax.while_loop(functools.partial(_goes_on, limits), rounds, now)
 
     def rests(now: Decoded) -> Array:
-        return _goes_on(limits, now) & _rests(limits, now)
+        return _goes_on(limits, now) & (_units(limits, now) > 0)
 
     def tries(now: Decoded) -> Array:
-        return _goes_on(limits, now) & ~_rests(limits, now)
+        return _goes_on(limits, now) & (_units(limits, now) == 0)
 
     return lax.while_loop(tries, rounds, lax.while_loop(rests, functools.partial(_block, *given), now))
 
@@ -129,17 +129,12 @@ def _unit(now: Decoded) -> int:
     return min(_UNIT, now.tokens.shape[1])
 
 
-def _rests(limits: Array | None, now: Decoded) -> Array:
-    """Tell whether a block of steps of Full alone comes next, for all rows on all devices: a bool scalar.
-
-    A rest is some blocks and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
-    now. Rounds without drafted tokens also end a call in which there is no room for a unit of steps.
-    """
-    return _units(limits, now) > 0
-
-
 def _units(limits: Array | None, now: Decoded) -> Array:
-    """Count the units of steps that are left of the rest, and that the call has room for: an int32 scalar."""
+    """Count the units of steps of Full alone that come next, for all rows on all devices: an int32 scalar.
+
+    A rest is some units and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
+    now. Rounds without drafted tokens also end a call in which there is no room for a unit.
+    """
     passes, unit = cast("Passes", now.cache.shared), _unit(now)
     rest, left = _largest(limits, now, passes.rest) - 1, _largest(limits, now, _left(limits, now))
     return jnp.maximum(jnp.minimum(-(-rest // unit), left // unit), 0)

@@ -208,34 +208,6 @@ def test_sampled_tokens_are_fulls_for_the_same_key():
 
 
 @pytest.mark.slow
-def test_sampled_tokens_have_fulls_distribution():
-    """Chi-square of the first two tokens of 4,096 rows against the probabilities that Full's logits give."""
-    rows, top = 4096, 4
-    cache = kvjax.fork(read(verified(SnapKV(budget=12, obs_window=5), depth=1), rows=prompts()[:1]), rows)
-    exact = read(Full(), rows=prompts()[:1])
-    out = go_on(cache, limits=2, temperature=1.0, top_k=top, key=jax.random.key(3))
-    seen = np.asarray(out.tokens)[:, :2]
-
-    def shares(logits):
-        best = np.sort(logits)[-top]
-        weight = np.where(logits >= best, np.exp(logits - logits.max()), 0)
-        return weight / weight.sum()
-
-    expected = {}
-    for first in np.flatnonzero(chance := shares(np.asarray(exact.logits[0]))):
-        after = kvjax.decode_step(params(), kvjax.fork(exact), [int(first)])
-        then = shares(np.asarray(after.logits[0]))
-        expected |= {(int(first), int(second)): chance[first] * then[second] for second in np.flatnonzero(then)}
-    counts = {pair: 0 for pair in expected}
-    for pair in map(tuple, seen.tolist()):
-        counts[pair] += 1  # a KeyError: Full cannot draw this pair
-    statistic = sum((counts[x] - rows * p) ** 2 / (rows * p) for x, p in expected.items())
-    freedom = len(expected) - 1
-    assert statistic < freedom + 4 * np.sqrt(2 * freedom), (statistic, freedom)  # four deviations
-    assert 0 < place(out, "accepted_1").mean() < 1
-
-
-@pytest.mark.slow
 def test_rows_end_at_an_eos_inside_a_pass():
     want = np.asarray(full().tokens)
     ends = (int(want[0, 6]), int(want[2, 2]))
