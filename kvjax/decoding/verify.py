@@ -42,7 +42,8 @@ from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
 
 _REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
-_BLOCK = 16  # steps of a rest between two looks at its end: their number is known, so a host need not wait for each
+_BLOCK = 64  # most steps of a rest after which the draft is told of the tokens
+_UNIT = 4  # steps of a rest between two looks at its end: their number is known, so a host need not wait for each
 
 
 def drafts_tokens(cache: Cache) -> bool:
@@ -101,10 +102,10 @@ def advance(
         return lax.while_loop(functools.partial(_goes_on, limits), rounds, now)
 
     def rests(now: Decoded) -> Array:
-        return _goes_on(limits, now) & _rests(limits, now)
+        return _goes_on(limits, now) & (_units(limits, now) > 0)
 
     def tries(now: Decoded) -> Array:
-        return _goes_on(limits, now) & ~_rests(limits, now)
+        return _goes_on(limits, now) & (_units(limits, now) == 0)
 
     return lax.while_loop(tries, rounds, lax.while_loop(rests, functools.partial(_block, *given), now))
 
@@ -124,19 +125,20 @@ def _goes_on(limits: Array | None, now: Decoded) -> Array:
     return ~axes.every(~_active(limits, now).any())
 
 
-def _block_steps(now: Decoded) -> int:
-    """Return the steps of Full alone in a block; a call for fewer tokens has shorter blocks."""
-    return min(_BLOCK, now.tokens.shape[1])
+def _unit(now: Decoded) -> int:
+    """Return the steps of Full alone that run without a look at the rest's end; a call for fewer tokens has fewer."""
+    return min(_UNIT, now.tokens.shape[1])
 
 
-def _rests(limits: Array | None, now: Decoded) -> Array:
-    """Tell whether a block of steps of Full alone comes next, for all rows on all devices: a bool scalar.
+def _units(limits: Array | None, now: Decoded) -> Array:
+    """Count the units of steps of Full alone that come next, for all rows on all devices: an int32 scalar.
 
-    A rest is some blocks and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
-    now. Rounds without drafted tokens also end a call in which there is no room for a block.
+    A rest is some units and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
+    now. Rounds without drafted tokens also end a call in which there is no room for a unit.
     """
-    passes, steps = cast("Passes", now.cache.shared), _block_steps(now)
-    return (_largest(limits, now, passes.rest) > steps) & (_largest(limits, now, _left(limits, now)) >= steps)
+    passes, unit = cast("Passes", now.cache.shared), _unit(now)
+    rest, left = _largest(limits, now, passes.rest) - 1, _largest(limits, now, _left(limits, now))
+    return jnp.maximum(jnp.minimum(-(-rest // unit), left // unit), 0)
 
 
 def _largest(limits: Array | None, now: Decoded, count: Array) -> Array:
@@ -184,7 +186,9 @@ def _block(
     params: Any, sampler: Sampler, eos: Array, limits: Array | None, draws: Array | None, now: Decoded
 ) -> Decoded:
     """Decode some tokens of each row with Full, and tell the draft of them: at the end if it can wait, else one by one."""
-    before, steps = now, _block_steps(now)
+    before, unit = now, _unit(now)
+    most = min(_BLOCK, now.tokens.shape[1]) // unit
+    units, steps = jnp.minimum(_units(limits, now), most), most * unit
     waits = can_wait(before.cache, steps)
 
     def step(_: Array, now: Decoded) -> Decoded:
@@ -197,11 +201,12 @@ def _block(
     if waits:
         now = dataclasses.replace(now, cache=alone(now.cache))
     with jax.named_scope("alone"):
-        now = lax.fori_loop(0, steps, step, now)
+        now = lax.fori_loop(0, units, lambda _, now: lax.fori_loop(0, unit, step, now), now)
     count = now.num_tokens - before.num_tokens
     cache = told(before.cache, now.cache, count, steps) if waits else now.cache
     passes = cast("Passes", cache.shared)
-    passes = dataclasses.replace(passes, passes=passes.passes + count, rest=jnp.maximum(passes.rest - steps, 0))
+    rest = jnp.maximum(passes.rest - units * unit, 1)
+    passes = dataclasses.replace(passes, passes=passes.passes + count, rest=jnp.where(passes.rest > 0, rest, 0))
     return dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes))
 
 

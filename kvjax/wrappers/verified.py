@@ -15,8 +15,10 @@ from kvjax.typing import Model, layer_ropes, pytree, static, traced
 from kvjax.wrappers.compose import answers, passes
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer, draft_of, with_draft
 
-_FIRST_RATE = 0.8  # of a draft that is not known yet: with the default `worth` its first round has three tokens
-_MEMORY = 0.875  # what is left of the moving mean of agreement after one more drafted token
+# A draft that is not known yet counts as if 1.5 of 2 drafted tokens were right. With the default `worth` its first round has
+# two tokens, two failed rounds end in a rest, and one whole round brings it to four tokens.
+_FIRST_RATE, _FIRST_TOKENS = 0.75, 2
+_MEMORY = 0.875  # what is left of the moving mean of agreement after one more drafted token, when many were seen
 
 
 @answers("draft")
@@ -169,7 +171,9 @@ def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Pas
     place = jnp.arange(passes.drafted.shape[1], dtype=jnp.int32)[None]
     # Behind the first wrong token nothing was compared in its true place.
     compared = jnp.minimum(accepted + 1, drafted)
-    left = jnp.power(_MEMORY, compared.astype(jnp.float32))
+    # Of the first tokens it is the plain mean. A pass that failed behind its first token counts as one token more.
+    seen = (_FIRST_TOKENS + passes.drafted[:, 0] + passes.accepted.sum(axis=1)).astype(jnp.float32)
+    left = jnp.minimum(jnp.power(_MEMORY, compared.astype(jnp.float32)), seen / (seen + compared.astype(jnp.float32)))
     share = accepted.astype(jnp.float32) / jnp.maximum(compared, 1).astype(jnp.float32)
     return dataclasses.replace(
         passes,
