@@ -6,7 +6,7 @@ be in the cache at every step. `lookup` is a kind of its own.
 
 * `merge`: assignments of two lists, in turn (1), or by number, at most two of a list behind each other (2).
 * `table`: every cell of every row, of three columns (1) or of five (2).
-* `walk`: a circle of assignments in Python, two steps from each of many starts (1), or all around (2).
+* `walk`: a circle of assignments in Python, alone (1), or among as many others (2).
 * `ledger`: bookings with an item of their own, on one account (1) or on two (2).
 * `lookup`: the values of keys, in the order in which the question names them; half of the keys are asked for.
 
@@ -52,15 +52,6 @@ ROADS = (
 ROADS_QUESTION = (
     '\n\nWalk around the circle from "{start}": the next line is always the line of the village that the last line ended '
     "with. Write {count} lines with their numbers, and nothing else."
-)
-WALKS = (
-    "Each line of this Python code says which village comes after another one.\n\n"
-    'Example of walks of two steps from oak and elm, if the lines are after["elm"] = "oak", after["oak"] = "fir", '
-    'after["fir"] = "elm":\n1. oak -> fir -> elm\n2. elm -> oak -> fir\n\nNow the real lines\n{roads}'
-)
-WALKS_QUESTION = (
-    "\n\nWalk two steps from each of these {count} villages, and write the villages of each walk in a line, and nothing "
-    "else.\n{starts}"
 )
 BOOKINGS = (
     "Write the balance after every booking. Each booking has a number, an item, an account and a change.\n\n"
@@ -223,7 +214,7 @@ def table(level: int, request: Request) -> Document:
 
 
 def walk(level: int, request: Request) -> Document:
-    """Draw a circle of assignments, to be followed for two steps from each of many starts (1), or all around (2).
+    """Draw a circle of assignments, to be followed all around; at level 2 as many assignments lie beside it.
 
     The first lines of the answer are given.
 
@@ -236,23 +227,18 @@ def walk(level: int, request: Request) -> Document:
     """
     nouns = nouns_of(request)
 
-    def build(rng: random.Random, pairs: int) -> Document:
-        names = rng.sample(nouns, 2 * pairs)
-        roads = [f'after["{one}"] = "{other}"' for one, other in zip(names, [*names[1:], names[0]], strict=True)]
-        listed = "\n".join(rng.sample(roads, len(roads)))
-        if level == 1:
-            starts = rng.sample(range(0, len(names), 2), pairs)
-            walks = [" -> ".join((*names, *names)[start : start + 3]) for start in starts]
-            asked = "\n".join(f"{number}. {names[start]}" for number, start in enumerate(starts, 1))
-            context, question = WALKS.format(roads=listed), WALKS_QUESTION.format(count=pairs, starts=asked)
-        else:
-            walks = roads
-            context, question = ROADS.format(roads=listed), ROADS_QUESTION.format(start=names[0], count=len(roads))
-        steps = [f"{number}. {step}" for number, step in enumerate(walks, 1)]
+    def build(rng: random.Random, count: int) -> Document:
+        names = rng.sample(nouns, level * count)
+        circle, aside = names[:count], names[count:]
+        roads = [f'after["{one}"] = "{other}"' for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)]
+        steps = [f"{number}. {road}" for number, road in enumerate(roads, 1)]
+        roads += [f'after["{name}"] = "{rng.choice(names)}"' for name in aside]
+        rng.shuffle(roads)
+        context, question = ROADS.format(roads="\n".join(roads)), ROADS_QUESTION.format(start=circle[0], count=count)
         prefix = "Lines:\n" + "".join(f"{step}\n" for step in steps[:_GIVEN])
         return step_document(f"walk_{level}", request, context, question, prefix, steps[_GIVEN:])
 
-    return fitted(request, build, least=_GIVEN + 1, most=len(nouns) // 2)
+    return fitted(request, build, least=_GIVEN + 1, most=len(nouns) // level)
 
 
 def ledger(level: int, request: Request) -> Document:

@@ -21,7 +21,7 @@ def test_a_wrong_line_costs_itself_alone(name):
     without = steps[:half] + steps[half + 1 :]
     wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
     one_less = 1 - 1 / len(steps)
-    if name == "walk_2":  # nor does the next line follow
+    if name.startswith("walk"):  # nor does the next line follow
         assert tasks.score(name, "\n".join(without), steps) == pytest.approx(1 - 2 / len(steps))
     elif name not in LEDGERS:  # there the next sum needs the line
         assert tasks.score(name, "\n".join(without), steps) == pytest.approx(one_less)
@@ -38,8 +38,6 @@ def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(
     made = sample(name, 1024)
     assert len(made.answers) * 1.7 < len(sample(name).answers)
     for step in made.answers:
-        if name == "walk_1":  # a line of it stands nowhere
-            continue
         told = {
             "table": step.replace("\t", "</td><td>"),
             "ledger": step.partition(" = ")[0],
@@ -73,33 +71,19 @@ def test_at_most_two_lines_of_a_list_follow_each_other_at_level_2():
     assert [line for line in merged if line in a] == a and [line for line in merged if line in b] == b
 
 
-def roads(made: tasks.Sample) -> tuple[dict[str, str], list[str]]:
-    """Where each village of a prompt leads, and the answer without numbers, with its given lines."""
+@pytest.mark.parametrize("level", easy_procedures.LEVELS)
+def test_a_walk_around_a_circle_follows_its_lines_once(level):
+    made = sample(f"walk_{level}", 1024)
     lines = made.context.partition("Now the real lines\n")[2].split("\n")
     after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
-    assert len(after) == len(lines) and set(after) == set(after.values())
     walked = [*made.answer_prefix.rstrip("\n").split("\n")[1:], *made.answers]
-    assert [line.partition(". ")[0] for line in walked] == [str(number) for number in range(1, len(walked) + 1)]
-    return after, [line.partition(". ")[2] for line in walked]
-
-
-def test_walks_of_two_steps_begin_where_the_question_says():
-    made = sample("walk_1", 1024)
-    after, walked = roads(made)
-    starts = re.findall(r"^\d+\. (\w+)$", made.question, re.MULTILINE)
-    assert walked == [f"{start} -> {after[start]} -> {after[after[start]]}" for start in starts]
-    assert {start for start in starts} | {after[start] for start in starts} == set(after)
-
-
-def test_a_walk_around_a_circle_follows_its_lines_once():
-    made = sample("walk_2", 1024)
-    after, walked = roads(made)
+    assert len(after) == len(lines) == level * len(walked)
     start, count = re.search(r'circle from "(\w+)".* Write (\d+) lines', made.question).groups()
     at = start
-    for step in walked:
-        assert step == f'after["{at}"] = "{after[at]}"'
+    for number, step in enumerate(walked, 1):
+        assert step == f'{number}. after["{at}"] = "{after[at]}"'
         at = after[at]
-    assert at == start and int(count) == len(walked) == len(after)
+    assert at == start and int(count) == len(walked)
 
 
 def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
