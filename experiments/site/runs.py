@@ -94,13 +94,15 @@ class Runs:
         return sorted({x["length"] for x in self.means if x["question"] == question})
 
     def shown(self, question: str) -> list[int]:
-        """List the lengths that tables show: the shortest length, and longer lengths at which no paper's method is missing.
+        """List the lengths that tables show: the shortest length, and longer lengths at which few papers' methods are missing.
 
-        A paper's method is missing at a length if it has a mean at the shortest length, but none at this one.
+        A paper's method is missing at a length if it has a mean at the shortest length, but none at this one. A length is
+        shown if fewer than half of them are missing; their cells stay empty.
         """
         lengths = self.lengths(question)
         wanted = [method for method in PAPERS if lengths and self.mean(method, question, lengths[0])]
-        return lengths[:1] + [x for x in lengths[1:] if all(self.mean(method, question, x) for method in wanted)]
+        there = {x: sum(self.mean(method, question, x) is not None for method in wanted) for x in lengths[1:]}
+        return lengths[:1] + [x for x, count in there.items() if 2 * count > len(wanted)]
 
     def ranked(self, question: str, length: int) -> list[str]:
         """Rank the methods: Full, then the other methods by their mean scores at a length, the best first."""

@@ -84,7 +84,7 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
     told = (
         f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt"
         f"{' or after it' if after else ''}. Code: the score on Python's library, and on the same code with new names. "
-        "Shares are of what a decode step reads under Full."
+        "Shares are of what a decode step reads under Full. An empty cell has not been measured."
     )
     others = len(ranked) - len([x for x in ranked if x in own])
     if len(best) < len(ranked):
