@@ -124,6 +124,7 @@ class Method(abc.ABC):
     offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
     takes_sinks = False  # True: its attention has the sink logits of `Inputs.sinks`
     quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
+    reads_values = False  # True: it scores, sums or packs values, so that it cannot run where they are the keys (MLA)
     drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 

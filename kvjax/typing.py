@@ -108,6 +108,9 @@ class Model(Protocol):
     with sink logits has a member ``attention_sinks`` that is True, and gives ``attend`` in each layer a keyword argument
     ``sinks``, float32 [H, G]: the logit that enters the softmax of each query head (`kvjax.attention.sinks`).
 
+    A model with latent attention has a member ``value_is_key`` that is True: the values that it gives to ``attend`` are the
+    keys, and it reads of what ``attend`` returns only channels that do not rotate. Keys are then stored once.
+
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.method.LayerMethod.needs_guess` use it.
 
@@ -231,6 +234,19 @@ def attention_soft_cap(model: Model) -> float | None:
 def has_sinks(model: Model) -> bool:
     """Tell whether the model has sink logits; a model need not know of sinks."""
     return bool("attention_sinks" in dir(model) and cast("Any", model).attention_sinks)
+
+
+@runtime_checkable
+class _Latent(Protocol):
+    """A model that says whether its values are its keys; see `values_are_keys`."""
+
+    @property
+    def value_is_key(self) -> bool: ...
+
+
+def values_are_keys(model: Model) -> bool:
+    """Tell whether the values are the keys, as in latent attention; a model need not know of it. See `Model`."""
+    return isinstance(model, _Latent) and bool(model.value_is_key)
 
 
 class Rope(NamedTuple):

@@ -99,7 +99,7 @@ def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax
         A tree of float32 factors; see the module's text.
 
     Raises:
-        ValueError: the base has experts or layers of linear attention.
+        ValueError: the base has experts, layers of linear attention or latent attention.
     """
     if part := _unfit(flatten_dict(params, sep="/")):
         raise ValueError(f"an adapter needs one matrix for each projection, got a model with {part}")
@@ -174,8 +174,9 @@ def _merger(sharding: Sharding) -> Callable[[jax.Array, np.ndarray, np.ndarray],
 
 def _unfit(flat: Mapping[str, Any]) -> str:
     """Name the part of a model for which layers do not have one matrix for each projection; "" if they have."""
-    linear = "layers of linear attention" * any("/linear/" in path for path in flat)
-    return "experts" if any(path.endswith("/router/kernel") for path in flat) else linear
+    parts = {"router": "experts", "linear": "layers of linear attention", "latents": "latent attention"}
+    names = {name for path in flat for name in path.split("/")}
+    return next((part for name, part in parts.items() if name in names), "")
 
 
 def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from .config import ModelConfig
-from .experts import tensor_names
+from .experts import Experts, tensor_names
 from .families import FAMILIES, Family, channel_order
+from .latent import Latent
 from .linear.files import leaves as linear_leaves
 from .stacked_experts import stacked
 from .stacked_leaf import StackedLeaf
@@ -206,6 +207,8 @@ def checkpoint_table(config: ModelConfig) -> list[AnyLeaf]:
 def _attention(config: ModelConfig, family: Family, layer: int) -> list[Leaf]:
     """List the parameters of a layer's attention."""
     ours, theirs = f"layers_{layer}/attention", f"model.layers.{layer}.self_attn"
+    if config.latent is not None:
+        return _latent_attention(config, config.latent, ours, theirs)
     hidden, dim, heads, group = config.hidden_size, config.head_dim, config.num_kv_heads, config.group_size
     # Query head kv * G + g belongs to KV head kv, so [H, G, D] is a plain reshape of the file's rows.
     gated = config.output_gate
@@ -261,10 +264,9 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
         return [Leaf(f"{ours}/router/kernel", (router,), (shape,), transpose=True), *stack]
     else:
         count, inner = experts.num_experts, experts.intermediate_size
-        router, both, down = tensor_names(theirs, count, qwen=config.qk_norm)
+        router, both, down = tensor_names(theirs, count, qwen=config.qk_norm or experts.router is not None)
         leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]
-        if experts.shared_size:
-            leaves += _shared(ours, f"{theirs}.mlp", hidden, experts.shared_size)
+        leaves += _beside_experts(experts, hidden, ours, f"{theirs}.mlp")
     return [
         *leaves,
         Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count, pair=True),
@@ -272,14 +274,40 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
     ]
 
 
-def _shared(ours: str, theirs: str, hidden: int, inner: int) -> list[Leaf]:
-    """List the parameters of an expert that every token uses."""
-    both = tuple(f"{theirs}.shared_expert.{name}.weight" for name in ("gate_proj", "up_proj"))
-    down = (f"{theirs}.shared_expert.down_proj.weight",)
-    return [
+def _beside_experts(experts: Experts, hidden: int, ours: str, theirs: str) -> list[Leaf]:
+    """List the bias of a router, and the parameters of the expert that every token uses."""
+    inner, router = experts.shared_size, experts.router
+    own = f"{theirs}.shared_expert" if router is None else f"{theirs}.shared_experts"
+    both = tuple(f"{own}.{name}_proj.weight" for name in ("gate", "up"))
+    bias = Leaf(f"{ours}/router/bias", (f"{theirs}.gate.e_score_correction_bias",), ((experts.num_experts,),))
+    shared = [
         Leaf(f"{ours}/shared/gate_up/kernel", both, ((inner, hidden),) * 2, transpose=True, pair=True),
-        Leaf(f"{ours}/shared/down/kernel", down, ((hidden, inner),), transpose=True),
-        Leaf(f"{ours}/shared_gate/kernel", (f"{theirs}.shared_expert_gate.weight",), ((1, hidden),), transpose=True),
+        Leaf(f"{ours}/shared/down/kernel", (f"{own}.down_proj.weight",), ((hidden, inner),), transpose=True),
+    ]
+    gate = Leaf(f"{ours}/shared_gate/kernel", (f"{own}_gate.weight",), ((1, hidden),), transpose=True)
+    shared += [gate] * (router is None)
+    return [bias] * (router is not None and router.score == "sigmoid") + shared * bool(inner)
+
+
+def _latent_attention(config: ModelConfig, latent: Latent, ours: str, theirs: str) -> list[Leaf]:
+    """List the parameters of a layer's latent attention."""
+    hidden, heads, rank = config.hidden_size, config.num_q_heads, latent.query_rank
+    wide = heads * latent.query_dim
+    first, read = ("q_proj", wide) if rank is None else ("q_a_proj", rank)
+    each = latent.key_dim + latent.value_dim
+    leaves = [
+        Leaf(f"{ours}/latents/kernel", (f"{theirs}.{first}.weight", f"{theirs}.kv_a_proj_with_mqa.weight"),
+             ((read, hidden), (latent.width, hidden)), transpose=True),
+        Leaf(f"{ours}/latent_norm/scale", (f"{theirs}.kv_a_layernorm.weight",), ((latent.rank,),)),
+        Leaf(f"{ours}/up/kernel", (f"{theirs}.kv_b_proj.weight",), ((heads * each, latent.rank),), transpose=True),
+        Leaf(f"{ours}/out/kernel", (f"{theirs}.o_proj.weight",), ((hidden, heads * latent.value_dim),), transpose=True),
+    ]  # fmt: skip
+    if rank is None:
+        return leaves
+    return [
+        *leaves,
+        Leaf(f"{ours}/query_norm/scale", (f"{theirs}.q_a_layernorm.weight",), ((rank,),)),
+        Leaf(f"{ours}/query/kernel", (f"{theirs}.q_b_proj.weight",), ((wide, rank),), transpose=True),
     ]
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from . import hf_config
 from .experts import Experts
+from .latent import Latent, check_latent
 from .linear.sizes import LinearLayers, check_linear
 from .parts import LayerRope, check_parts, check_rope
 from .rope_scaling import RopeRule
@@ -95,6 +96,7 @@ class ModelConfig:
     attention_sinks: bool = False  # gpt-oss: a learned logit of each query head in the softmax of every layer
     out_bias: bool = False  # gpt-oss: a bias on the output of attention
     logit_softcap: float | None = None  # c: logits become c * tanh(logits / c), after the multiplier
+    latent: Latent | None = None  # latent attention (MLA): one KV head of head_dim = latent.width, see `models.latent`
     family: str = ""  # model_type of its files (`models.families`); "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
@@ -138,6 +140,7 @@ class ModelConfig:
         self._check_windows()
         check_parts(self)
         check_linear(self)
+        check_latent(self)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"ModelConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if type(self.eos_token_ids) is not tuple:  # a list would make the config unhashable
@@ -155,6 +158,11 @@ class ModelConfig:
         for window in self.windows:
             if window is not None:
                 _require("ModelConfig", windows=window)
+
+    @property
+    def value_is_key(self) -> bool:
+        """Whether the values that attention gets are the keys; see `models.latent`."""
+        return self.latent is not None
 
     @property
     def group_size(self) -> int:

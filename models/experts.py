@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .router import Router, check_router
+
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 _UNROLLED = 32  # choices; more choices run as a loop, whose program does not grow
 # A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
@@ -83,8 +85,9 @@ class Experts:
     intermediate_size: int  # F of one expert
     norm_topk_prob: bool  # whether the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # layers with experts; every other layer has the model's dense MLP
-    shared_size: int = 0  # F of an expert that every token uses, times the sigmoid of a product (Qwen3-Next); 0 = none
+    shared_size: int = 0  # F of an expert that every token uses, times the sigmoid of a product without a `router`; 0 = none
     clamp: Clamp | None = None  # gpt-oss: biases, and this gate; None: no biases, and SiLU
+    router: Router | None = None  # DeepSeek's choice of experts; None: `route`
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -105,6 +108,7 @@ class Experts:
             raise ValueError(f"Experts: layers must be a tuple of ascending layer numbers, got {self.layers!r}")
         if self.clamp is not None and not isinstance(self.clamp, Clamp):
             raise ValueError(f"Experts: clamp must be a Clamp or None, got {self.clamp!r}")
+        check_router(self)
 
     def unread_bytes(self, params: Any, rows: int) -> int:
         """Estimate the bytes of experts that a decode step of ``rows`` rows does not read.
@@ -292,10 +296,11 @@ def write(fields: dict[str, Any], model_type: str) -> tuple[str, dict[str, Any]]
     if experts is None:
         return model_type, {}
     keys = {"num_experts_per_tok": experts.num_experts_per_tok}
-    if model_type == "qwen3" and not experts.shared_size:
+    plain = not experts.shared_size and experts.router is None
+    if model_type == "qwen3" and plain:
         return "qwen3_moe", {**qwen_keys(experts, fields["num_layers"]), "attention_bias": False}
     whole = len(experts.layers) == fields["num_layers"] and experts.intermediate_size == fields["intermediate_size"]
-    if model_type in ("qwen2", "qwen3") or not experts.norm_topk_prob or not whole or experts.shared_size:
+    if model_type in ("qwen2", "qwen3") or not experts.norm_topk_prob or not whole or not plain:
         raise ValueError(
             "no Hugging Face family has these experts: expected qk_norm (Qwen3-MoE), or no qkv_bias, norm_topk_prob and "
             f"experts of the model's intermediate_size in every layer (Mixtral), got {experts}"

@@ -52,6 +52,7 @@ class Family:
     expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
     qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
     out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
+    latent: str = ""  # the router's score where the family has latent attention, see `models.hf_latent`; "": it has not
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -78,6 +79,7 @@ _GPT_OSS_ROPE = {
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
+_BLOCKS = "weights of 8 bits in blocks, which published models have"
 
 FAMILIES = {
     "gemma2": Family(
@@ -174,6 +176,12 @@ FAMILIES = {
         name="Qwen3.5, text, dense", class_name="Qwen3_5", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="apart",
         unread="mtp.", refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
     ),
+    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", latent="softmax"),
+    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "glm4_moe_lite": Family(
+        name="GLM-4.7-Flash", class_name="Glm4MoeLite", latent="sigmoid", defaults={"rms_norm_eps": 1e-5}
+    ),
 }  # fmt: skip
 
 # Types that people ask for and that this decoder cannot run: the part that is missing.
@@ -183,10 +191,6 @@ MISSING = {
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
-    "deepseek_v2": "latent attention (MLA)",
-    "deepseek_v3": "latent attention (MLA)",
-    "glm4_moe_lite": "latent attention (MLA)",
-    "kimi_k2": "latent attention (MLA)",
     "glm4_moe": "experts with a shared expert",
     "granitemoehybrid": "layers of a state-space model",
     "minimax_m2": "experts whose router has a bias",

@@ -47,6 +47,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "" if f.expert_files is None else f"experts{' with biases and a clamped gate' * f.expert_files.clamped}",
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
+    lambda f: f"latent attention (MLA); experts with a {f.latent} router, and a shared expert" * bool(f.latent),
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import experts, hf_families, hf_windows, rope_scaling
+from . import experts, hf_families, hf_latent, hf_windows, rope_scaling
 from .config_checks import check_types, eos_ids
 from .families import FAMILIES, MISSING
 from .hf_families import SIZES, declared_dtype
@@ -19,7 +19,7 @@ MODEL_TYPES = (*_CLASSES, *FAMILIES)
 _OF_FAMILIES = {"wide_qk_norm": False, "ropes": (), "norm": "rms", "norm_place": "before", "activation": "silu",
                 "query_scale": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_multiplier": 1.0,
                 "logit_softcap": None, "output_gate": False, "linear": None, "attention_softcap": None,
-                "attention_sinks": False, "out_bias": False, "mlp_gate": True}  # fmt: skip
+                "attention_sinks": False, "out_bias": False, "mlp_gate": True, "latent": None}  # fmt: skip
 _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads are not hidden_size / heads
 
 
@@ -35,7 +35,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
-        return hf_families.read(hf)
+        return (hf_latent if FAMILIES[model_type].latent else hf_families).read(hf)
     if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")
     if model_type not in MODEL_TYPES:
@@ -96,7 +96,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         ValueError: no supported family has the switches (q/k norm and QKV bias both on) or the windows.
     """
     if fields["family"]:
-        return hf_families.write(fields)
+        return (hf_latent if FAMILIES[fields["family"]].latent else hf_families).write(fields)
     own = [name for name, default in _OF_FAMILIES.items() if fields[name] != default]
     if own:
         raise ValueError(f"a model with {own[0]}={fields[own[0]]!r:.60} needs the family of its files, got family=''")

@@ -1,4 +1,4 @@
-"""What the layers of the decoder are made of: stored parameters, products with them, norms and projections."""
+"""What the layers of the decoder are made of: stored parameters, products with them, norms, projections and the MLP."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 from pallas_kernels.layer.add_norm import add_norm, rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
 from .one_row import multiplied
-from .parts import layer_norm
+from .parts import ACTIVATIONS, layer_norm
 
 _INIT_STD = 0.02
 
@@ -123,3 +124,35 @@ class Dense(nn.Module):
         kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
         bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype) if self.use_bias else None
         return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias)
+
+
+class Kernel(nn.Module):
+    """A stored kernel of any shape, or a bias that is no part of a projection."""
+
+    config: ModelConfig
+    shape: tuple[int, ...]
+    leaf: str = "kernel"
+
+    @nn.compact
+    def __call__(self) -> Any:
+        return stored(self, f"{self.name}/{self.leaf}", self.config, self.shape)
+
+
+class MLP(nn.Module):
+    """A gated MLP, whose projections gate and up are fused; or an MLP without a gate."""
+
+    config: ModelConfig
+    inner: int | None = None  # F; None: the model's
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
+        config, act = self.config, ACTIVATIONS[self.config.activation]
+        width = config.intermediate_size if self.inner is None else self.inner
+        if not config.mlp_gate:
+            inner = Dense(config, width, name="inner")(x.astype(config.dtype))
+            return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
+        kernel = Kernel(config, (config.hidden_size, 2, width), name="gate_up")()
+        both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
+        gated = act(both[..., 0, :]) * both[..., 1, :]
+        return axes.total(Dense(config, config.hidden_size, name="down")(gated))

@@ -9,7 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 from .config import ModelConfig
-from .rope_scaling import RopeScaling
+from .experts import Experts
+from .latent import Latent, query_scale
+from .parts import LayerRope
+from .rope_scaling import RopeScaling, YarnScaling
+from .router import Router
 
 _LLAMA31_ROPE = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -102,4 +106,20 @@ def yi_6b(dtype: str = "bfloat16") -> ModelConfig:
         vocab_size=64000, hidden_size=4096, intermediate_size=11008, num_layers=32, num_q_heads=32,
         num_kv_heads=4, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
         rope_theta=5000000.0, eos_token_ids=(2,), dtype=dtype,
+    )  # fmt: skip
+
+
+def deepseek_v2_lite(dtype: str = "bfloat16") -> ModelConfig:
+    """Return the sizes of DeepSeek-V2-Lite-Chat, which has latent attention and experts."""
+    latent, layers = Latent(rank=512, rotated=64, key_dim=128, value_dim=128), 27
+    yarn = YarnScaling(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
+    experts = Experts(
+        num_experts=64, num_experts_per_tok=6, intermediate_size=1408, norm_topk_prob=False, layers=tuple(range(1, layers)),
+        shared_size=2 * 1408, router=Router(score="softmax"),
+    )  # fmt: skip
+    return ModelConfig(
+        vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_layers=layers, num_q_heads=16,
+        num_kv_heads=1, head_dim=latent.width, max_position_embeddings=163840, rms_norm_eps=1e-6, rope_scaling=yarn,
+        ropes=(LayerRope(theta=10000.0, scaling=yarn, rotated=latent.rotated),) * layers, latent=latent, experts=experts,
+        query_scale=query_scale(latent, yarn), eos_token_ids=(100001,), dtype=dtype, family="deepseek_v2",
     )  # fmt: skip

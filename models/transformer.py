@@ -51,9 +51,10 @@ from pallas_kernels.layer.coded_product import coded_product
 
 from .config import ModelConfig
 from .experts import Experts, mix, mixed_bias, route
+from .latent_layers import LatentAttention, RoutedMLP
 from .linear.layer import GatedDelta
-from .modules import Dense, Norm, Scale, product, stored
-from .parts import ACTIVATIONS, final_logits, wide_qk_norm, without_gates
+from .modules import MLP, Dense, Kernel, Norm, Scale, stored
+from .parts import final_logits, wide_qk_norm, without_gates
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
@@ -117,38 +118,6 @@ class Attention(nn.Module):
         return out, state
 
 
-class Kernel(nn.Module):
-    """A stored kernel of any shape, or a bias that is no part of a projection."""
-
-    config: ModelConfig
-    shape: tuple[int, ...]
-    leaf: str = "kernel"
-
-    @nn.compact
-    def __call__(self) -> Any:
-        return stored(self, f"{self.name}/{self.leaf}", self.config, self.shape)
-
-
-class MLP(nn.Module):
-    """A gated MLP, whose projections gate and up are fused; or an MLP without a gate."""
-
-    config: ModelConfig
-    inner: int | None = None  # F; None: the model's
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
-        config, act = self.config, ACTIVATIONS[self.config.activation]
-        width = config.intermediate_size if self.inner is None else self.inner
-        if not config.mlp_gate:
-            inner = Dense(config, width, name="inner")(x.astype(config.dtype))
-            return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
-        kernel = Kernel(config, (config.hidden_size, 2, width), name="gate_up")()
-        both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
-        gated = act(both[..., 0, :]) * both[..., 1, :]
-        return axes.total(Dense(config, config.hidden_size, name="down")(gated))
-
-
 class MixtureMLP(nn.Module):
     """A layer's MLP as a mixture of experts; see `models.experts`."""
 
@@ -209,9 +178,11 @@ class Block(nn.Module):
         if config.linear is not None and layer in config.linear.layers:
             update, state = GatedDelta(config, layer, name="linear")(given, attend, state)
         else:
-            update, state = Attention(config, layer, name="attention")(given, attend, state, before)
+            attention = Attention if config.latent is None else LatentAttention
+            update, state = attention(config, layer, name="attention")(given, attend, state, before)
+        mixture = MixtureMLP if experts is None or experts.router is None else RoutedMLP
         mixed = experts is not None and layer in experts.layers
-        mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
+        mlp = MLP(config, name="mlp") if experts is None or not mixed else mixture(config, experts, name="mlp")
         if config.norm_place == "parallel":
             return x, self._leave("", update + mlp(given)), state, given
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))

@@ -50,7 +50,7 @@ def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[s
         weight_dtype: as in `from_pretrained`; its codes are `CodedMatrix` of shapes.
 
     Raises:
-        ValueError: ``weight_dtype`` is unknown, or the model has experts.
+        ValueError: ``weight_dtype`` is unknown, or the model has experts or latent attention.
     """
     check_weight_dtype(weight_dtype, config)
 
@@ -175,7 +175,7 @@ def from_pretrained(
         ValueError: the config or the architecture is not supported, a file is damaged, or tensors are missing, unused, or
             of a wrong shape or dtype; the message names all of these tensors. Or the mesh has other axes, or its axis
             "model" does not divide the model's KV heads, intermediate size and vocabulary. Or ``weight_dtype`` is unknown, or
-            the model has experts, whose weights have no codes.
+            the model has experts or latent attention, whose weights have no codes.
         TypeError: ``mesh`` is no mesh.
     """
     check_weight_dtype(weight_dtype)

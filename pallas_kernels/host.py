@@ -37,7 +37,8 @@ class Rows:
 
     Attributes:
         host: the rows of all slots, in pinned host memory: [B, H, S, 2 * D] with key and value side by side, so that a page
-            of memory is looked up once for both; or the values alone, [B, H, S, D]. Plain or codes.
+            of memory is looked up once for both; or [B, H, S, D], the values alone (then ``key`` has all slots) or keys that
+            are the values too. Plain or codes.
         newest: int32 [B], the slot behind the newest token of each row.
         sinks: the number of first slots, which always have copies; below R.
     """

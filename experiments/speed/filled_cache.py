@@ -21,6 +21,7 @@ from experiments.speed.verified_cache import shares_storage, verified_cache
 from kvjax.api.shard_map import SAME, cache_specs, spread
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
+from kvjax.cache.latent import LatentCache
 from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.prefill import prompt_blocks
@@ -159,7 +160,9 @@ def one_layer_cache(
     """
     chosen = layer_methods(method, model)[-1]
     offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
-    model = dataclasses.replace(model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:], linear=None)
+    model = dataclasses.replace(
+        model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:], linear=None, experts=None
+    )
     slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
     specs = tuple(
         dataclasses.replace(spec, offloaded=offloaded)
@@ -314,7 +317,9 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
         if isinstance(part, OffloadedLayerCache):  # it has no copies yet, but may have all keys
             made = [x if near.shape[2] else with_vectors(x, vectors(near)) for x, near in zip(rows, part.stored, strict=True)]
             hosted = jnp.concatenate([vectors(x) for x in rows], axis=3)[..., -part.host.shape[3] :]
-            filled |= {"near_key": made[0], "near_value": made[1], "host": to_host(hosted)}
+            filled |= {"near_key": made[0], "near_value": part.near_value if part.once else made[1], "host": to_host(hosted)}
+        elif isinstance(part, LatentCache):
+            filled |= {"held": rows[0]}
         else:
             filled |= {"key": rows[0], "value": rows[1]} if part.codes is None else {"codes": rows}
         return dataclasses.replace(part, **filled)

@@ -27,7 +27,7 @@ from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
 from kvjax.method import LayerMethod, LayerSpec, Method, num_bytes
 from kvjax.registry import classes, resolve, resolve_each
-from kvjax.typing import Model, not_none
+from kvjax.typing import Model, not_none, values_are_keys
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
@@ -169,7 +169,7 @@ def needed_each(
         staged = max(x.host for x in before)
         if kv_dtype is not None and order.chunks > 1:  # a chunk attends to dequantised keys and values, from staged codes too
             slots = order.rows * config.num_kv_heads * order.slots
-            staged += slots * row_bytes(config.head_dim, config.dtype, None)
+            staged += slots * row_bytes(config.head_dim, config.dtype, None, values_are_keys(config))
         if not order.apart:  # a pass takes its row out of one layer, and puts it back
             staged += max(x.alone for x in before) // batch
         return Phases(reading=add_parts(reading), after=add_parts(after), staged=staged)

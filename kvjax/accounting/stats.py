@@ -19,7 +19,7 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import row_bytes as state_bytes
 from kvjax.describe import count_rows, describe_numbers, megabytes
 from kvjax.method import num_bytes
-from kvjax.typing import layer_recurrence, layer_windows, pytree, static
+from kvjax.typing import layer_recurrence, layer_windows, pytree, static, values_are_keys
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums in float32
@@ -110,9 +110,10 @@ def step_cost(cache: Cache) -> Stats:
     fixed = sum(state_bytes(state) for state in recurrence if state is not None)
     windows = [window for window, state in zip(layer_windows(model), recurrence, strict=True) if state is None]
     seen = [length if window is None else jnp.minimum(length, window) for window in windows]
+    heads, once = model.num_kv_heads, values_are_keys(model)
     # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
-        model.num_kv_heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None)
+        heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once)
         for window in windows
     ]
     return Stats(

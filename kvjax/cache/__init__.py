@@ -1,4 +1,4 @@
-"""Store the keys and values of each layer, in five forms behind one interface (`LayerStorage`).
+"""Store the keys and values of each layer, in six forms behind one interface (`LayerStorage`).
 
 `LayerCache` has key and value [B, H, S, D], position int32 [B, H, S] and cursor int32 [B]:
 
@@ -24,6 +24,7 @@ The other forms:
   Attention to all slots multiplies packed keys as they are; attention to chosen slots copies these rows, with zeros for
   dropped channels. A method can choose from it if it declares `thin_block`.
 * ``divided``: this device's slots of rows that a mesh divides along the axis ``slots`` (`PartCache`).
+* ``latent``: keys that are the values too, as in latent attention (MLA), stored once, also as codes (`LatentCache`).
 
 A `Cache` has one state per layer, a tuple of arrays of their own, which functions donate: layers may differ in shape, and
 stacked layers would be copied in a loop. It carries the method that made it. A method of equal structure may replace its

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache.divided import PartCache, empty_part
+from kvjax.cache.latent import LatentCache
 from kvjax.cache.quantised import KV_DTYPES, empty_resident, resident_of
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
 from kvjax.typing import EMPTY, not_none, pytree, static
@@ -60,11 +61,15 @@ class OffloadedLayerCache(LayerStorage):
     """
 
     near_key: Array | Quantised  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
-    near_value: Array | Quantised  # [B, H, R, D], copies; if they are codes, `scale` has all slots, [B, H, S]
+    # [B, H, R, D], copies; if they are codes, `scale` has all slots, [B, H, S]. With `once` nothing: [B, H, 0, D].
+    near_value: Array | Quantised
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token
-    host: Array  # [B, H, S, 2 * D] in host memory, key and value side by side; or only values, [B, H, S, D]; or codes
+    # In host memory: [B, H, S, 2 * D], key and value side by side; or only values, or keys that are the values: [B, H, S, D];
+    # or codes.
+    host: Array
     sinks: int = static(default=0)  # first slots that have copies; the other copies are a ring of the newest tokens
+    once: bool = static(default=False)  # whether a row is the key and the value, see `kvjax.cache.latent`
 
     @property
     def codes(self) -> tuple[Quantised, Quantised] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,7 +77,12 @@ class OffloadedLayerCache(LayerStorage):
 
     @property
     def stored(self) -> tuple[Array | Quantised, Array | Quantised]:
-        return self.near_key, self.near_value
+        return self.near_key, self._values
+
+    @property
+    def _values(self) -> Array | Quantised:
+        """The copies of values on the device, which are the copies of keys if a row is both."""
+        return self.near_key if self.once else self.near_value
 
     @property
     def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,7 +92,7 @@ class OffloadedLayerCache(LayerStorage):
     @property
     def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         """`near_value`, dequantised, in the dtype of the model."""
-        return self._read(self.near_value)
+        return self._read(self._values)
 
     def _read(self, near: Array | Quantised) -> Array:
         if near.shape[2] == self.num_slots:
@@ -96,12 +106,16 @@ class OffloadedLayerCache(LayerStorage):
     @property
     def ring(self) -> int:
         """The number of newest tokens that have copies."""
-        return self.near_value.shape[2] - self.sinks
+        return self._values.shape[2] - self.sinks
 
     @property
     def _keys_stay(self) -> bool:
         """Whether all keys are on the device, and only values in host memory."""
-        return self.host.shape[3] == _width(self.near_value)
+        return not self.once and self.host.shape[3] == _width(self.near_value)
+
+    @property
+    def slot_bytes(self) -> int:
+        return super().slot_bytes // (1 + self.once)
 
     def append(
         self, key: Array, value: Array, position: Array, start: Array | int | None = None
@@ -130,10 +144,10 @@ class OffloadedLayerCache(LayerStorage):
             stays = (slot < self.num_slots) & ((slot < self.sinks) | (slot >= cursor[:, None] - (rows - self.sinks)))
             return put_tokens(store, new, jnp.where(stays, copy_row(slot, self.sinks, rows), rows), None)
 
-        new = vectors(new_value) if self._keys_stay else _beside(new_key, new_value)
+        new = vectors(new_value) if self._keys_stay else _row(new_key, new_value, self.once)
         return OffloadedLayerCache(
             near_key=put_near(self.near_key, new_key, put if self._keys_stay else put_copies),
-            near_value=put_near(self.near_value, new_value, put_copies),
+            near_value=self.near_value if self.once else put_near(self.near_value, new_value, put_copies),
             position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
             cursor=cursor,
             host=(
@@ -142,6 +156,7 @@ class OffloadedLayerCache(LayerStorage):
                 else put_chunk(self.host, new, start)
             ),
             sinks=self.sinks,
+            once=self.once,
         )
 
     def append_rotated(
@@ -153,17 +168,20 @@ class OffloadedLayerCache(LayerStorage):
     def _after(self, stored: Stored) -> OffloadedLayerCache:
         return OffloadedLayerCache(
             near_key=stored.key,
-            near_value=stored.value,
+            near_value=self.near_value if self.once else stored.value,
             position=stored.position,
             cursor=stored.cursor,
             host=self.host,
             sinks=self.sinks,
+            once=self.once,
         )
 
     def resident(self) -> LayerCache:
         key, value = self.near_key, self.near_value
         if not self._keys_stay:
             key = with_vectors(key, self._stage(vectors(key), 0))
+        if self.once:
+            return cast("Any", LatentCache(held=key, position=self.position, cursor=self.cursor))
         value = with_vectors(value, self._stage(vectors(value), 0 if self._keys_stay else _width(key)))
         return resident_of(key, value, self.position, self.cursor)
 
@@ -195,16 +213,16 @@ class OffloadedLayerCache(LayerStorage):
         return numbers(self.near_key, jnp.where(copied, self._copies(self.near_key, slots), away), slots[:, None])
 
     def copied(self) -> Array:
-        return jnp.minimum(self.cursor, self.near_value.shape[2])
+        return jnp.minimum(self.cursor, self._values.shape[2])
 
     def sync(self, tokens: int) -> OffloadedLayerCache:
         """Write the ``tokens`` newest tokens (at most `ring`) to host memory."""
         tokens = min(tokens, self.ring)
         start = jnp.maximum(self.cursor - tokens, 0)
         slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        row = copy_row(slot, self.sinks, self.near_value.shape[2])[:, None]
-        value = take_rows(vectors(self.near_value), row)
-        new = value if self._keys_stay else _beside(take_rows(vectors(self.near_key), row), value)
+        row = copy_row(slot, self.sinks, self._values.shape[2])[:, None]
+        value = take_rows(vectors(self._values), row)
+        new = value if self._keys_stay else _row(take_rows(vectors(self.near_key), row), value, self.once)
         host = put_rows(self.host, new, start, jnp.minimum(self.cursor, tokens))
         return dataclasses.replace(self, host=host)
 
@@ -214,7 +232,7 @@ class OffloadedLayerCache(LayerStorage):
 
         Host memory has these rows; ``most`` is the largest ``count``.
         """
-        order, rows = jnp.arange(most, dtype=jnp.int32)[None], self.near_value.shape[2]
+        order, rows = jnp.arange(most, dtype=jnp.int32)[None], self._values.shape[2]
         slot = self.cursor[:, None] + order
         older, start = slot - self.ring, jnp.maximum(self.cursor - self.ring, 0)
         lost = (order < count[:, None]) & (older >= self.sinks)
@@ -226,7 +244,8 @@ class OffloadedLayerCache(LayerStorage):
             return with_vectors(near, put_tokens(vectors(near), new, row, None))
 
         key = self.near_key if self._keys_stay else put(self.near_key, away[..., : _width(self.near_key)])
-        return dataclasses.replace(self, near_key=key, near_value=put(self.near_value, away[..., -_width(self.near_value) :]))
+        value = self.near_value if self.once else put(self.near_value, away[..., -_width(self.near_value) :])
+        return dataclasses.replace(self, near_key=key, near_value=value)
 
 
 def empty_storage(
@@ -238,6 +257,7 @@ def empty_storage(
         return empty_part(spec, slots)
     if not spec.offloaded:
         return empty_resident(spec, slots, spec.parts)
+    once = spec.value_is_key and not values_only
 
     def near(rows: int, which: int) -> Array | Quantised:
         of_rows = (*shape[:2], rows, spec.head_dim)
@@ -247,13 +267,14 @@ def empty_storage(
         return dataclasses.replace(zeros(of_rows, spec.dtype, kinds[which], mixed), scale=jnp.zeros(shape[:3], jnp.bfloat16))
 
     key, value = near(slots if values_only else 0, 0), near(0, 1)
-    width = _width(value) if values_only else _width(key) + _width(value)
+    width = _width(key) * (not values_only) + _width(value) * (not once)
     return OffloadedLayerCache(
         near_key=key,
-        near_value=value,
+        near_value=jnp.zeros((*shape[:2], 0, spec.head_dim), spec.dtype) if once else value,
         position=jnp.full(shape[:3], EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
         host=to_host(jnp.zeros((*shape[:3], width), vectors(value).dtype)),
+        once=once,
     )
 
 
@@ -268,19 +289,21 @@ def offload(cache: LayerCache, near: Near, host: Array | None = None, values_onl
     """
     slot = copied_slots(cache.cursor, near.first, near.first + near.newest)[:, None]
     key, value = cache.stored
+    once = isinstance(cache, LatentCache)
     if host is None:
-        host = to_host(vectors(value) if values_only else _beside(key, value))
+        host = to_host(vectors(value) if values_only else _row(key, value, once))
 
     def copies(x: Array | Quantised) -> Array | Quantised:
         return with_vectors(x, take_rows(vectors(x), slot))
 
     return OffloadedLayerCache(
         near_key=key if values_only else copies(key),
-        near_value=copies(value),
+        near_value=jnp.zeros((*key.shape[:2], 0, key.shape[3]), key.dtype) if once else copies(value),
         position=cache.position,
         cursor=cache.cursor,
         host=host,
         sinks=near.first,
+        once=once,
     )
 
 
@@ -289,8 +312,10 @@ def _width(x: Array | Quantised) -> int:
     return vectors(x).shape[3]
 
 
-def _beside(key: Array | Quantised, value: Array | Quantised) -> Array:
-    """Concatenate key and value of each slot, or their codes: [B, H, S, 2 * D], or fewer bytes."""
+def _row(key: Array | Quantised, value: Array | Quantised, once: bool) -> Array:
+    """Join key and value of each slot, or their codes: [B, H, S, 2 * D], or fewer bytes. With ``once`` take only the key."""
+    if once:
+        return vectors(key)
     return jnp.concatenate([vectors(key), vectors(value)], axis=3)
 
 

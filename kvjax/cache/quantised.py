@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.divided import kept_of_all, next_here, whole
+from kvjax.cache.latent import LatentCache, empty_latent
 from kvjax.cache.storage import (
     LayerCache,
     LayerSpec,
@@ -129,8 +130,12 @@ def _after(stored: Stored) -> QuantisedCache:
     return cast("Any", resident_of(stored.key, stored.value, stored.position, stored.cursor))
 
 
-def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
-    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`."""
+def resident_of(
+    key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array, like: LayerStorage | None = None
+) -> LayerCache:
+    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`; of a `LatentCache` another."""
+    if isinstance(like, LatentCache):
+        return cast("Any", LatentCache(held=key, position=position, cursor=cursor))
     if isinstance(key, Quantised) and isinstance(value, Quantised):
         return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
     return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
@@ -139,9 +144,14 @@ def resident_of(key: Array | Quantised, value: Array | Quantised, position: Arra
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     """Make an empty cache of ``slots`` slots on the device, in the layer's ``kv_dtype``, divided over ``parts`` devices."""
     shape = spec.batch, spec.num_kv_heads, slots
+    once = spec.value_is_key and parts == 1
+    if spec.kv_dtype is None and once:
+        return cast("Any", empty_latent(jnp.zeros((*shape, spec.head_dim), spec.dtype)))
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
     kinds, mixed = KV_DTYPES[spec.kv_dtype]
+    if once:
+        return cast("Any", empty_latent(zeros((*shape, spec.head_dim), spec.dtype, kinds[0], mixed)))
     key, value = (zeros((*shape, spec.head_dim), spec.dtype, kind, mixed) for kind in kinds)
     made = QuantisedCache(
         codes=(key, value),
@@ -152,12 +162,13 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     return cast("Any", made)
 
 
-def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None) -> int:
-    """Count the bytes of a key and a value of one token and KV head."""
+def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None, value_is_key: bool = False) -> int:
+    """Count the bytes of a key and a value of one token and KV head, in a resident cache."""
+    stored = 1 if value_is_key else 2
     if kv_dtype is None:
-        return 2 * head_dim * jnp.dtype(dtype).itemsize
+        return stored * head_dim * jnp.dtype(dtype).itemsize
     kinds, _ = KV_DTYPES[kv_dtype]
-    return sum(code_bytes(head_dim, kind) + _SCALE_BYTES for kind in kinds)
+    return sum(code_bytes(head_dim, kind) + _SCALE_BYTES for kind in kinds[:stored])
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:

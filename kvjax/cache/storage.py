@@ -44,13 +44,15 @@ class LayerSpec:
     offloaded: bool = False  # whether this layer's rows are in host memory, `kvjax.decoding.layers.is_offloaded`
     parts: int = 1  # devices over which the slots of a row are divided, see `kvjax.cache.divided`
     kv_dtype: str | None = None  # of stored keys and values, see `kvjax.cache.quantised.KV_DTYPES`; None means `dtype`
+    value_is_key: bool = False  # whether the values are the keys, see `kvjax.cache.latent`
 
 
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It has five forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
-    device's slots of each row), `ThinCache` (some channels of older keys), and `QuantisedCache` (resident, as codes).
+    It has six forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
+    device's slots of each row), `ThinCache` (some channels of older keys), `QuantisedCache` (resident, as codes), and
+    `LatentCache` (keys that are the values).
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass

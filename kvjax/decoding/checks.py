@@ -19,8 +19,8 @@ from kvjax.describe import describe, is_known
 from kvjax.fields import shown
 from kvjax.mesh.sharding import check_plan, readable
 from kvjax.method import Method, with_inner
-from kvjax.registry import extrapolating
-from kvjax.typing import Model, has_sinks
+from kvjax.registry import classes, extrapolating
+from kvjax.typing import Model, has_sinks, values_are_keys
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
@@ -83,6 +83,12 @@ def check_sizes(method: Method, model: Model) -> None:
                 f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has "
                 "in every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
             )
+    if values_are_keys(model) and method.reads_values:
+        refusing = ", ".join(sorted(cls.__name__ for cls in classes().values() if cls.reads_values))
+        raise ValueError(
+            f"{describe(method, brief=True)} reads the values of each head, which latent attention does not store: take a "
+            f"method other than {refusing}"
+        )
     can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
     if guessing_layers(layer_methods(stepping, model)) and not can_guess:

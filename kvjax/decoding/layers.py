@@ -11,12 +11,21 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import Cache, LayerSpec
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.recurrent import Recurrent
 from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
 from kvjax.method import LayerMethod, Method, with_inner
 from kvjax.registry import classes
-from kvjax.typing import Model, Recurrence, layer_recurrence, layer_windows, method_layers, not_none
+from kvjax.typing import (
+    Model,
+    Recurrence,
+    layer_recurrence,
+    layer_windows,
+    method_layers,
+    not_none,
+    values_are_keys,
+)
 from pallas_kernels import axes
 from pallas_kernels.machine import current_machine
 
@@ -63,6 +72,12 @@ def layer_specs(
     ``methods`` come from `layer_methods`.
     """
     check_quantisable(methods, kv_dtype)
+    once = values_are_keys(model)
+    if once and kv_dtype is not None and len(set(KV_DTYPES[kv_dtype][0])) > 1:
+        raise ValueError(
+            f"kv_dtype={kv_dtype!r} rounds values otherwise than keys, but in latent attention the values are the keys: take "
+            "another kv_dtype"
+        )
     if parts > 1:
         for method in methods:
             check_divisible(method)
@@ -78,6 +93,7 @@ def layer_specs(
             offloaded=is_offloaded(method, layer, model.num_layers),
             parts=parts,
             kv_dtype=kv_dtype,
+            value_is_key=once,
         )
         for layer, method in enumerate(methods)
     )

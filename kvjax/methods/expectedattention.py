@@ -52,6 +52,7 @@ class ExpectedAttention(Eviction):
     TITLE: ClassVar[str] = "Expected Attention"
 
     reads_covariance = True
+    reads_values = True
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")

@@ -60,6 +60,7 @@ class SOCKET(ScoredScan):
     PAPER: ClassVar[str] = "arXiv:2602.06283"
 
     score_is_masked = True
+    reads_values = True
 
     def index(self, cache: LayerCache) -> Hashed:
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)

@@ -51,6 +51,7 @@ class ThinK(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2407.21018"
 
     keeps = "every token, part of the key channels"
+    reads_values = True
     selects = False
     packs = True
 

@@ -13,12 +13,13 @@ import numpy as np
 from kvjax.api.fork import fork
 from kvjax.api.generate import generate
 from kvjax.cache import LayerCache
+from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
 from kvjax.method import with_inner
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
-from kvjax.typing import layer_recurrence, layer_windows, pytree
+from kvjax.typing import layer_recurrence, layer_windows, pytree, values_are_keys
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:
@@ -209,7 +210,7 @@ def bfloat16_is_kept(subject: Subject) -> None:
 
     cache = jax.eval_shape(run)
     _must(cache.logits.dtype == jnp.float32, f"logits must be float32, got {cache.logits.dtype}")
-    is_cache = lambda x: isinstance(x, LayerCache)  # noqa: E731
+    is_cache = lambda x: isinstance(x, (LayerCache, LatentCache))  # noqa: E731
     for x in filter(is_cache, jax.tree.leaves(cache.layers, is_leaf=is_cache)):
         kinds = x.key.dtype, x.value.dtype
         _must(set(kinds) == {jnp.dtype("bfloat16")}, f"keys and values must stay bfloat16, got {kinds}")
@@ -225,7 +226,8 @@ def resident_bytes_are_the_arrays(subject: Subject) -> None:
     kinds = list(zip(layer_windows(model), layer_recurrence(model), strict=True))
     seen = sum(length if window is None else np.minimum(length, window) for window, state in kinds if state is None)
     kept = sum(row_bytes(state) for _, state in kinds if state is not None)
-    np.testing.assert_array_equal(got.stats.full_bytes_read, 2 * row * seen + kept)
+    stored = 1 if values_are_keys(model) else 2
+    np.testing.assert_array_equal(got.stats.full_bytes_read, stored * row * seen + kept)
     np.testing.assert_array_equal(got.stats.length, np.array([len(x) for x in subject.prompts]) + STEPS)
 
 

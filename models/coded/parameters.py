@@ -20,7 +20,7 @@ BITS = {"int8": 8, "int4": 4}  # by the names of ``weight_dtype``
 
 
 def check_weight_dtype(weight_dtype: str | None, config: ModelConfig | None = None) -> None:
-    """Refuse an unknown name, and codes for a model with experts.
+    """Refuse an unknown name, and codes for a model with experts or latent attention.
 
     Raises:
         ValueError: either of these.
@@ -29,6 +29,8 @@ def check_weight_dtype(weight_dtype: str | None, config: ModelConfig | None = No
         raise ValueError(f"weight_dtype must be one of {', '.join(BITS)} or None, got {weight_dtype!r}")
     if weight_dtype is not None and config is not None and config.experts is not None:
         raise ValueError(f"weight_dtype={weight_dtype!r} needs a model without experts, got {config.experts}")
+    if weight_dtype is not None and config is not None and config.latent is not None:
+        raise ValueError(f"weight_dtype={weight_dtype!r} needs a model without latent attention, got {config.latent}")
 
 
 def bits_of(path: str, weight_dtype: str) -> int | None:

@@ -26,11 +26,12 @@ def mix(x: jax.Array) -> jax.Array:
     """
     block = block_of(x.shape[-1])
     shape = x.shape
-    x = x.reshape(*shape[:-1], -1, block) * (1 / math.sqrt(block))  # first, so that no sum of finite numbers overflows
+    blocks = (*shape[:-1], shape[-1] // block, block)
+    x = x.reshape(blocks) * (1 / math.sqrt(block))  # first, so that no sum of finite numbers overflows
     half = block // 2
     while half:
-        low, high = jnp.split(x.reshape(*x.shape[:-1], -1, 2, half), 2, axis=-2)
-        x = jnp.concatenate([low + high, low - high], axis=-2).reshape(*shape[:-1], -1, block)
+        low, high = jnp.split(x.reshape(*blocks[:-1], block // (2 * half), 2, half), 2, axis=-2)
+        x = jnp.concatenate([low + high, low - high], axis=-2).reshape(blocks)
         half //= 2
     return x.reshape(shape)
 
@@ -43,7 +44,7 @@ def mix_few(x: jax.Array) -> jax.Array:
     block = block_of(x.shape[-1])
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     made = jnp.matmul(
-        x.reshape(*x.shape[:-1], -1, block), signs(block).astype(x.dtype), precision=precision,
+        x.reshape(*x.shape[:-1], x.shape[-1] // block, block), signs(block).astype(x.dtype), precision=precision,
         preferred_element_type=jnp.float32,
     )  # fmt: skip
     return (made * (1 / math.sqrt(block))).astype(x.dtype).reshape(x.shape)

@@ -24,7 +24,7 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from models import ModelConfig
-from models.transformer import MLP
+from models.modules import MLP
 from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.attend.gather_attention import gather_attention

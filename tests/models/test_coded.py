@@ -21,7 +21,7 @@ from models.checkpoint_table import checkpoint_table
 from models.coded.parameters import coded, in_floats
 from models.coded.rounding import rounded
 from models.gguf_files import codes as gguf_codes
-from models.transformer import product
+from models.modules import product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from tests.models import gguf_writing
 from tests.tiny_models import TINY, run

@@ -43,10 +43,13 @@ def generator():
 
 
 NAMES = sorted(generator().MODELS)
-# Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; sinks, biases and clamped experts.
-DECODED = ("gemma3_text", "cohere2", "gpt_oss")
+# Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; sinks, biases and clamped experts; latent
+# attention and routed experts.
+DECODED = ("gemma3_text", "cohere2", "gpt_oss", "deepseek_v2")
 EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next")
-REPEATED = (*DECODED[:2], "cohere", "exaone4_full", "glm", "olmo2", "seed_oss")  # what others show together
+REPEATED = (
+    "gemma3_text", "cohere2", "cohere", "exaone4_full", "glm", "olmo2", "seed_oss", "deepseek_v2", "kimi_k2", "glm4_moe_lite",
+)  # what others show together  # fmt: skip
 
 
 @functools.cache
@@ -102,7 +105,8 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-CODED = [x for x in NAMES if x not in EXPERTS]
+# Latent attention has no codes.
+CODED = [x for x in NAMES if x not in EXPERTS and "kv_lora_rank" not in generator().MODELS[x][2]]
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in CODED])

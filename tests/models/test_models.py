@@ -18,6 +18,7 @@ import models
 from models import LinearLayers, ModelConfig, RopeScaling, shapes
 from models.checkpoint_table import checkpoint_table
 from models.experts import Experts
+from models.latent import Latent
 from models.one_row import multiplied
 from models.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
@@ -160,6 +161,7 @@ PRESETS = {
     "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama31_70b": 70_553_706_496, "llama32_1b": 1_235_814_400,
     "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
     "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
+    "deepseek_v2_lite": 15_706_484_224,
 }  # fmt: skip
 
 
@@ -177,7 +179,7 @@ def test_to_hf_round_trip(name):
     config = FAMILIES[name] if name in FAMILIES else vars(shapes)[name]()
     hf = json.loads(json.dumps(config.to_hf()))
     assert ModelConfig.from_hf(hf) == config
-    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral"}
+    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral", "deepseek_v2_lite": "deepseek_v2"}
     assert hf["model_type"] == expected.get(name, "qwen3" if name.startswith("qwen3") else "llama")
 
 
@@ -214,6 +216,7 @@ CHANGES = {
         num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)
     ),
     "windows": (None, 5), "output_gate": True, "attention_sinks": True, "out_bias": True, "mlp_gate": False,
+    "latent": Latent(rank=10, rotated=6, key_dim=8, value_dim=12),
     "linear": LinearLayers(
         num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,)
     ),
@@ -222,13 +225,16 @@ CHANGES = {
     "logits_multiplier": 0.5, "logit_softcap": 2.0, "family": "olmo2",
 }  # fmt: skip
 PARTS = tuple(CHANGES)[-11:]
+WITH = {  # what else a field needs
+    "latent": {"num_kv_heads": 1, "query_scale": 0.3, "ropes": (LayerRope(theta=1e4, rotated=6),) * 2},
+}
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
 def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
     base = FAMILIES["llama"]
-    changed = dataclasses.replace(base, **{field: CHANGES[field]})
+    changed = dataclasses.replace(base, **{field: CHANGES[field], **WITH.get(field, {})})
     if field == "family":  # the names of the files' tensors
         assert checkpoint_table(base) != checkpoint_table(changed)
     elif field in PARTS:  # their values are compared with transformers' (test_families.py)

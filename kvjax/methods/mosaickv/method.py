@@ -132,6 +132,7 @@ class MosaicKV(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2607.00760"
 
     keeps = "every token, its largest channels"
+    reads_values = True
     dense_prompt = True
     offloadable = True
 

@@ -96,6 +96,7 @@ class ShadowKV(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2410.21465"
 
     keeps = "every token, keys of low rank"
+    reads_values = True
     dense_prompt = True
     offloadable = True
     takes_sinks = True

@@ -69,7 +69,7 @@ def gather_attention(
             keys are used as stored. Only with ``page_size`` 1.
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
         rows: the rows of an offloaded cache; only listed rows are read from host memory. ``value`` is then the
-            copies [B, H, R, D] on the device, and so is ``key`` unless the host only has values. A row with a copy is read
+            copies [B, H, R, D] on the device, and so is ``key`` unless it has all slots. A row with a copy is read
             from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
         partials: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
             their denominators, float32 [B, H, N, G].
@@ -91,12 +91,7 @@ def gather_attention(
     """
     lists = {"slots": slots, "mask": mask, "bias": bias, "place": place}
     _check(query, key, value, lists, position, inv_freq, rows)
-    if page_size != 1 and (page_size < 1 or bias is not None or place is not None or logits):
-        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place or logits")
-    if partials is not None:
-        parts, lse = (x.shape for x in partials)
-        if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
-            raise ValueError(f"gather_attention: got partials {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
+    _check_options(query, lists, page_size, partials, logits)
     query, key, value, turned = mixed_problem(query, key, value, place is None)
     out, *rest = GATHER_ATTENTION.run(
         query,
@@ -117,6 +112,18 @@ def gather_attention(
         platform=platform,
     )
     return turned(out), *rest
+
+
+def _check_options(query, lists, page_size, partials, logits):
+    """Raise ``ValueError`` where ``page_size`` excludes another argument, or the parts beside have other shapes."""
+    apart = logits or any(lists[name] is not None for name in ("bias", "place"))
+    if page_size < 1 or (page_size != 1 and apart):
+        raise ValueError(f"gather_attention: got {page_size=}, expected at least 1, and 1 with bias, place or logits")
+    if partials is None:
+        return
+    parts, lse = (x.shape for x in partials)
+    if lse != (*query.shape[:2], *lse[2:3], query.shape[2]) or parts != (*lse, query.shape[3]):
+        raise ValueError(f"gather_attention: got partials {parts}, {lse}, expected [B, H, N, G, D] and [B, H, N, G]")
 
 
 def _check(query, key, value, lists, position, inv_freq, rows):
@@ -153,7 +160,8 @@ def _check(query, key, value, lists, position, inv_freq, rows):
     both = host.shape[3] > widths[1]
     near = value.shape[2]
     width = sum(widths) if both else widths[1]
-    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], near if both else slots, dim), (*rows_of[:3], width)]
+    held = near if both or key.shape[2] == near else slots
+    shapes = [(*rows_of[:2], near, dim), (*rows_of[:2], held, dim), (*rows_of[:3], width)]
     if [value.shape, key.shape, host.shape] != shapes or not 0 <= sinks < near:
         raise ValueError(
             f"gather_attention: got value {value.shape}, key {key.shape}, host {host.shape} and {sinks=}, expected {shapes} "

@@ -54,8 +54,9 @@ def _listed_rows(key, value, slots, rows):
         return numbers(copies, jnp.where(copied[..., None], near, part), slots)
 
     both = rows.host.shape[3] > widths[1]
-    value = joined(value, away[..., -widths[1] :])
-    return joined(key, away[..., : widths[0]]) if both else numbers_at(key, slots), value
+    stay = not both and key.shape[2] == rows.host.shape[2]  # all keys are on the device
+    key = numbers_at(key, slots) if stay else joined(key, away[..., : widths[0]])
+    return key, joined(value, away[..., -widths[1] :])
 
 
 def rotate_rows(rows: jax.Array, place: jax.Array, inv_freq: jax.Array) -> jax.Array:

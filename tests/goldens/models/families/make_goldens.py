@@ -44,6 +44,17 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 12,
     "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 5.0],
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 6, "kv_lora_rank": 10, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "q_lora_rank": 14, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "n_shared_experts": 2, "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "rope_parameters": ROPE, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+MSCALES = {"rope_parameters": {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+    "mscale": 0.7, "mscale_all_dim": 0.9,
+}}  # fmt: skip
+RENAMED = {"kimi_k2": "kimi_k2"}  # name -> model_type of a file that transformers reads with the class of another type
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 LINEAR_LAYERS = {  # the gated delta rule; channels, heads and dimensions are all of different number
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
@@ -86,6 +97,14 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
                                              "mlp_only_layers": [1], "moe_intermediate_size": 12,
                                              "shared_expert_intermediate_size": 20}),
     "qwen3_5_text": ("Qwen3_5", "Qwen3_5Text", {**LINEAR_LAYERS, "tie_word_embeddings": True}),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2", {**LATENT, **MSCALES, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v2_groups": ("DeepseekV2", "DeepseekV2", {**LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3", {**LATENT, **MSCALES}),
+    "deepseek_v3_halves": ("DeepseekV3", "DeepseekV3", {**LATENT, "q_lora_rank": None, "rope_interleave": False,
+                                                       "first_k_dense_replace": 3}),
+    "kimi_k2": ("DeepseekV3", "DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}),
+    "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite", {**LATENT, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+                                                    "mlp_layer_types": ["dense", "sparse", "dense"]}),
 }  # fmt: skip
 
 
@@ -159,8 +178,10 @@ def golden(name: str, seed: int = SEED) -> dict[str, np.ndarray]:
     tokens = np.random.RandomState(seed).randint(0, TINY["vocab_size"], (len(PROMPTS), LENGTH))
     hidden, logits = one_pass(model, tokens[0])
     decoded = [decode(build(name, seed)[0], row, prompt) for row, prompt in zip(tokens, PROMPTS, strict=True)]
+    config = json.loads(model.config.to_json_string())
+    config |= {"model_type": RENAMED[name]} if name in RENAMED else {}
     return {
-        "config": np.array(model.config.to_json_string()),
+        "config": np.array(json.dumps(config, indent=2, sort_keys=True)),
         "shapes": np.array(json.dumps(shapes)),
         "tokens": tokens,
         "prompts": np.array(PROMPTS),

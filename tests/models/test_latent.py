@@ -1,0 +1,445 @@
+"""Latent attention: a float64 loop that makes the keys and values of all heads, and the cache that stores keys once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import kvjax
+import models
+from experiments.speed.filled_cache import filled_cache
+from kvjax.attention.over_cache import attend_held
+from kvjax.cache.latent import LatentCache
+from kvjax.testing import laws
+from kvjax.testing.subject import Subject
+from models.adapter import init_adapter
+from models.experts import Clamp, Experts
+from models.latent import Latent, latents_of, query_scale, whole_key
+from models.parts import LayerRope
+from models.rope_scaling import YarnScaling
+from models.router import Router, choose
+from pallas_kernels.formats.quantised import dequantise, stored_like
+from tests.harness import NAMES, any_example
+from tests.models.test_families import generator, golden, write_checkpoint
+from tests.models.test_parity import ours
+from tests.tiny_models import run, vivid_params
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LATENT = Latent(rank=10, rotated=6, key_dim=8, value_dim=12, query_rank=14)
+CONFIG = models.ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=4, num_kv_heads=1, head_dim=16,
+    max_position_embeddings=256, latent=LATENT, query_scale=query_scale(LATENT, None),
+    ropes=(LayerRope(theta=100.0, rotated=6),),
+)  # fmt: skip
+PARAMS = vivid_params(CONFIG)
+PROMPTS = [np.random.default_rng(0).integers(0, 64, count).astype(np.int32) for count in (40, 23, 9)]
+REFUSING = ("expectedattention", "mosaickv", "shadowkv", "socket", "think")
+
+
+class Apart(models.ModelConfig):
+    """The same model, whose keys are stored a second time, as values."""
+
+    value_is_key = False
+
+
+APART = Apart(**vars(CONFIG))
+
+
+# ---- the model --------------------------------------------------------------------------------------------------------
+
+
+def attention(x, params, config):
+    """The update [T, d] of one layer from its input x [T, d], in float64, with the keys and values of every head."""
+    latent, heads = config.latent, config.num_q_heads
+    get = lambda *path: np.asarray(jax.tree.reduce(lambda _, leaf: leaf, _at(params, path)), np.float64)  # noqa: E731
+
+    def normed(rows, scale):
+        return rows / np.sqrt((rows**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
+
+    made, rank = x @ get("latents", "kernel"), latent.query_rank
+    query = normed(made[:, :rank], get("query_norm", "scale")) @ get("query", "kernel")
+    query = query.reshape(len(x), heads, latent.key_dim + latent.rotated)
+    latents = normed(made[:, rank : rank + latent.rank], get("latent_norm", "scale"))
+    turning = made[:, rank + latent.rank :]
+    up = get("up", "kernel").reshape(latent.rank, heads, latent.key_dim + latent.value_dim)
+    angle = np.arange(len(x))[:, None] * 100.0 ** (-np.arange(0, latent.rotated, 2) / latent.rotated)
+
+    def turned(rows):  # neighbouring channels are a complex number
+        return (rows[:, 0::2] + 1j * rows[:, 1::2]) * np.exp(1j * angle)
+
+    out = []
+    for head in range(heads):
+        key, value = np.split(latents @ up[:, head], [latent.key_dim], axis=1)
+        logits = query[:, head, : latent.key_dim] @ key.T
+        logits = logits + (turned(query[:, head, latent.key_dim :]) @ turned(turning).conj().T).real
+        logits = logits / np.sqrt(latent.key_dim + latent.rotated)
+        logits[np.triu_indices(len(x), 1)] = -np.inf
+        weight = np.exp(logits - logits.max(axis=1, keepdims=True))
+        out.append(weight @ value / weight.sum(axis=1, keepdims=True))
+    return np.concatenate(out, axis=1) @ get("out", "kernel")
+
+
+def _at(tree, path):
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def test_absorbed_attention_is_attention_with_the_keys_and_values_of_every_head():
+    """The stream after one layer whose MLP is nothing: what it reads is the normalised embedding, what it adds is this."""
+    params = jax.tree.map(lambda x: x, PARAMS)
+    params["layers_0"]["mlp"]["down"]["kernel"] = jnp.zeros_like(params["layers_0"]["mlp"]["down"]["kernel"])
+    tokens = PROMPTS[1]
+    hidden, _ = jax.jit(lambda params: ours(params, CONFIG, tokens[None]))(params)
+    embedded = np.asarray(params["embed"]["embedding"], np.float64)[tokens]
+    scale = np.asarray(params["layers_0"]["attention_norm"]["scale"], np.float64)
+    x = embedded / np.sqrt((embedded**2).mean(axis=-1, keepdims=True) + CONFIG.rms_norm_eps) * scale
+    expected = embedded + attention(x, params["layers_0"]["attention"], CONFIG)
+    np.testing.assert_allclose(hidden[0][0], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_key_begins_with_the_pairs_that_rotate(interleaved):
+    latent = dataclasses.replace(LATENT, interleaved=interleaved)
+    key = whole_key(jnp.arange(10.0), jnp.arange(100.0, 106.0), latent)
+    first, second = ([100, 102, 104], [101, 103, 105]) if interleaved else ([100, 101, 102], [103, 104, 105])
+    assert key.tolist() == [*first, *range(5), *second, *range(5, 10)]
+    assert latents_of(key, latent).tolist() == list(range(10))
+
+
+def test_yarn_scales_all_channels():
+    rule = YarnScaling(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
+    sizes = Latent(rank=512, rotated=64, key_dim=128, value_dim=128)
+    assert query_scale(sizes, rule) == pytest.approx(192**-0.5 * (0.1 * 0.707 * np.log(40) + 1) ** 2)
+    assert query_scale(sizes, dataclasses.replace(rule, mscale_all_dim=None)) == 192**-0.5
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_router_is_its_definition(score):
+    router = Router(score=score, groups=4, groups_per_tok=2, multiplier=1.5)
+    experts = Experts(
+        num_experts=12, num_experts_per_tok=4, intermediate_size=4, norm_topk_prob=score == "sigmoid", layers=(0,),
+        router=router,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    x, kernel, bias = (rng.normal(size=shape).astype(np.float32) for shape in ((50, 8), (8, 12), (12,)))
+    chosen, weight = choose(jnp.asarray(x), jnp.asarray(kernel), None if score == "softmax" else jnp.asarray(bias), experts)
+    for row, logits in enumerate(x.astype(np.float64) @ kernel):
+        scores = np.exp(logits) / np.exp(logits).sum() if score == "softmax" else 1 / (1 + np.exp(-logits))
+        ranked = scores if score == "softmax" else scores + bias
+        groups = [sorted(ranked[at : at + 3])[::-1] for at in range(0, 12, 3)]
+        best = [group[0] if score == "softmax" else group[0] + group[1] for group in groups]
+        taken = sorted(range(4), key=lambda at: -best[at])[:2]
+        own = sorted((e for e in range(12) if e // 3 in taken), key=lambda e: -ranked[e])[:4]
+        assert set(chosen[row].tolist()) == set(own)
+        share = scores[np.asarray(chosen[row])]
+        share = share / share.sum() if experts.norm_topk_prob else share
+        np.testing.assert_allclose(weight[row], 1.5 * share, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"latent": 3}, "latent must be a Latent or None, got 3"),
+        ({"num_kv_heads": 2}, "num_kv_heads must be 1 with Latent(rank=10"),
+        ({"head_dim": 18}, "head_dim must be 16 with Latent(rank=10"),
+        ({"qk_norm": True}, "qk_norm must be False with a latent, got True"),
+        ({"attention_sinks": True}, "attention_sinks must be False with a latent, got True"),
+        ({"query_scale": None}, "query_scale must be a positive number with Latent(rank=10"),
+        ({"ropes": (LayerRope(theta=1e4),)}, "every layer must rotate 6 channels and have no window with Latent(rank=10"),
+        ({"windows": (4,)}, "every layer must rotate 6 channels and have no window with Latent(rank=10"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_latent_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(CONFIG, **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Latent, {"rank": 0}, "Latent: rank must be a positive integer below 2**31, got 0"),
+        (Latent, {"rotated": 5}, "Latent: rotated must be even (RoPE rotates pairs), got 5"),
+        (Latent, {"query_rank": 2.0}, "Latent: query_rank must be a positive integer below 2**31, got 2.0"),
+        (Latent, {"interleaved": 1}, "Latent: interleaved must be True or False, got 1"),
+        (Router, {"score": "tanh"}, "Router: score must be one of softmax, sigmoid, got 'tanh'"),
+        (Router, {"groups": 0}, "Router: groups must be a whole number of at least 1, got 0"),
+        (Router, {"groups_per_tok": 2}, "Router: groups_per_tok must be at most groups=1, got 2"),
+        (Router, {"multiplier": -1.0}, "Router: multiplier must be a positive number, got -1.0"),
+        (Experts, {"router": "noaux"}, "Experts: router must be a Router or None, got 'noaux'"),
+        (Experts, {"router": Router(), "clamp": Clamp()}, "Experts: expected one of router and clamp, got Router(score="),
+        (Experts, {"router": Router(groups=3)}, "num_experts must be a multiple of groups=3, with at least 1 in each"),
+        (Experts, {"router": Router(groups=4)}, "num_experts_per_tok must be at most the experts of 1 of 4 groups, got 3"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(kind, fields, message):
+    good = {
+        Latent: vars(LATENT),
+        Router: {},
+        Experts: {
+            "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 4, "norm_topk_prob": True, "layers": (0,)
+        },
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**{**good[kind], **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("deepseek_v2", {"norm_topk_prob": True}, "unsupported norm_topk_prob=True for model_type 'deepseek_v2', expected"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "unsupported scoring_func='sigmoid' for model_type 'deepseek_v2'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "unsupported topk_method='greedy' for model_type 'deepseek_v3', expected"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "unsupported moe_layer_freq=2 for model_type 'deepseek_v3', expected 1"),
+        ("deepseek_v3", {"attention_bias": True}, "this decoder does not have a bias on the output of attention"),
+        ("kimi_k2", {"quantization_config": {"a": 1}}, "this decoder does not have quantised weights"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 'dense' or 'sparse' for each of 3"),
+    ],
+)
+def test_a_file_with_another_part_is_refused(name, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.ModelConfig.from_hf({**json.loads(str(golden(name)["config"])), **change})
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+def test_a_file_is_written_as_it_was_read(name, tmp_path):
+    write_checkpoint(tmp_path / "read", golden(name))
+    params, config = models.from_pretrained(tmp_path / "read")
+    models.save_pretrained(tmp_path / "written", params, config)
+    before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("read", "written"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        np.testing.assert_array_equal(after[key], value, err_msg=key)
+
+
+def test_the_layer_that_guesses_tokens_is_not_loaded(tmp_path):
+    """Published files have one more layer than the model, which predicts the token after the next."""
+    write_checkpoint(tmp_path, golden("kimi_k2"))
+    drawn = generator().weights(json.loads(str(golden("kimi_k2")["shapes"])))
+    more = {name.replace("layers.2.", "layers.3."): value for name, value in drawn.items() if "layers.2." in name}
+    save_file({**drawn, **more}, tmp_path / "model.safetensors")
+    params, config = models.from_pretrained(tmp_path)
+    assert "layers_3" not in params and config.num_layers == 3
+    save_file({**drawn, "model.layers.4.input_layernorm.weight": drawn["model.norm.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape("unused model.layers.4.input_layernorm.weight")):
+        models.from_pretrained(tmp_path)
+
+
+def test_weights_in_codes_are_refused():
+    with pytest.raises(ValueError, match="weight_dtype='int8' needs a model without latent attention, got Latent"):
+        models.param_shapes(CONFIG, "int8")
+
+
+def test_an_adapter_is_refused():
+    with pytest.raises(ValueError, match="needs one matrix for each projection, got a model with latent attention"):
+        init_adapter(PARAMS, 1, 4, jax.random.key(0))
+
+
+PUBLISHED = {  # what a config.json of the hub says, and the number of parameters of its weights
+    "deepseek-v2-lite": (15_706_484_224, 512 + 64, {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 163840,
+        "q_lora_rank": None, "kv_lora_rank": 512, "first_k_dense_replace": 1, "num_experts_per_tok": 6, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1408, "topk_group": 1, "rope_theta": 10000,
+        "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1, "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    }),
+    "deepseek-v3": (671_026_419_200, 512 + 64, {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", pytest.param("deepseek-v3", marks=pytest.mark.thorough)])
+def test_a_published_config_has_the_published_number_of_parameters(name):
+    count, width, hf = PUBLISHED[name]
+    config = models.ModelConfig.from_hf(hf, "bfloat16")
+    assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(models.param_shapes(config))) == count
+    assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    if name == "deepseek-v2-lite":
+        assert config == dataclasses.replace(models.shapes.deepseek_v2_lite(), eos_token_ids=())
+    # A token has one key of 576 numbers in each layer, and its position.
+    needed = kvjax.memory_needed("full", config, batch=1, prompt_slots=1024, max_new_tokens=1024)
+    assert needed.device == pytest.approx(config.num_layers * 2048 * (2 * width + 4), rel=1e-4)
+
+
+# ---- the cache --------------------------------------------------------------------------------------------------------
+
+
+def read(config, method, **options):
+    return kvjax.prefill(PARAMS, PROMPTS, config=config, method=method, max_new_tokens=8, pad_multiple=1, **options)
+
+
+def generated(config, method, **options):
+    return kvjax.generate(PARAMS, read(config, method, **options), max_new_tokens=6)
+
+
+@functools.cache
+def full():
+    return generated(CONFIG, "full")
+
+
+MOST = [name for name in NAMES if name not in (*REFUSING, "ntk")]
+MOST += ["stages", "dense_below", "periodic", "twilight", "prefill"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "h2o")) for x in MOST])
+def test_keys_stored_once_give_what_keys_stored_twice_give(name):
+    knobs = {"scores": ((0.3,),)} if "scores" in type(any_example(name)).__dataclass_fields__ else {}
+    method = dataclasses.replace(any_example(name), **knobs)
+    once, twice = generated(CONFIG, method), generated(APART, method)
+    np.testing.assert_array_equal(once.tokens, twice.tokens)
+    np.testing.assert_array_equal(once.cache.logits, twice.cache.logits)
+    np.testing.assert_array_equal(once.stats.attended, twice.stats.attended)
+    # A value has 16 numbers of 4 bytes. TokenSelect reads some keys without their values.
+    np.testing.assert_array_equal(once.stats.kv_bytes + 64 * once.stats.attended, twice.stats.kv_bytes)
+    assert once.stats.resident_bytes < twice.stats.resident_bytes
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_method_that_reads_values_is_refused(name):
+    with pytest.raises(ValueError, match="reads the values of each head, which latent attention does not store: take a"):
+        kvjax.prefill(PARAMS, PROMPTS, config=CONFIG, method=any_example(name))
+    if name == "think":  # inside of another method too
+        with pytest.raises(ValueError, match="reads the values of each head"):
+            kvjax.prefill(PARAMS, PROMPTS, config=CONFIG, method=any_example("thinned"))
+
+
+def test_full_reads_and_stores_each_key_once():
+    out = full()
+    (layer,) = out.cache.layers
+    assert isinstance(layer.cache, LatentCache) and layer.cache.key is layer.cache.value
+    seen = np.asarray(out.stats.length)
+    np.testing.assert_array_equal(out.stats.kv_bytes, 4 * 16 * seen)
+    np.testing.assert_array_equal(out.stats.full_bytes_read, 4 * 16 * seen)
+    assert out.stats.is_no_op.all()
+    needed = kvjax.memory_needed("full", CONFIG, batch=3, prompt_slots=40, max_new_tokens=8)
+    assert needed.device == sum(x.nbytes for x in jax.tree.leaves(layer))
+
+
+def test_full_decodes_what_one_pass_computes():
+    out = full()
+    for row, prompt in enumerate(PROMPTS):
+        text = np.concatenate([prompt, out.tokens[row]])[None]
+        np.testing.assert_allclose(out.cache.logits[row], run(CONFIG, PARAMS, jnp.asarray(text))[0, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_codes_are_stored_once(name):
+    once, twice = (generated(config, any_example(name), kv_dtype="int8") for config in (CONFIG, APART))
+    np.testing.assert_array_equal(once.tokens, twice.tokens)
+    np.testing.assert_array_equal(2 * once.stats.kv_bytes, twice.stats.kv_bytes)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", pytest.param("int8", marks=pytest.mark.thorough)])
+def test_attention_to_codes_is_attention_to_what_they_stand_for(kv_dtype):
+    """Rotation changes the rounding of mixed channels: in 4 bits values apart, which do not rotate, have other codes."""
+    out = generated(CONFIG, "full", kv_dtype=kv_dtype)
+    held, cache = out.cache.layers[0].cache.held, out.cache.layers[0].cache
+    assert held.mixed == (kv_dtype == "int4") and held.shape[-1] == 16
+    query = jax.random.normal(jax.random.key(0), (3, 1, 4, 16))
+    plain = dataclasses.replace(cache, held=dequantise(held))
+    for got, expected in zip(attend_held(query, cache), attend_held(query, plain), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+    seen = np.asarray(out.stats.length)
+    np.testing.assert_array_equal(out.stats.kv_bytes, ({"int8": 16, "int4": 8}[kv_dtype] + 2) * seen)
+    np.testing.assert_array_equal(out.stats.full_bytes_read, out.stats.kv_bytes)
+    # The prompt's codes are rounded keys of the same prompt.
+    exact = read(CONFIG, "full").layers[0].cache
+    written = read(CONFIG, "full", kv_dtype=kv_dtype).layers[0].cache.held
+    np.testing.assert_array_equal(written.codes, stored_like(exact.held, written).codes)
+
+
+def test_keys_cannot_be_rounded_otherwise_than_values():
+    def needed(config, method, kv_dtype):
+        return kvjax.memory_needed(method, config, batch=1, prompt_slots=8, max_new_tokens=8, kv_dtype=kv_dtype)
+
+    for ask in (read, needed):
+        with pytest.raises(ValueError, match="kv_dtype='k8v4' rounds values otherwise than keys, but in latent attention"):
+            ask(CONFIG, "full", kv_dtype="k8v4")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("quest", None), ("quest", "int8"), ("quest", "int4"), ("pariskv", None), ("infllm", "int8"), ("infllm", "int4"),
+        ("verified", None), ("verified", "int4"),
+    ],
+)
+def test_a_row_in_host_memory_is_a_key(name, kv_dtype):
+    method = any_example(name)
+    if name == "verified":  # takes rows back from the ring
+        method = dataclasses.replace(method, draft=any_example("quest"))
+    resident, away = (generated(CONFIG, x, kv_dtype=kv_dtype) for x in (method, method.offloaded(True)))
+    np.testing.assert_array_equal(away.tokens, resident.tokens)
+    np.testing.assert_allclose(away.cache.logits, resident.cache.logits, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(away.stats.kv_bytes, resident.stats.kv_bytes)
+    slots = resident.cache.layers[0].cache.num_slots
+    assert away.stats.host_bytes == len(PROMPTS) * slots * {None: 64, "int8": 16, "int4": 8}[kv_dtype]
+
+
+@pytest.mark.thorough
+def test_values_in_host_memory_are_keys_a_second_time():
+    """TokenSelect scans all keys, which stay on the device; what it attends to crosses the bus."""
+    method = any_example("tokenselect")
+    resident, away = generated(CONFIG, method), generated(CONFIG, dataclasses.replace(method, offload=True))
+    np.testing.assert_array_equal(resident.tokens, away.tokens)
+    np.testing.assert_array_equal(resident.stats.kv_bytes + 64 * resident.stats.attended, away.stats.kv_bytes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("full", None), ("full", "int8"), ("full", "int4"), ("quest", "int8"), ("quest", "int4"), ("tokenselect", None)],
+)
+def test_a_cache_is_filled_for_timing(name, kv_dtype):
+    method = any_example(name) if name == "full" else any_example(name).offloaded(True)
+    cache = filled_cache(method, CONFIG, length=70, batch=2, max_new_tokens=8, kv_dtype=kv_dtype)
+    out = kvjax.generate(PARAMS, cache, max_new_tokens=4)
+    np.testing.assert_array_equal(out.stats.full_bytes_read, 74 * {None: 64, "int8": 18, "int4": 10}[kv_dtype])
+
+
+def test_a_cache_is_forked_and_saved(tmp_path):
+    cache = read(CONFIG, "full")
+    kvjax.save_cache(tmp_path / "cache", cache)
+    fork = kvjax.generate(PARAMS, kvjax.fork(cache, 2), max_new_tokens=6)
+    loaded = kvjax.load_cache(tmp_path / "cache", config=CONFIG, method="full")
+    again = kvjax.generate(PARAMS, loaded, max_new_tokens=6)
+    np.testing.assert_array_equal(np.repeat(again.tokens, 2, axis=0), fork.tokens)
+
+
+def test_one_head_cannot_be_divided_over_devices():
+    with pytest.raises(ValueError, match=re.escape("a model of num_kv_heads=1, intermediate_size=48, vocab_size=64 can be")):
+        CONFIG.local(2)
+
+
+LAWFUL = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
+LAWS = (
+    laws.ragged_rows_equal_alone,
+    laws.generating_in_two_calls_equals_one,
+    laws.decoding_keeps_structure_shapes_and_dtypes,
+    laws.bfloat16_is_kept,
+    laws.resident_bytes_are_the_arrays,
+    laws.ragged_questions_equal_alone,
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "quest")) for x in LAWFUL])
+def test_laws(name):
+    subject = Subject(any_example(name), CONFIG, PARAMS, few_programs=True)
+    for law in LAWS:
+        law(subject)
