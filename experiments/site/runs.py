@@ -94,7 +94,7 @@ class Runs:
         return sorted({x["length"] for x in self.means if x["question"] == question})
 
     def shown(self, question: str) -> list[int]:
-        """List the lengths that tables show: the shortest length, and longer lengths at which few papers' methods are missing.
+        """List the lengths that tables show: the shortest, and longer lengths that few of the papers' methods lack.
 
         A paper's method is missing at a length if it has a mean at the shortest length, but none at this one. A length is
         shown if fewer than half of them are missing; their cells stay empty.
