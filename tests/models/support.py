@@ -22,7 +22,7 @@ from tests.tiny_models import TINY
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 _BLOCK = re.compile(r"(<!-- support: generated[^>]*-->\n).*?(\n<!-- end of support -->)", re.DOTALL)
-_HEAD = ("`model_type`", "logits, layers, decoding equal transformers'", "weights in codes", "GGUF", "methods that it refuses")
+_HEAD = ("`model_type`", "logits and layers as in transformers", "weights in codes", "GGUF", "methods that it refuses")
 
 
 def markdown(coded: list[str]) -> str:
