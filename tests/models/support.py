@@ -21,7 +21,7 @@ from tests import goldens
 from tests.tiny_models import TINY
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
-_BLOCK = re.compile(r"(<!-- support: generated[^>]*-->\n).*?(\n<!-- end of support -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- support: made by[^>]*-->\n).*?(\n<!-- end of support -->)", re.DOTALL)
 _HEAD = ("`model_type`", "logits and layers as in transformers", "weights in codes", "GGUF", "methods that it refuses")
 
 
