@@ -269,13 +269,7 @@ def _rested(passes: Passes, active: Array, wanted: Array, accepted: Array, worth
 
 
 def _drafted(
-    params: Any,
-    sampler: Sampler,
-    draws: Array | None,
-    cache: Cache,
-    first: Array,
-    wanted: Array,
-    place: Array,
+    params: Any, sampler: Sampler, draws: Array | None, cache: Cache, first: Array, wanted: Array, place: Array
 ) -> tuple[Array, Cache]:
     """Decode ``wanted`` int32 [B] tokens with the draft, behind the token ``first`` int32 [B] of each row.
 
@@ -315,8 +309,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
 
     Returns:
         The logits of all tokens, float32 [B, T, V]; the cache, whose layers have the tokens; and for each layer its inputs
-        and the attention mass, which `_committed` needs. A recurrent layer's
-        inputs are the model's function `advance`.
+        and the attention mass, which `_committed` needs. A recurrent layer's inputs are the model's function `advance`.
     """
     methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
     at = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
