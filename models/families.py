@@ -191,9 +191,9 @@ MISSING = {
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
-    "glm4_moe": "experts with a shared expert",
+    "glm4_moe": "a sigmoid router of experts beside attention that is not latent",
     "granitemoehybrid": "layers of a state-space model",
-    "minimax_m2": "experts whose router has a bias",
+    "minimax_m2": "a sigmoid router of experts beside attention that is not latent",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
 }
 
