@@ -65,31 +65,27 @@ RULES = tuple(
     )
     for count in rules.COUNTS
 )
+WORD_PROBLEMS = tuple(
+    Task(
+        name,
+        functools.partial(word_problems.word_problems, single=single),
+        word_problems.score_problems,
+        "",
+        procedures.MOST_TOKENS,
+        takes_depth=False,
+        max_questions=1,
+        about=f"the answers of a sheet of word problems{kind}",
+        measures={"answered": word_problems.score_answered},
+    )
+    for name, single, kind in (
+        ("word_problems_1", True, " of one operation"),
+        ("word_problems", False, ", with the calculations"),
+    )
+)
 LONG_TASKS = (
     *PROCEDURES,
     *EASY_PROCEDURES,
-    Task(
-        "word_problems_1",
-        functools.partial(word_problems.word_problems, single=True),
-        word_problems.score_problems,
-        "",
-        procedures.MOST_TOKENS,
-        takes_depth=False,
-        max_questions=1,
-        about="the answers of a sheet of word problems of one operation",
-        measures={"answered": word_problems.score_answered},
-    ),
-    Task(
-        "word_problems",
-        word_problems.word_problems,
-        word_problems.score_problems,
-        "",
-        procedures.MOST_TOKENS,
-        takes_depth=False,
-        max_questions=1,
-        about="the answers of a sheet of word problems, with the calculations",
-        measures={"answered": word_problems.score_answered},
-    ),
+    *WORD_PROBLEMS,
     *RULES,
     Task(
         "file_turns",

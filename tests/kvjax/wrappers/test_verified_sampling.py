@@ -12,9 +12,8 @@ from jax.scipy.stats import chi2
 
 import kvjax
 import models
-from kvjax.families import AppendOnly
 from kvjax.methods import Full, SnapKV
-from kvjax.typing import pytree
+from tests.kvjax.wrappers.test_verified import Wrong
 
 ROWS, TOP, TOKENS = 640, 3, 3  # rows of a call, tokens that can come at each place, tokens that are compared
 KEYS = (11, 12)
@@ -23,18 +22,6 @@ LEAST = 1e-4  # of the probability that right samples are as far away as the sam
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytree
-class Wrong(AppendOnly):
-    """Drafts tokens that Full seldom agrees with: it attends to the prompt as Full, and turns its steps' outputs around."""
-
-    def compress(self, cache, prompt, room):
-        return cache, None
-
-    def attend(self, state, inputs):
-        out, new = super().attend(state, inputs)
-        return (out, new) if inputs.start is not None else (-20 * out, new)
 
 
 @pytest.fixture(scope="module")
