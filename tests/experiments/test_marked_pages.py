@@ -16,7 +16,7 @@ from experiments.cli import read_record
 from experiments.evaluation import Entry, chance, changes, kendall_tau, mean_scores, plots, solved
 from experiments.evaluation import agreement as agreement_of_models
 from experiments.evaluation.folder import Folder
-from experiments.site import agreement, choice, distance, marks, pages, quality
+from experiments.site import agreement, choice, distance, marks, pages, quality, untouched
 
 ROOT = pathlib.Path(models.__file__).parents[1]
 TASKS = ("niah_single_1", "vt")
@@ -298,3 +298,12 @@ def test_chance_is_the_best_constant_answer():
     ]
     found = chance.chance(asked)
     assert (found.empty, found.answer) == (0.0, "A, B") and found.constant == pytest.approx(200 / 3)
+
+
+@pytest.mark.parametrize(("there", "lengths"), [(("chess", "quest"), [16384]), (("chess", "pariskv"), [16384, 32768])])
+def test_a_length_is_shown_if_most_of_the_papers_methods_have_it(docs, there, lengths):
+    asked = {name: ((20, 11, 16, 14), {}, 0.1) for name in ("full", "chess", "pariskv", "mosaickv", "quest")}
+    write_folder(docs, "qwen-16k", qwen_cells("prefill", 16384, asked), "qwen2.5-coder-1.5b")
+    longer = {name: asked[name] for name in ("full", *there)}
+    write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
+    assert untouched.runs_of(docs).shown("prefill") == lengths
