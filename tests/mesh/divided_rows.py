@@ -212,7 +212,12 @@ def saved(name):
         want = goes_on(params(), kvjax.load_cache(kept, **given))
         for mesh in ("slots=4", "slots=2 model=4", "data=2 model=2"):
             there = spread(mesh, AxisType.Auto)
-            np.testing.assert_array_equal(goes_on(there, kvjax.load_cache(kept, **given, params=there)), want)
+            loaded = kvjax.load_cache(kept, **given, params=there)
+            if (name, mesh) == ("chess", "slots=2 model=4"):  # wrong vectors of pages often choose the same pages
+                made = kvjax.extend(there, read(there, method_of(name)), QUESTIONS)
+                got, expected = loaded.shared.tree.pages, made.shared.tree.pages  # divided slots may have room for more pages
+                np.testing.assert_allclose(got[:, : expected.shape[1]], expected, atol=1e-4)
+            np.testing.assert_array_equal(goes_on(there, loaded), want)
         one = kvjax.extend(params(), read(params(), method_of(name)), QUESTIONS)
         np.testing.assert_array_equal(goes_on(params(), kvjax.fork(one)), want)
         odd = kvjax.prefill(params(), [[1, 2]], **given, max_new_tokens=7, pad_multiple=1)
@@ -256,6 +261,17 @@ def check_divided_codes():
             held = next(x for x in jax.tree.leaves(there.cache.layers, is_leaf=is_storage) if is_storage(x))
             devices = made.plan.shards if name in BOUNDED else made.plan.mesh.size
             assert held.codes[0].codes.addressable_shards[0].data.nbytes * devices == held.codes[0].codes.nbytes
+
+
+def check_codes_of_a_prompt():
+    """Dividing slots moves codes and changes none: sums have the order that they have without the axis ``slots``."""
+    for without, mesh in ((params(), "slots=4"), (spread("model=4"), "slots=2 model=4")):
+        here, there = (read(given, Full(), kv_dtype="k8v4") for given in (without, spread(mesh)))
+        for one, other in zip(here.layers, there.layers, strict=True):
+            held = np.asarray(one.cache.valid)
+            for x, y in zip(*(jax.tree.leaves(state.cache.codes) for state in (one, other)), strict=True):
+                x, y = np.asarray(x), np.asarray(y)[:, :, : held.shape[2]]  # parts of equal size need more slots
+                np.testing.assert_array_equal(x[held], y[held])
 
 
 def check_window_scores():

@@ -38,16 +38,16 @@ class Trace:
     reconstructed: list[int] = dataclasses.field(default_factory=list)  # steps, the prompt's end not among them
     statistics: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # mean and variance of H, per page
     active: set[int] = dataclasses.field(default_factory=set)  # page list after the last step
-    pages: list[np.ndarray] = dataclasses.field(default_factory=list)  # [L * H * D] of each complete page
+    pages: list[np.ndarray] = dataclasses.field(default_factory=list)  # [H * L * D] of each complete page
     chunks: list[np.ndarray] = dataclasses.field(default_factory=list)
     grids: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
 def page_vector(k, first, last, normalize):
-    """Mean of keys ``first`` to ``last`` - 1 of every layer and head of k [L, H, T, D], concatenated."""
+    """Mean of keys ``first`` to ``last`` - 1 of every head and layer of k [L, H, T, D], concatenated."""
     parts = []
-    for layer in range(k.shape[0]):
-        for head in range(k.shape[1]):
+    for head in range(k.shape[1]):
+        for layer in range(k.shape[0]):
             mean = np.zeros(k.shape[3])
             for token in range(first, last):
                 mean += k[layer, head, token]

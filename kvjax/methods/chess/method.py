@@ -133,11 +133,11 @@ class ChessLayer(SlotMethod):
     def count(self, cache: LayerStorage, aux: None, shared: Pages) -> tuple[Array, Array]:
         """Count the metadata that an average step so far has read: only reconstructions read them."""
         tokens = shared.count * self.page_size + cache.cursor % self.page_size
-        nodes = jnp.sum(shared.tree.vectors.any(axis=2), axis=1).astype(jnp.float32)
+        nodes = jnp.sum(shared.tree.mean_keys.any(axis=2), axis=1).astype(jnp.float32)
         if shared.centred:
             nodes = nodes + shared.complete.astype(jnp.float32)
         often = shared.reconstructions.astype(jnp.float32) / jnp.maximum(shared.steps, 1).astype(jnp.float32)
-        vectors = shared.tree.vectors
+        vectors = shared.tree.mean_keys
         per_head = vectors.shape[2] * vectors.dtype.itemsize / (shared.num_layers * cache.key.shape[1])
         heads = (1, cache.key.shape[1])
         return jnp.tile(tokens[:, None], heads), jnp.tile((nodes * often * per_head)[:, None], heads)
@@ -294,7 +294,7 @@ class Chess(Method):
         vector = lax.cond(
             ready.any(),
             lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache), self.normalize),
-            lambda: jnp.zeros((page.shape[0], 1, pages.tree.vectors.shape[2]), jnp.float32),
+            lambda: jnp.zeros((page.shape[0], 1, pages.tree.mean_keys.shape[2]), jnp.float32),
         )
         since = pages.since + ready.astype(jnp.int32)
         triggered = ready & decoding & self._triggered(dataclasses.replace(pages, since=since))

@@ -1,6 +1,6 @@
 """Pages, chunks and grids of a whole model: one vector per page for all layers and KV heads, and selection from the top down.
 
-A page vector is the concatenation, over layers and KV heads, of the mean key of the page's tokens. A chunk vector is the mean
+A page vector is the concatenation, over KV heads and layers, of the mean key of the page's tokens. A chunk vector is the mean
 of the vectors of its complete pages. A grid vector is the mean of the vectors of its chunks. The last chunk and the last grid
 may have fewer members, and their means are over the members that exist. A flat tree has pages alone. The user of this tree is
 `kvjax.methods.Chess`.
@@ -53,15 +53,19 @@ class Shape:
 
 @pytree
 class Nodes:
-    """The vectors of all nodes, of length N = L * H * D; zero for a node that does not exist yet."""
+    """The vectors of all nodes, of length N = H * L * D; zero for a node that does not exist yet.
 
-    vectors: Array  # [B, pages + chunks + grids, N], dtype of the model; one matrix needs one product
+    Heads come first, so that devices that divide the heads have parts of one vector, whatever their number: a saved cache
+    can be loaded on another mesh.
+    """
+
+    mean_keys: Array  # [B, pages + chunks + grids, N], dtype of the model; one matrix needs one product
     shape: Shape = static()
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The numbers of allocated pages, chunks and grids."""
-        return self.shape.parts(self.vectors.shape[1])
+        return self.shape.parts(self.mean_keys.shape[1])
 
     @property
     def pages(self) -> Array:
@@ -85,7 +89,7 @@ class Nodes:
 
     def _level(self, level: int) -> Array:
         first = sum(self.counts[:level])
-        return self.vectors[:, first : first + self.counts[level]]
+        return self.mean_keys[:, first : first + self.counts[level]]
 
 
 def page_vectors(
@@ -127,7 +131,7 @@ def _own_vectors(
         if normalize:
             mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
         vectors.append(mean.swapaxes(1, 2))
-    return jnp.stack(vectors, axis=2).reshape(*pages.shape, -1)
+    return jnp.stack(vectors, axis=3).reshape(*pages.shape, -1)  # [B, P, H, L, D]
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: list[Array] | None, normalize: bool) -> Nodes:
@@ -143,10 +147,10 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: lis
         vectors = axes.joined(_own_vectors(layers, own, shape.page_size, inv_freq, normalize), 1, axes.SLOTS)
     vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
     if shape.fan is None:
-        return Nodes(vectors=vectors, shape=shape)
+        return Nodes(mean_keys=vectors, shape=shape)
     in_chunks = _means(vectors, complete, shape.fan[0], chunks)
     in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
-    return Nodes(vectors=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
+    return Nodes(mean_keys=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
 
 
 def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
@@ -163,10 +167,10 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     """
     fan, (count, chunks, _) = nodes.shape.fan, nodes.counts
     row = jnp.arange(page.shape[0])
-    past = nodes.vectors.shape[1]  # no node has this index, so a write to it is dropped
-    vectors = nodes.vectors.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.vectors.dtype), mode="drop")
+    past = nodes.mean_keys.shape[1]  # no node has this index, so a write to it is dropped
+    vectors = nodes.mean_keys.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.mean_keys.dtype), mode="drop")
     if fan is None:
-        return dataclasses.replace(nodes, vectors=vectors)
+        return dataclasses.replace(nodes, mean_keys=vectors)
     chunk = page // fan[0]
     grid = chunk // fan[1]
 
@@ -179,7 +183,7 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     vectors = vectors.at[row, jnp.where(when, count + chunk, past)].set(new, mode="drop")
     new = mean(vectors, count, chunks, fan[1], grid, chunk + 1)
     vectors = vectors.at[row, jnp.where(when, count + chunks + grid, past)].set(new, mode="drop")
-    return dataclasses.replace(nodes, vectors=vectors)
+    return dataclasses.replace(nodes, mean_keys=vectors)
 
 
 def mean_page(nodes: Nodes, complete: Array) -> Array:
@@ -289,8 +293,8 @@ def score_nodes(nodes: Nodes, anchor: Array) -> tuple[Array, Array, Array]:
     """Multiply an anchor float32 [B, N] with every node, in one matrix product: float32 per page, chunk and grid."""
     score = jnp.einsum(
         "bn,bpn->bp",
-        anchor.astype(nodes.vectors.dtype),
-        nodes.vectors,
+        anchor.astype(nodes.mean_keys.dtype),
+        nodes.mean_keys,
         preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST,
     )

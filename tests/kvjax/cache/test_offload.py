@@ -234,7 +234,7 @@ def test_page_vectors_of_another_reading_come_from_offloaded_keys(kind):
     got, want = (turns(cache) for cache in caches)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1].cache.shared.active, want[1].cache.shared.active)
-    np.testing.assert_array_equal(got[1].cache.shared.tree.vectors, want[1].cache.shared.tree.vectors)
+    np.testing.assert_array_equal(got[1].cache.shared.tree.mean_keys, want[1].cache.shared.tree.mean_keys)
 
 
 def test_memory_of_layers_that_differ():

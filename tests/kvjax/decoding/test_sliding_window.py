@@ -231,7 +231,7 @@ def test_state_that_layers_share_is_of_the_layers_without_a_window():
     check_windows(FIRST, windowed)
     shapes = [[x.shape for x in jax.tree.leaves(cache.layers[1])] for cache in (plain, windowed)]
     assert shapes[0] == shapes[1]
-    width = [cache.shared.tree.vectors.shape[2] for cache in (plain, windowed)]
+    width = [cache.shared.tree.mean_keys.shape[2] for cache in (plain, windowed)]
     assert width == [2 * 2 * 8, 2 * 8] and windowed.shared.num_layers == 1
 
 

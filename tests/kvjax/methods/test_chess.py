@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
+from kvjax.cache import LayerCache
 from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import PRESETS, PRINTED, Chess
@@ -211,7 +212,7 @@ def test_centring_finds_the_page_that_resembles_the_newest():
     vectors[5] += topic
     anchor = common + topic
     shape = page_tree.Shape(page_size=4, fan=None)
-    nodes = page_tree.Nodes(vectors=jnp.asarray(vectors[None], jnp.float32), shape=shape)
+    nodes = page_tree.Nodes(mean_keys=jnp.asarray(vectors[None], jnp.float32), shape=shape)
     mean = page_tree.mean_page(nodes, jnp.array([40]))
     np.testing.assert_allclose(mean[0], vectors.mean(axis=0), rtol=1e-5)
     everywhere = jnp.ones((1, 40), bool)
@@ -259,6 +260,23 @@ def test_page_vectors_equal_the_oracles(rope, normalize):
     data = recording(11, 2, 2, 2, 16)
     data = (data[0], data[1] * np.array([1, 7])[:, None, None, None, None].astype(np.float32), *data[2:])
     compare(knobs, data)
+
+
+def test_devices_that_divide_heads_have_parts_of_a_page_vector():
+    """In the order of the heads, so a saved cache has the same vectors on every mesh."""
+    _, key, value, *_ = recording(14, 2, 2, 2, 16)
+
+    def layers(heads):
+        position = jnp.broadcast_to(jnp.arange(key.shape[3], dtype=jnp.int32), key[0][:, heads].shape[:3])
+        cursor = jnp.full((key.shape[1],), key.shape[3], jnp.int32)
+        stored = zip(key[:, :, heads], value[:, :, heads], strict=True)
+        return [LayerCache(key=k, value=v, position=position, cursor=cursor) for k, v in stored]
+
+    pages = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (key.shape[1], 3))
+    whole, *parts = (
+        page_tree.page_vectors(layers(heads), pages, 4, None, False) for heads in (slice(None), slice(1), slice(1, 2))
+    )
+    np.testing.assert_array_equal(jnp.concatenate(parts, axis=2), whole)
 
 
 def thresholds(data):
