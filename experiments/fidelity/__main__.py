@@ -54,7 +54,9 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
     command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
     model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
-    Runner(settings, model, command.out, force=command.force, progress=not command.quiet).run()
+    other = settings.reference
+    reference = None if other is None else load_model(other, settings.dtype, offline=settings.offline)
+    Runner(settings, model, command.out, reference=reference, force=command.force, progress=not command.quiet).run()
     record = read_record(command.out)
     written = [command.out / "table.md"]
     write_bytes(written[0], fidelity_tables(record).encode())

@@ -74,6 +74,8 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
         f"{', '.join(dict.fromkeys(map(short_commit, commits or [record.get('commit')])))}."
     )
     legend = _LEGEND + _ACCEPTED * _has_accepted(record["metrics"])
+    if other := settings.get("reference"):
+        about += f" Full is the reference's: {other['model']}, {other['dtype']}."
     parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}", about, legend]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import pathlib
@@ -42,6 +43,7 @@ from models.progress import progress_bar
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
 _KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
 FILE = "metrics.json"
+_ABOUT = {"model": "name", "weights": "weights", "dtype": "dtypes"}  # what a record says of a reference
 _RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
 _LIBRARY = frozenset(("code", "tools"))  # streams that are made from Python's standard library
 
@@ -74,12 +76,13 @@ class Runner:
         settings: what to measure.
         model: the model.
         out: the result folder; its rows are not measured again.
+        reference: the model whose Full the rows are compared with; None means ``model``.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a length beyond the model's limit, a method that refuses its knobs or keeps rows in host memory, or a
-            folder that holds rows of other settings.
+        ValueError: a length beyond a model's limit, a method that refuses its knobs or keeps rows in host memory, a
+            reference with another vocabulary, or a folder that holds rows of other settings.
     """
 
     def __init__(
@@ -88,13 +91,17 @@ class Runner:
         model: LoadedModel,
         out: pathlib.Path,
         *,
+        reference: LoadedModel | None = None,
         force: bool = False,
         progress: bool = True,
     ) -> None:
-        limit, longest = model.config.max_position_embeddings, max(settings.lengths)
-        if longest > limit:
-            raise ValueError(f"lengths must be at most {limit} tokens, what {model.name} was made for, got {longest}")
-        self.settings, self.model, self._progress = settings, model, progress
+        self.settings, self.model, self._reference, self._progress = settings, model, reference or model, progress
+        for one in (model, self._reference):
+            limit, longest = one.config.max_position_embeddings, max(settings.lengths)
+            if longest > limit:
+                raise ValueError(f"lengths must be at most {limit} tokens, what {one.name} was made for, got {longest}")
+        if reference is not None and _vocabulary(reference) != _vocabulary(model):
+            raise ValueError(f"reference must have the vocabulary of {model.name}, got {reference.name} with another one")
         for choice in settings.choices:
             for length in settings.lengths:
                 method = self._setting(choice, length, {}).method
@@ -115,6 +122,7 @@ class Runner:
             "dtype": dataclasses.replace(model, kv_dtype=settings.kv_dtype).dtypes,
             "template": settings.template,
             "template_variables": dict(settings.template_variables),
+            "reference": reference and {name: getattr(reference, of) for name, of in _ABOUT.items()},
         }
         self.path = out / FILE
         self.results = Results(self.path, "fidelity", common, fresh=force)
@@ -134,15 +142,15 @@ class Runner:
         for length, stream in jobs:
             texts[length, stream] = self.texts(stream, length, texts)
         bar = progress_bar(total=total, unit="row", disable=not self._progress)
-        with Programs(self.model.params, self.model.config) as programs, bar:
+        with Programs(self.model.params, self.model.config) as programs, self._reference_programs(programs) as other, bar:
             for (length, stream), mine in jobs.items():
                 first = texts[length, stream].rows(0, self._rows(length))[1]
-                programs.ahead(self._full(length), first)
+                other.ahead(self._full(length), first)
                 for job in mine:
                     programs.ahead(job.method, first, self.settings.kv_dtype)
             self._note_run()
             for cell, mine in jobs.items():
-                self._measure(mine, texts[cell], programs, bar, begun)
+                self._measure(mine, texts[cell], programs, other, bar, begun)
 
     def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
         """Make the texts of a stream at a length; greedy takes its questions from ``made`` if it has the answers stream."""
@@ -153,13 +161,15 @@ class Runner:
         if stream == "tools":
             return streams.tools(self.model, self.settings, length, self._around, self._again)
         asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
-        return asked if stream == "answers" else streams.greedy(self.model, asked, self._rows(length))
+        return asked if stream == "answers" else streams.greedy(self._reference, asked, self._rows(length))
 
-    def _measure(self, jobs: Sequence[Job], texts: Texts, programs: Programs, bar: Any, begun: float) -> None:
-        """Measure the rows of a stream at a length."""
+    def _measure(
+        self, jobs: Sequence[Job], texts: Texts, programs: Programs, other: Programs, bar: Any, begun: float
+    ) -> None:
+        """Measure the rows of a stream at a length; ``other`` are the programs of the reference."""
         rows, full = self._rows(jobs[0].length), self._full(jobs[0].length)
         batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
-        reference = Reference(lambda batch: programs.run(full, batch)[0])
+        reference = Reference(lambda batch: other.run(full, batch)[0])
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
             bar.set_postfix_str("compiling")
@@ -235,6 +245,12 @@ class Runner:
             return stream in _LIBRARY
         return reads_library(self.settings.task, self.settings.task_haystack)
 
+    def _reference_programs(self, programs: Programs) -> contextlib.AbstractContextManager[Programs]:
+        """Make the programs of the reference; the model's own where the model is its own reference."""
+        if self._reference is self.model:
+            return contextlib.nullcontext(programs)
+        return Programs(self._reference.params, self._reference.config)
+
     def _rows(self, length: int) -> int:
         return batch_rows(length, self.settings.batch_tokens, self.settings.samples)
 
@@ -267,6 +283,11 @@ class Reference:
         if made.nbytes + sum(logits.nbytes for logits in self._kept.values()) <= _KEPT_BYTES:
             self._kept[index] = made
         return made
+
+
+def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
+    """Return the number of logits, and the number of every token."""
+    return model.config.vocab_size, model.tokenizer.get_vocab()
 
 
 def _fits(own: Any, room: Any) -> bool:

@@ -41,6 +41,9 @@ class FidelitySettings(ModelSettings):
         batch_tokens: rows x length that run together
         kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4; rows are still compared with Full in the
             dtype of computation, and the row of Full shows the effect of rounding (default: in the dtype of computation)
+        reference: the model whose Full is the reference, with weights as numbers: a name, a directory or a GGUF file with the
+            same vocabulary; beside weight_dtype the row of Full shows the effect of rounded weights (default: the measured
+            model)
 
     Raises:
         ValueError: unknown names, numbers out of range.
@@ -62,6 +65,7 @@ class FidelitySettings(ModelSettings):
     seed: int = 0
     batch_tokens: int = 65536
     kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("samples", "tokens", "batch_tokens"):

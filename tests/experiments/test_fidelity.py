@@ -20,6 +20,7 @@ from experiments.fidelity.distance import Distance, distance, follow_text
 from experiments.fidelity.plots import pieces
 from experiments.fidelity.programs import Programs, shared_room
 from experiments.fidelity.report import difference, table, turns_table
+from experiments.fidelity.run import Runner
 from experiments.fidelity.settings import FidelitySettings
 from experiments.fidelity.summary import by_turn, summary, tokens_per_pass
 from experiments.tasks import code_files, tool_turns
@@ -347,6 +348,33 @@ def test_a_short_file_is_refused(directory, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("A short text. " * 20)
     assert run(directory, tmp_path / "out", "--quiet", "--haystack", f"file:{tmp_path / 'short.txt'}") == 2
     assert "use shorter lengths or a longer text" in capsys.readouterr().err
+
+
+def test_coded_weights_are_compared_with_the_numbers_of_a_reference(directory, model, tmp_path):
+    """The row of Full is the distance of the two models' logits, and not of a model from itself."""
+    flags = ["--lengths", "96", "--tokens", "8", "--samples", "2", "--streams", "prose", "--methods", "full"]
+    flags += ["--model", str(directory), "--weight-dtype", "int8", "--reference", str(directory), "--out", str(tmp_path)]
+    assert main([*flags, "--no-plot", "--quiet"]) == 0
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    coded = load_model(directory, weight_dtype="int8")
+    made = texts.prose(model, FidelitySettings(lengths=(96,), tokens=8, samples=2), 96)
+    arrays = [jnp.asarray(x) for x in (made.prompts, made.lengths, made.forced, made.counts)]
+    full, logits = (follow_text(one.params, Full(), *arrays, model=one.config)[0] for one in (model, coded))
+    kl = [exact(*np.asarray((full[step, row], logits[step, row])), 0)[0] for step, row in np.ndindex(8, 2)]
+    (row,) = record["metrics"]
+    assert row["method"] == "full" and row["value"] > 1e-7
+    np.testing.assert_allclose(row["value"], np.mean(kl), rtol=1e-2)
+    numbers = {"model": model.name, "weights": model.weights, "dtype": "float32"}
+    assert record["settings"]["reference"] == numbers and record["settings"]["weights"] == coded.weights
+    assert f"the reference's: {model.name}, float32." in (tmp_path / "table.md").read_text()
+
+
+def test_a_reference_has_the_same_tokens_and_enough_positions(model, tmp_path):
+    settings = FidelitySettings(lengths=(512,))
+    for name, value, expected in (("vocab_size", 7, "vocabulary of"), ("max_position_embeddings", 256, "at most 256 tokens")):
+        other = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_ids=(), **{name: value}))
+        with pytest.raises(ValueError, match=expected):
+            Runner(settings, model, tmp_path, reference=other)
 
 
 def test_differences_pair_the_same_texts():
