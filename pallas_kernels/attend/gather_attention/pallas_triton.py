@@ -23,6 +23,7 @@ from pallas_kernels._triton.quantised import check_codes, nibbles, unpacked
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config, partial_shapes
+from pallas_kernels.attend.gather_attention import code_kernel, entries
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
@@ -30,7 +31,6 @@ from pallas_kernels.numerics import merge_with, product_precision
 
 PROGRAMS = 528  # four per streaming multiprocessor of an H100 or H200, whose shared memory holds no more at once
 MOST_SPLITS = 64  # every partial adds to the work of the merge
-MOST_SEEN = 1 << 13  # entries whose mask a program reads at once before its first step
 
 
 def default_config(lists: int, listed: int, rotating: bool = False) -> Config:
@@ -75,9 +75,10 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
 
         def load(x, row, asked, behind=0):
             if not packed:
-                return load_rows(x, (b, h), row, asked, behind + part.start + jnp.arange(part.size, dtype=jnp.int32))
+                channel = behind + part.start + jnp.arange(part.size, dtype=jnp.int32)
+                return entries.load_rows(x, (b, h), row, asked, channel)
             byte, shift = nibbles(part.start, part.size, dim)
-            return unpacked(load_rows(x, (b, h), row, asked, behind + byte), shift, jnp.int8)
+            return unpacked(entries.load_rows(x, (b, h), row, asked, behind + byte), shift, jnp.int8)
 
         if "host" not in ref or near.shape[2] == ref["host"].shape[2]:
             return load(near, row, asked).astype(queries[0].dtype)
@@ -92,11 +93,11 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     def add(step, sums):
         # Keys and values of the block are loaded together, before anything waits for them.
         entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
-        row, item, asked, listed = listed_rows(ref, b, h, entry, page_size)
+        row, item, asked, listed = entries.listed_rows(ref, b, h, entry, page_size)
         keys = [read("key", row, asked, part) for part in halves]
         values = read("value", row, asked, pl.ds(0, dim))
         if rotating:
-            place = _of_list(ref["place"], b, h, item).astype(jnp.float32)
+            place = entries.of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
         logits = (
             sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
@@ -104,7 +105,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         if isinstance(ref["key"], Quantised):
             logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:
-            logits = logits + _bias(ref["bias"], b, h, repeated, item)
+            logits = logits + entries.bias_of(ref["bias"], b, h, repeated, item)
         # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0. Rows that
         # were not asked for are 0 already. Slots with positions are loaded before it is known which hold a token.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
@@ -116,65 +117,13 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
-    # The bound is traced, so a single step stays a loop, in which keys and values are loaded together.
-    blocks = pl.cdiv(ref["slots"].shape[2] * page_size, block)
-    steps = jax.lax.div(blocks - split + (splits - 1), splits)
-    size = pl.next_power_of_2(pl.cdiv(blocks, splits) * block)
-    if not logits_ref and block < size <= MOST_SEEN:  # logits are written for every block
-        steps = jnp.minimum(steps, _live_steps(ref, b, h, split, size, block, splits, page_size))
+    # Logits are written for every block.
+    steps = entries.steps(ref, b, h, split, block, splits, page_size, every=bool(logits_ref))
     sums = jax.lax.fori_loop(0, steps, add, online_softmax.nothing(queries[0].shape[0], dim))
     out, lse = online_softmax.result(sums)
     # Repeated query heads write equal values to the same address.
     out_ref[b * heads + h, split, repeated, :] = out.astype(out_ref.dtype)
     lse_ref[b * heads + h, split, repeated] = lse
-
-
-def _live_steps(ref, b, h, split, size, block, splits, page_size):
-    """Count a program's steps up to the last one with an unmasked entry, over ``size`` entries or more than it has."""
-    at = jnp.arange(size, dtype=jnp.int32)
-    step = jax.lax.div(at, block)
-    entry = (step * splits + split) * block + jax.lax.rem(at, block)
-    items = ref["slots"].shape[2]
-    item = jnp.minimum(jax.lax.div(entry, page_size), items - 1)
-    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
-    return jnp.max(jnp.where(listed, step + 1, 0))
-
-
-def load_rows(x, at, row, asked, channel):
-    """Load channels ``channel`` int32 [C] of ``row`` [N] of ``x[at]``: [N, C]; 0 where not ``asked`` [N]."""
-    channel = jnp.broadcast_to(channel[None], (row.shape[0], channel.shape[0]))
-    row, asked = (jnp.broadcast_to(y[:, None], channel.shape) for y in (row, asked))
-    none = 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0  # Triton makes no float8 of an integer
-    return plt.load(x.at[*at, row, channel], mask=asked, other=none)
-
-
-def _of_list(ref, b, h, item):
-    """Read entries ``item`` of the head's own list, or of the list that all heads share."""
-    return ref[b, h if ref.shape[1] > 1 else 0, item]
-
-
-def _bias(ref, b, h, heads, item):
-    """Read the bias of entries ``item`` [block] for query ``heads`` [G]: [G, block], or [1, block] if all share it."""
-    if len(ref.shape) == 3:
-        return _of_list(ref, b, h, item)[None, :]
-    shape = heads.shape[0], item.shape[0]
-    return ref[b, h, jnp.broadcast_to(heads[:, None], shape), jnp.broadcast_to(item[None, :], shape)]
-
-
-def listed_rows(ref, b, h, entry, page_size):
-    """Find each entry's row in the cache, its item of the list, whether to read the row, and whether it enters."""
-    slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
-    item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
-    listed = (entry < items * page_size) & _of_list(ref["mask"], b, h, item)
-    # Clip: an index out of range would read out of bounds.
-    row = jnp.clip(_of_list(ref["slots"], b, h, item), 0, (slots - 1) // page_size)
-    if page_size > 1:
-        row = row * page_size + jax.lax.rem(entry, page_size)
-        listed &= row < slots
-    row, asked = jnp.where(listed, row, 0), listed
-    if "position" in ref:  # loaded beside the keys and the values, which do not wait for it
-        listed &= ref["position"][b, h, row] >= 0
-    return row, item, asked, listed
 
 
 def gather_attention(
@@ -202,7 +151,13 @@ def gather_attention(
         return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
     if config is None:
         config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
-    operands = {"query": query, "key": key, "value": value, "slots": slots, "mask": mask}
+    if code_kernel.takes(query, key, value, optional.get("place"), rows):
+        operands = code_kernel.operands(query, key, value)
+        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
+    else:
+        operands = {"query": query, "key": key, "value": value}
+        body = functools.partial(_kernel, sinks=sinks_of(rows))
+    operands |= {"slots": slots, "mask": mask}
     operands |= {name: x for name, x in optional.items() if x is not None}
     if rows is not None:
         operands |= {"host": rows.host, "newest": rows.newest}
@@ -211,14 +166,13 @@ def gather_attention(
     whole = config.splits == 1 and partials is None
     out, lse, *products = triton_call(
         functools.partial(
-            _kernel,
+            body,
             names=tuple(operands),
             structure=structure,
             scale=scale,
             block=config.block,
             splits=config.splits,
             page_size=page_size,
-            sinks=sinks_of(rows),
             interpret=interpret,
         ),
         grid=(batch, heads, config.splits),

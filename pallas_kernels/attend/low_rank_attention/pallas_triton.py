@@ -21,7 +21,8 @@ from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import LEAST, Config, partial_shapes, powers
-from pallas_kernels.attend.gather_attention.pallas_triton import default_config, listed_rows, load_rows
+from pallas_kernels.attend.gather_attention.entries import listed_rows, load_rows
+from pallas_kernels.attend.gather_attention.pallas_triton import default_config
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
 from pallas_kernels.numerics import product_precision
 

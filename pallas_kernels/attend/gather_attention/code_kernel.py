@@ -1,0 +1,122 @@
+"""The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
+
+A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is asked
+for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of keys
+become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`): the two digits of a query, with which the kernel
+for all slots saves that, need the largest number of the query before the first product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._triton import code_products as codes
+from pallas_kernels._triton import online_softmax
+from pallas_kernels._triton.pallas import pl, plt
+from pallas_kernels.attend.gather_attention import entries
+from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import LOG2_E, finite_or_zero
+
+
+def takes(query: jax.Array, key: Any, value: Any, place: Any, rows: Any) -> bool:
+    """Tell whether this kernel runs for operands that the check of "pallas_triton" accepts."""
+    return (
+        isinstance(key, Quantised)
+        and isinstance(value, Quantised)
+        and query.dtype == jnp.bfloat16
+        and place is None
+        and rows is None
+        and all(x.shape[3] >= codes.LEAST_WIDTH * (2 if x.packed else 1) for x in (key, value))
+        and key.scale.size % 2 == 0
+    )
+
+
+def operands(query: jax.Array, key: Quantised, value: Quantised) -> dict[str, jax.Array]:
+    """Prepare the operands that `kernel` takes for a query, keys and values: their bytes, seen in other units."""
+
+    def words(x):  # two neighbours of 16 bits are one word
+        return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int32)
+
+    scales = {f"{name}_scale": words(x.scale.reshape(-1)) for name, x in (("key", key), ("value", value))}
+    return {"query": words(query), "key": codes.pairs(key.codes), "value": codes.pairs(value.codes)} | scales
+
+
+def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Take the two bfloat16 of each word, as float32."""
+    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (word << 16, word & -65536))
+
+
+def _queries(ref: Any, at: tuple, head: jax.Array, kind: str) -> list[jax.Array]:
+    """Load the queries of ``head`` int32 [R], channels as in `codes.channels`; rows are filled up to 16 with zeros."""
+    size, rows = ref.shape[-1] // (2 if kind == "int4" else 1), head.shape[0]
+    row = jnp.arange(max(2 * codes.ROWS, rows), dtype=jnp.int32)
+    of = codes.folded(head, row.shape[0] // rows)
+    pieces = [_halves(ref[*at, of, pl.ds(first, size)]) for first in range(0, ref.shape[-1], size)]
+    held = (row < rows)[:, None]
+    return [jnp.where(held, x, 0).astype(jnp.bfloat16) for which in (0, 1) for x in (piece[which] for piece in pieces)]
+
+
+def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, interpret):
+    """Do what `pallas_triton`'s kernel does, on `operands`, whose codes have these ``kinds``."""
+    refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
+    b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, group = ref["query"].shape[1:3]
+    dim, slots = out_ref.shape[3], ref["key"].shape[2]
+    key_kind, value_kind = kinds
+    rows = max(codes.ROWS, pl.next_power_of_2(group))
+    fold = 2 if rows == codes.ROWS else 1
+    head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
+    queries = _queries(ref["query"], (b, h), head, key_kind)
+
+    def scales(name, row, asked):
+        at = (b * heads + h) * slots + row
+        even, odd = _halves(plt.load(ref[name].at[at >> 1], mask=asked, other=0))
+        return jnp.where((at & 1) == 0, even, odd)
+
+    def read(name, row, asked):
+        channel = jnp.arange(ref[name].shape[3], dtype=jnp.int32)
+        return entries.load_rows(ref[name], (b, h), row, asked, channel)
+
+    def add(step, sums):
+        # All of the block is loaded together, before anything waits for it.
+        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
+        row, item, asked, listed = entries.listed_rows(ref, b, h, entry, page_size)
+        keys, values = read("key", row, asked), read("value", row, asked)
+        key_scale, value_scale = scales("key_scale", row, asked), scales("value_scale", row, asked)
+        keys = codes.values(keys, key_kind, interpret)
+        product = functools.reduce(jnp.add, (plt.dot(q, k, trans_b=True) for q, k in zip(queries, keys, strict=True)))
+        product = product if fold == 1 else jnp.sum(product.reshape(2, rows, block), axis=0)
+        logits = product * (key_scale * (scale / codes.UNIT[key_kind]))[None, :]
+        if "bias" in ref:
+            logits = logits + entries.bias_of(ref["bias"], b, h, head, item)
+        # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
+        logits = jnp.where(listed[None, :], logits, -jnp.inf)
+        online_softmax.store_logits(logits_ref, (b, h), head, entry, logits, entry < ref["slots"].shape[2])
+        total, maximum, outs = sums
+        risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
+        shift = finite_or_zero(risen)
+        decay = codes.exp2((maximum - shift) * LOG2_E, interpret)
+        weight = codes.exp2((logits - shift[:, None]) * LOG2_E, interpret)
+        share = (weight * jnp.where(listed, value_scale, 0)[None, :]).astype(jnp.bfloat16)
+        share, kept = codes.folded(share, fold), codes.folded(decay, fold)[:, None]
+        values = codes.values(values, value_kind, interpret)
+        outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, values, strict=True))
+        return total * decay[:, None] + weight, risen, outs
+
+    pieces = codes.channels(value_kind, dim)
+    total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
+    outs = tuple(jnp.zeros((fold * rows, piece.shape[0]), jnp.float32) for piece in pieces)
+    steps = entries.steps(ref, b, h, split, block, splits, page_size, every=bool(logits_ref))
+    total, maximum, outs = lax.fori_loop(0, steps, add, (total, jnp.full((rows,), -jnp.inf, jnp.float32), outs))
+    total = jnp.sum(total, axis=1)
+    divisor = codes.folded(jnp.where(total > 0, total, 1) * codes.UNIT[value_kind], fold)[:, None]
+    # Repeated query heads write equal values to the same address.
+    for out, piece in zip(outs, pieces, strict=True):
+        out_ref[b * heads + h, split, codes.folded(head, fold)[:, None], piece[None, :]] = (out / divisor).astype(out_ref.dtype)
+    lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) + jnp.log(total)
