@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.api import programs
+from kvjax.decoding.rests import rested
 from kvjax.decoding.sampling import Sampler
-from kvjax.decoding.verify import _rested
 from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
@@ -176,12 +176,12 @@ def test_a_rest_doubles_until_a_try_is_worth_it():
     rests = []
     for kept in (0, 0, 0, 0, 0, 0, 2, 0):
         accepted = jnp.full(3, kept).at[2].set(0)
-        passes = _rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
+        passes = rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
         rests.append(int(passes.rest[0]))
     assert rests == [65, 129, 257, 513, 1025, 1025, 65, 129]
-    waking = _rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
+    waking = rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
     assert not waking.rest.any() and int(waking.last_rest[0]) == 128
-    trusted = _rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
+    trusted = rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
     assert not trusted.rest.any() and not trusted.last_rest.any()
 
 
