@@ -30,20 +30,28 @@ from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
+from kvjax.decoding.progress import (
+    active_rows,
+    draw,
+    ends,
+    goes_on,
+    keys_of_draws,
+    largest,
+    left_tokens,
+    next_token,
+    written,
+)
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.sampling import Sampler, rows_of
+from kvjax.decoding.rests import alone_steps, rate_of, rested, run_alone
+from kvjax.decoding.sampling import Sampler
 from kvjax.method import LayerMethod, settle_due
 from kvjax.typing import EMPTY, attention_soft_cap, method_layers
 from kvjax.wrappers.verified import Verified, noted
-from kvjax.wrappers.verified_alone import alone, can_wait, told
+from kvjax.wrappers.verified_alone import waking_rounds
 from kvjax.wrappers.verified_layer import Passes, VerifiedLayer
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
-
-_REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
-_BLOCK = 64  # most steps of a rest after which the draft is told of the tokens
-_UNIT = 4  # steps of a rest between two looks at its end: their number is known, so a host need not wait for each
 
 
 def drafts_tokens(cache: Cache) -> bool:
@@ -65,25 +73,20 @@ def run_verified(
 ) -> Decoded:
     """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended."""
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
-    draws, last = (None, None) if key is None else _keys(key, steps)
-    step = functools.partial(advance, params, sampler, eos, limits, draws=draws)
-    end = lax.while_loop(functools.partial(_goes_on, limits), step, start)
+    draws, last = (None, None) if key is None else keys_of_draws(key, steps)
+    step = functools.partial(advance, params, sampler, eos, limits, draws=draws, may_end=stop_early)
+    end = lax.while_loop(functools.partial(goes_on, limits), step, start)
     return dataclasses.replace(end, key=last)
 
 
-def _keys(key: Array, steps: int) -> tuple[Array, Array]:
-    """Return the keys of ``steps`` draws, as `decode_once` splits them off, and the key that is left."""
-
-    def split(key: Array, _: None) -> tuple[Array, Array]:
-        draw, key = jax.random.split(key)
-        return key, draw
-
-    last, draws = lax.scan(split, key, length=steps)
-    return draws, last
-
-
 def advance(
-    params: Any, sampler: Sampler, eos: Array, limits: Array | None, now: Decoded, draws: Array | None = None
+    params: Any,
+    sampler: Sampler,
+    eos: Array,
+    limits: Array | None,
+    now: Decoded,
+    draws: Array | None = None,
+    may_end: bool = True,
 ) -> Decoded:
     """Run rounds, and blocks of steps of Full alone, each until the other's turn comes; at least one of them.
 
@@ -94,56 +97,21 @@ def advance(
         limits: int32 [B], most tokens of each row, or None.
         now: the state before.
         draws: N keys, one for each place of the result; None if nothing is drawn at random.
+        may_end: whether a row may end before it has N tokens.
     """
-
     given = params, sampler, eos, limits, draws
     rounds = functools.partial(_round, *given)
     if cast("Verified", now.cache.method).worth is None:
-        return lax.while_loop(functools.partial(_goes_on, limits), rounds, now)
+        return lax.while_loop(functools.partial(goes_on, limits), rounds, now)
 
     def rests(now: Decoded) -> Array:
-        return _goes_on(limits, now) & (_units(limits, now) > 0)
+        return goes_on(limits, now) & (alone_steps(limits, now) > 0)
 
     def tries(now: Decoded) -> Array:
-        return _goes_on(limits, now) & (_units(limits, now) == 0)
+        return goes_on(limits, now) & (alone_steps(limits, now) == 0)
 
-    return lax.while_loop(tries, rounds, lax.while_loop(rests, functools.partial(_block, *given), now))
-
-
-def _left(limits: Array | None, now: Decoded) -> Array:
-    """Count the tokens that each row may still get: int32 [B]."""
-    return (now.tokens.shape[1] if limits is None else limits) - now.num_tokens
-
-
-def _active(limits: Array | None, now: Decoded) -> Array:
-    """Mark the rows that get more tokens: bool [B]. A row that only has as many as this call may give it is not done."""
-    return ~now.done & (_left(limits, now) > 0)
-
-
-def _goes_on(limits: Array | None, now: Decoded) -> Array:
-    """Tell whether any row, on any device, gets more tokens: a bool scalar."""
-    return ~axes.every(~_active(limits, now).any())
-
-
-def _unit(now: Decoded) -> int:
-    """Return the steps of Full alone that run without a look at the rest's end; a call for fewer tokens has fewer."""
-    return min(_UNIT, now.tokens.shape[1])
-
-
-def _units(limits: Array | None, now: Decoded) -> Array:
-    """Count the units of steps of Full alone that come next, for all rows on all devices: an int32 scalar.
-
-    A rest is some units and one token more, which is a round without drafted tokens: it shows the draft what Full attends to
-    now. Rounds without drafted tokens also end a call in which there is no room for a unit.
-    """
-    passes, unit = cast("Passes", now.cache.shared), _unit(now)
-    rest, left = _largest(limits, now, passes.rest) - 1, _largest(limits, now, _left(limits, now))
-    return jnp.maximum(jnp.minimum(-(-rest // unit), left // unit), 0)
-
-
-def _largest(limits: Array | None, now: Decoded, count: Array) -> Array:
-    """Return the largest ``count`` int32 [B] of the rows, on all devices, that get more tokens: an int32 scalar."""
-    return axes.most(jnp.max(jnp.where(_active(limits, now), count, 0)), axes.DATA)
+    rest = functools.partial(run_alone, *given, may_end=may_end)
+    return lax.while_loop(tries, rounds, lax.while_loop(rests, rest, now))
 
 
 def _depth(limits: Array | None, now: Decoded) -> Array:
@@ -151,63 +119,10 @@ def _depth(limits: Array | None, now: Decoded) -> Array:
     method, passes = cast("Verified", now.cache.method), cast("Passes", now.cache.shared)
     if method.worth is None:
         return jnp.int32(method.depth)
-    rate = _rate(passes, _active(limits, now))
+    rate = rate_of(passes, active_rows(limits, now))
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
-    return jnp.minimum(depth, _largest(limits, now, _left(limits, now)) - 1)
-
-
-def _rate(passes: Passes, active: Array) -> Array:
-    """Average the rate of agreement of the rows that are ``active`` bool [B], on all devices: a float32 scalar."""
-    count = jnp.maximum(axes.total(jnp.sum(active, dtype=jnp.float32), axes.DATA), 1)
-    return axes.total(jnp.sum(jnp.where(active, passes.rate, 0)), axes.DATA) / count
-
-
-def _draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> Array:
-    """Draw tokens int32 [B, T] from logits float32 [B, T, V] for the places int32 [B, T] of the result."""
-    keys = None
-    if draws is not None:
-        keys = draws[jnp.minimum(place, len(draws) - 1)]
-        row = jnp.broadcast_to(rows_of(len(place))[:, None], place.shape)
-        keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, row)
-        keys = keys.reshape(-1, *keys.shape[2:])
-    return sampler.draw_each(logits.reshape(-1, logits.shape[-1]), keys).reshape(place.shape)
-
-
-def _next(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) -> tuple[Array, Array]:
-    """Draw the next token int32 [B] of each row, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
-    logits = now.cache.logits
-    token = _draw(sampler, logits[:, None], draws, now.num_tokens[:, None])[:, 0]
-    broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
-    return jnp.where(active, token, padding_token(now.cache.model)), jnp.where(broken, now.num_tokens, now.bad_step)
-
-
-def _block(
-    params: Any, sampler: Sampler, eos: Array, limits: Array | None, draws: Array | None, now: Decoded
-) -> Decoded:
-    """Decode some tokens of each row with Full, and tell the draft of them: at the end if it can wait, else one by one."""
-    before, unit = now, _unit(now)
-    most = min(_BLOCK, now.tokens.shape[1]) // unit
-    units, steps = jnp.minimum(_units(limits, now), most), most * unit
-    waits = can_wait(before.cache, steps)
-
-    def step(_: Array, now: Decoded) -> Decoded:
-        active = _active(limits, now)
-        token, bad = _next(sampler, draws, active, now)
-        cache = run_step(params, now.cache, token[:, None], active[:, None])
-        now = dataclasses.replace(now, cache=cache, bad_step=bad)
-        return _written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), eos, limits)
-
-    if waits:
-        now = dataclasses.replace(now, cache=alone(now.cache))
-    with jax.named_scope("alone"):
-        now = lax.fori_loop(0, units, lambda _, now: lax.fori_loop(0, unit, step, now), now)
-    count = now.num_tokens - before.num_tokens
-    cache = told(before.cache, now.cache, count, steps) if waits else now.cache
-    passes = cast("Passes", cache.shared)
-    rest = jnp.maximum(passes.rest - units * unit, 1)
-    passes = dataclasses.replace(passes, passes=passes.passes + count, rest=jnp.where(passes.rest > 0, rest, 0))
-    return dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes))
+    return jnp.minimum(depth, largest(limits, now, left_tokens(limits, now)) - 1)
 
 
 def _round(
@@ -219,19 +134,19 @@ def _round(
     now: Decoded,
 ) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
-    cache, active, most = now.cache, _active(limits, now), now.cache.method.drafts
-    first, bad = _next(sampler, draws, active, now)
+    cache, active, most = now.cache, active_rows(limits, now), now.cache.method.drafts
+    first, bad = next_token(sampler, draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
-    wanted = jnp.minimum(_depth(limits, now), _left(limits, now) - 1)
-    wanted = jnp.where(active & ~_ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
+    wanted = jnp.minimum(_depth(limits, now), left_tokens(limits, now) - 1)
+    wanted = jnp.where(active & ~ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
         tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
         logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    right = (_draw(sampler, logits[:, :-1], draws, place[:, 1:]) == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None])
-    right = right & ~_ends(tokens[:, :-1], eos)
+    right = (draw(sampler, logits[:, :-1], draws, place[:, 1:]) == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None])
+    right = right & ~ends(tokens[:, :-1], eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
@@ -242,30 +157,9 @@ def _round(
     worth = cast("Verified", cache.method).worth
     if worth is not None:
         passes = dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
-        passes = _rested(passes, active, wanted, accepted, worth)
+        passes = rested(passes, active, wanted, accepted, worth, waking_rounds(cache))
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    return _written(now, tokens, active, accepted, eos, limits)
-
-
-def _rested(passes: Passes, active: Array, wanted: Array, accepted: Array, worth: float | Array) -> Passes:
-    """Let the draft rest if not even its first token is worth its step, in the rows that are ``active`` bool [B].
-
-    A rest is twice as long as the rest before, unless the tokens since then were worth their steps.
-
-    Args:
-        passes: with the round.
-        active: bool [B].
-        wanted: int32 [B], tokens drafted in this round; no round without them begins a rest.
-        accepted: int32 [B], tokens kept.
-        worth: as in `Verified`.
-    """
-    compared = jnp.minimum(accepted + 1, wanted)
-    count = axes.total(jnp.sum(jnp.where(active, compared, 0)).astype(jnp.float32), axes.DATA)
-    kept = axes.total(jnp.sum(jnp.where(active, accepted, 0)).astype(jnp.float32), axes.DATA)
-    fails = (count > 0) & (_rate(passes, active) < worth)
-    longer = jnp.where(kept < worth * count, jnp.clip(2 * passes.last_rest, _REST, _LONGEST_REST), _REST)
-    last = jnp.where(fails, longer, jnp.where(count > 0, 0, passes.last_rest))
-    return dataclasses.replace(passes, rest=jnp.where(fails, longer + 1, passes.rest), last_rest=last)
+    return written(now, tokens, active, accepted, eos, limits)
 
 
 def _drafted(
@@ -284,7 +178,7 @@ def _drafted(
         fed, asked = (lax.dynamic_slice_in_dim(x, at, 1, 1) for x, at in ((tokens, order), (place, order + 1)))
         drafts = (order < wanted)[:, None]
         view = run_step(params, view, fed, drafts, sync_host=False)
-        guess = jnp.where(drafts, _draw(sampler, view.logits[:, None], draws, asked), pad)
+        guess = jnp.where(drafts, draw(sampler, view.logits[:, None], draws, asked), pad)
         return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view
 
     # A number of steps that is known before the program runs spares the host a wait for each.
@@ -371,25 +265,3 @@ def _stored(method: LayerMethod, verified: bool, state: Any, inputs: Any, mass: 
         return run_shared(type(method).attend, method, state, inputs)[1]
     layer = cast("VerifiedLayer", method)
     return run_shared(type(layer).commit, layer, state, inputs, mass, rejected)
-
-
-def _ends(tokens: Array, eos: Array) -> Array:
-    """Mark the tokens, int32 of any shape, that end a row."""
-    return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
-
-
-def _written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
-    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
-    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    kept = active[:, None] & (order <= accepted[:, None])
-    place = jnp.where(kept, now.num_tokens[:, None] + order, now.tokens.shape[1])  # past the end, so it is dropped
-    row = jnp.arange(len(tokens))[:, None]
-    num_tokens = now.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
-    done = now.done | (kept & _ends(tokens, eos)).any(axis=1)
-    return dataclasses.replace(
-        now,
-        tokens=now.tokens.at[row, place].set(tokens, mode="drop"),
-        num_tokens=num_tokens,
-        done=done if limits is None else done | (num_tokens >= limits),
-        step=now.step + 1,
-    )

@@ -30,6 +30,15 @@ def _waits(method: VerifiedLayer, state: Any, tokens: int) -> bool:
     return method.shares or (whole and (most is None or most >= tokens))
 
 
+def waking_rounds(cache: Cache) -> int:
+    """Count the rounds without drafted tokens with which a rest ends.
+
+    One shows a draft that chooses by the attention of passes over several tokens what Full attends to now, because no step of
+    Full alone has shown it. No other draft needs any.
+    """
+    return int(any(method.shares and cast("SlotMethod", method.draft).observes_several for _, method, _ in _verified(cache)))
+
+
 def alone(cache: Cache) -> Cache:
     """Return the cache of Full alone, which is a part of ``cache``."""
     layers = list(cache.layers)

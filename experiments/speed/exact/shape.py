@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
 from kvjax.method import Method
 from kvjax.methods import Full
-from kvjax.wrappers.verified import Verified, no_passes
+from kvjax.wrappers.verified import no_passes
 from models import random_params
 
 _PHASES = "draft", "judge", "commit", "alone"  # the scopes of `kvjax.decoding.verify`
@@ -46,7 +46,7 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
     config = MODELS[settings.shape]()
     params = None
     for length, batch in settings.sized():
-        full = None
+        full: dict[bool, dict[str, Any]] = {}  # by whether the draft is never right
         for choice in settings.drafts:
             try:
                 chosen = _method(choice, length, config)
@@ -63,19 +63,21 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
                 if results.find(identity) is not None:
                     continue
                 params = random_params(config, jax.random.key(0)) if params is None else params
-                never = Forced.keeping([0.0] * depth, batch)
-                full = full or _in_shape(settings, params, config, Full(), (length, batch), never)
+                wrong, sizes = not any(kept), (length, batch)
+                if wrong not in full:
+                    never = Forced.keeping([0.0] * depth, batch)
+                    full[wrong] = _in_shape(settings, params, config, Full(), sizes, never, wrong)
                 sampler = Forced.keeping(kept, batch)
                 # A draft that is never right rests, as it would with a real model.
-                method = kvjax.Verified(draft=chosen, depth=depth, worth=None if any(kept) else 0.5)
+                method = kvjax.Verified(draft=chosen, depth=depth, worth=0.5 if wrong else None)
                 try:
-                    own = _in_shape(settings, params, config, method, (length, batch), sampler)
+                    own = _in_shape(settings, params, config, method, sizes, sampler, wrong)
                 except jax.errors.JaxRuntimeError as problem:
                     say(f"{choice.label} {batch} x {length} failed: {problem}"[:300])
                     continue
-                row = {**identity, **compared(own, full, batch, settings.tokens), "source": source}
+                row = {**identity, **compared(own, full[wrong], batch, settings.tokens), "source": source}
                 row |= {"same": None, "compile": own["compile"], "profile": own["profile"]}  # the tokens mean nothing
-                row["full_profile"] = full["profile"]
+                row["full_profile"] = full[wrong]["profile"]
                 results.add(row, identity)
                 say(line({**row, "same": 1.0}) + f"; kept {source}: {tokens_per_pass(kept, depth):.2f} tokens per pass")
 
@@ -109,14 +111,20 @@ def _rates(settings: ExactSettings, results: Results, label: str, depth: int) ->
 
 
 def _in_shape(
-    settings: ExactSettings, params: Any, config: Any, method: Method, sizes: tuple[int, int], sampler: Any
+    settings: ExactSettings,
+    params: Any,
+    config: Any,
+    method: Method,
+    sizes: tuple[int, int],
+    sampler: Any,
+    wrong: bool,
 ) -> dict[str, Any]:
     """Time calls that go on and on with the same cache; the first call is left out, and the last may be profiled.
 
-    With a draft that is never right every second call has forgotten what is known of it.
+    Beside a draft that is never right (``wrong``) there are two calls each time: at the first nothing is known of the draft.
+    Full makes them, too, because a later call reads a longer cache.
     """
     length, batch = sizes
-    forgets = bool(method.drafts) and cast("Verified", method).worth is not None
     room = settings.tokens * (2 * settings.repeats + 3) + 8
     cache = filled_cache(method, config, length=length, batch=batch, max_new_tokens=room, weights=fingerprint(params))
     run = functools.partial(shard_map.decode_and_measure, steps=settings.tokens, stop_early=False)
@@ -126,8 +134,8 @@ def _in_shape(
     compiled = time.perf_counter() - begun
     first, later, steps, end, stats = [], [], [], None, None
     for at in range(settings.repeats + 1):
-        for spans in (first, later) if forgets else (first,):
-            if forgets and spans is first:  # a draft that is not known yet
+        for spans in (first, later) if wrong else (first,):
+            if wrong and method.drafts and spans is first:
                 cache = dataclasses.replace(cache, shared=no_passes(cache.shared.draft, batch, method.drafts))
             begun = time.perf_counter()
             end, stats = jax.block_until_ready(program(params, cache, *rest))
@@ -149,7 +157,7 @@ def _in_shape(
         "tokens": none,
         "counts": none[:, 0],
         "counters": counters,
-        "steps": statistics.median(steps[:: 1 + forgets]),
+        "steps": statistics.median(steps[:: 1 + wrong]),
         "compile": compiled,
         "profile": made,
     }

@@ -14,8 +14,9 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.api import programs
+from kvjax.decoding.progress import keys_of_draws
+from kvjax.decoding.rests import rested
 from kvjax.decoding.sampling import Sampler
-from kvjax.decoding.verify import _rested
 from kvjax.families import AppendOnly
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.testing.model import TinyModel
@@ -78,7 +79,7 @@ def read(method, layers=1, rows=None, width=48, **options):
 
 def go_on(cache, layers=1, limits=N, **options):
     """N greedy tokens per row; consumes the cache."""
-    given = {"max_new_tokens": N, "eos_token_ids": (), "limits": [limits] * cache.batch, **options}
+    given = {"max_new_tokens": N, "eos_token_ids": (), "limits": limits and [limits] * cache.batch, **options}
     return kvjax.generate(params(layers), cache, **given)
 
 
@@ -143,8 +144,12 @@ def test_a_draft_that_is_always_wrong_rests():
         drafted
     )
     assert (place(out, "passes") == N).all()
-    again = go_on(out.cache)
+    again = go_on(kvjax.fork(out.cache))
     assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
+    short = dataclasses.replace(passes, rest=jnp.full(3, 5))
+    again = go_on(dataclasses.replace(out.cache, shared=short))
+    tried = np.asarray(again.cache.shared.drafted).sum(axis=1) - drafted
+    assert tried.tolist() == [1, 1, 1] and set(np.asarray(again.cache.shared.rest).tolist()) == {128 - (N - 6)}
 
 
 @pytest.mark.parametrize(
@@ -155,10 +160,10 @@ def test_a_draft_that_rests_is_told_of_fulls_tokens(name):
     draft = example(name)
     layers = layers_of(draft)
     cache = read(verified(draft, worth=0.5), layers)
-    rested = dataclasses.replace(cache.shared, rest=jnp.full_like(cache.shared.rest, 100))
+    resting = dataclasses.replace(cache.shared, rest=jnp.full_like(cache.shared.rest, 100))
     assert can_wait(cache, N) == (name != "tova")
     single = kvjax.fork(cache)
-    out = go_on(dataclasses.replace(cache, shared=rested), layers)
+    out = go_on(dataclasses.replace(cache, shared=resting), layers, limits=None)
     np.testing.assert_array_equal(out.tokens, full(layers).tokens)
     assert (place(out, "passes") == N).all() and set(np.asarray(out.cache.shared.rest).tolist()) == {100 - N}
     for at in range(N):
@@ -176,12 +181,13 @@ def test_a_rest_doubles_until_a_try_is_worth_it():
     rests = []
     for kept in (0, 0, 0, 0, 0, 0, 2, 0):
         accepted = jnp.full(3, kept).at[2].set(0)
-        passes = _rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
+        passes = rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
         rests.append(int(passes.rest[0]))
-    assert rests == [65, 129, 257, 513, 1025, 1025, 65, 129]
-    waking = _rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
+    assert rests == [64, 128, 256, 512, 1024, 1024, 64, 128]
+    assert int(rested(dataclasses.replace(passes, rest=zero), active, drafted, zero, 0.5, waking=1).rest[0]) == 257
+    waking = rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
     assert not waking.rest.any() and int(waking.last_rest[0]) == 128
-    trusted = _rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
+    trusted = rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
     assert not trusted.rest.any() and not trusted.last_rest.any()
 
 
@@ -197,6 +203,50 @@ def test_an_unknown_draft_is_judged_by_few_tokens():
         passes = noted(passes, jnp.array([4]), jnp.array([4]), active)
     passes = noted(passes, jnp.array([4]), jnp.array([0]), active)
     np.testing.assert_allclose(passes.rate[0], 0.875, rtol=0.01)
+
+
+def test_a_draft_that_becomes_good_is_found():
+    """Every draft is right after some failed rounds: at most the longest rest and six short ones later it drafts on."""
+    active, one = jnp.ones(1, bool), jnp.ones(1, jnp.int32)
+
+    @jax.jit
+    def round_of_one(passes, right):
+        passes = noted(dataclasses.replace(passes, rest=0 * one), one, right * one, active)
+        return rested(passes, active, one, right * one, 0.5)
+
+    for failed in (1, 3, 9, 40):
+        passes, tokens = no_passes(None, 1, 4), 0
+        for _ in range(failed):
+            passes = round_of_one(passes, 0)
+        for _ in range(8):
+            tokens += int(passes.rest[0]) + 2
+            passes = round_of_one(passes, 1)
+            if not passes.rest[0]:
+                break
+        assert not passes.rest[0] and tokens <= 1024 + 6 * 66, (failed, tokens)
+
+
+def test_a_rest_ends_soon_after_the_last_row():
+    """Steps run four at a time where rows may end, so at most three come behind the last row's end."""
+    cache, want = read(verified(Wrong(), worth=0.5)), np.asarray(full().tokens)
+    resting = dataclasses.replace(cache, shared=dataclasses.replace(cache.shared, rest=jnp.full(3, 100)))
+    eos, none = jnp.asarray(np.unique(want[:, 2])), jnp.zeros(3, bool)
+    given = params(), resting, Sampler(), None, eos, none
+    end = programs.decode_program(*given, steps=N, stop_early=True)
+    assert end.done.all() and int(end.num_tokens.max()) <= 3 and int(end.step) <= 4
+    for row, count in enumerate(end.num_tokens.tolist()):
+        np.testing.assert_array_equal(end.tokens[row, :count], want[row, :count])
+
+
+@pytest.mark.parametrize("steps", [3, 19])
+def test_keys_of_draws_are_fulls(steps):
+    key, want = jax.random.key(3), []
+    last, draws = (jax.random.key_data(x) for x in keys_of_draws(key, steps)[::-1])
+    for _ in range(steps):
+        mine, key = jax.random.split(key)
+        want.append(jax.random.key_data(mine))
+    np.testing.assert_array_equal(draws, want)
+    np.testing.assert_array_equal(last, jax.random.key_data(key))
 
 
 def test_sampled_tokens_are_fulls_for_the_same_key():

@@ -1,0 +1,87 @@
+"""What each row of an exact decoding call may still get, its next token, and how tokens get into the result (`verify`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.decoding.decode import Decoded, padding_token
+from kvjax.decoding.sampling import Sampler, rows_of
+from pallas_kernels import axes
+
+_UNROLL = 8  # keys split in a turn of the loop: on a GPU 6 kernels, and 4 where a turn splits one key
+
+
+def keys_of_draws(key: Array, steps: int) -> tuple[Array, Array]:
+    """Return the keys of ``steps`` draws, as `decode_once` splits them off, and the key that is left."""
+
+    def split(key: Array, _: None) -> tuple[Array, Array]:
+        mine, key = jax.random.split(key)
+        return key, mine
+
+    last, draws = lax.scan(split, key, length=steps, unroll=min(_UNROLL, steps))
+    return draws, last
+
+
+def left_tokens(limits: Array | None, now: Decoded) -> Array:
+    """Count the tokens that each row may still get: int32 [B]."""
+    return (now.tokens.shape[1] if limits is None else limits) - now.num_tokens
+
+
+def active_rows(limits: Array | None, now: Decoded) -> Array:
+    """Mark the rows that get more tokens: bool [B]. A row that only has as many as this call may give it is not done."""
+    return ~now.done & (left_tokens(limits, now) > 0)
+
+
+def goes_on(limits: Array | None, now: Decoded) -> Array:
+    """Tell whether any row, on any device, gets more tokens: a bool scalar."""
+    return ~axes.every(~active_rows(limits, now).any())
+
+
+def largest(limits: Array | None, now: Decoded, count: Array) -> Array:
+    """Return the largest ``count`` int32 [B] of the rows, on all devices, that get more tokens: an int32 scalar."""
+    return axes.most(jnp.max(jnp.where(active_rows(limits, now), count, 0)), axes.DATA)
+
+
+def draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> Array:
+    """Draw tokens int32 [B, T] from logits float32 [B, T, V] for the places int32 [B, T] of the result."""
+    keys = None
+    if draws is not None:
+        keys = draws[jnp.minimum(place, len(draws) - 1)]
+        row = jnp.broadcast_to(rows_of(len(place))[:, None], place.shape)
+        keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, row)
+        keys = keys.reshape(-1, *keys.shape[2:])
+    return sampler.draw_each(logits.reshape(-1, logits.shape[-1]), keys).reshape(place.shape)
+
+
+def next_token(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) -> tuple[Array, Array]:
+    """Draw the next token int32 [B] of each row, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
+    logits = now.cache.logits
+    token = draw(sampler, logits[:, None], draws, now.num_tokens[:, None])[:, 0]
+    broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
+    return jnp.where(active, token, padding_token(now.cache.model)), jnp.where(broken, now.num_tokens, now.bad_step)
+
+
+def ends(tokens: Array, eos: Array) -> Array:
+    """Mark the tokens, int32 of any shape, that end a row."""
+    return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
+
+
+def written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
+    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
+    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    kept = active[:, None] & (order <= accepted[:, None])
+    place = jnp.where(kept, now.num_tokens[:, None] + order, now.tokens.shape[1])  # past the end, so it is dropped
+    row = jnp.arange(len(tokens))[:, None]
+    num_tokens = now.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
+    done = now.done | (kept & ends(tokens, eos)).any(axis=1)
+    return dataclasses.replace(
+        now,
+        tokens=now.tokens.at[row, place].set(tokens, mode="drop"),
+        num_tokens=num_tokens,
+        done=done if limits is None else done | (num_tokens >= limits),
+        step=now.step + 1,
+    )
