@@ -1,9 +1,9 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
 
-A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is asked
-for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of keys
-become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`): the two digits of a query, with which the kernel
-for all slots saves that, need the largest number of the query before the first product.
+A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is
+asked for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of
+keys become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`). The kernel for all slots saves that by
+two digits of a query, which need the largest number of the query before anything is multiplied.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
     total, maximum, outs = lax.fori_loop(0, steps, add, (total, jnp.full((rows,), -jnp.inf, jnp.float32), outs))
     total = jnp.sum(total, axis=1)
     divisor = codes.folded(jnp.where(total > 0, total, 1) * codes.UNIT[value_kind], fold)[:, None]
-    # Repeated query heads write equal values to the same address.
+    # A folded output has each row twice; rows of a repeated head are not written.
+    row = jnp.arange(fold * rows, dtype=jnp.int32)
     for out, piece in zip(outs, pieces, strict=True):
-        out_ref[b * heads + h, split, codes.folded(head, fold)[:, None], piece[None, :]] = (out / divisor).astype(out_ref.dtype)
+        at, channel = (jnp.broadcast_to(x, out.shape) for x in (codes.folded(head, fold)[:, None], piece[None, :]))
+        held = jnp.broadcast_to((row < group)[:, None], out.shape)
+        plt.store(out_ref.at[b * heads + h, split, at, channel], (out / divisor).astype(out_ref.dtype), mask=held)
     lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) + jnp.log(total)
