@@ -56,7 +56,4 @@ def signs(size: int) -> jax.Array:
     Entry (i, j) is -1 where i and j have an odd number of bits in common. It can be built within a kernel.
     """
     row, column = jnp.arange(size, dtype=jnp.int32)[:, None], jnp.arange(size, dtype=jnp.int32)[None, :]
-    common = row & column
-    for shift in (16, 8, 4, 2, 1):
-        common = common ^ (common >> shift)
-    return 1.0 - 2.0 * (common & 1).astype(jnp.float32)
+    return 1.0 - 2.0 * (jax.lax.population_count(row & column) & 1).astype(jnp.float32)

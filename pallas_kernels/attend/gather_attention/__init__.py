@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.attend.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised, mixed_problem, vectors
+from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import Rows
 from pallas_kernels.numerics import merge_partials
 
@@ -92,8 +92,7 @@ def gather_attention(
     lists = {"slots": slots, "mask": mask, "bias": bias, "place": place}
     _check(query, key, value, lists, position, inv_freq, rows)
     _check_options(query, lists, page_size, partials, logits)
-    query, key, value, turned = mixed_problem(query, key, value, place is None)
-    out, *rest = GATHER_ATTENTION.run(
+    return GATHER_ATTENTION.run(
         query,
         key,
         value,
@@ -106,12 +105,11 @@ def gather_attention(
         place=place,
         inv_freq=inv_freq,
         rows=rows,
-        partials=None if partials is None else (turned(partials[0]), partials[1]),
+        partials=partials,
         logits=logits,
         implementation=implementation,
         platform=platform,
     )
-    return turned(out), *rest
 
 
 def _check_options(query, lists, page_size, partials, logits):

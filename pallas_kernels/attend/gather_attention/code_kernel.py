@@ -1,14 +1,18 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
 
-A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is asked
-for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of keys
-become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`): the two digits of a query, with which the kernel
-for all slots saves that, need the largest number of the query before the first product.
+A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is
+asked for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of
+keys become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`). The kernel for all slots saves that by
+two digits of a query, which need the largest number of the query before anything is multiplied.
+
+If codes are mixed, the kernel mixes the query and its part of the output itself: XLA would take two launches for each.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +23,7 @@ from pallas_kernels._triton import code_products as codes
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.attend.gather_attention import entries
+from pallas_kernels.formats.mixing import signs
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
@@ -51,18 +56,35 @@ def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (word << 16, word & -65536))
 
 
-def _queries(ref: Any, at: tuple, head: jax.Array, kind: str) -> list[jax.Array]:
+def _mixed(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    """Rotate rows [R, P], of which 2 or 4 ``pieces`` have all channels, as `pallas_kernels.formats.mixing.mix`: float32.
+
+    Pieces that differ in one bit of the number of a channel are added and subtracted, whichever bit it is.
+    """
+    size = pieces[0].shape[1]
+    matrix = signs(size).astype(jnp.bfloat16)
+    mixed = [plt.dot(x.astype(jnp.bfloat16), matrix) for x in pieces]
+    apart = 1
+    while apart < len(mixed):
+        pairs = [(mixed[i & ~apart], mixed[i | apart], i & apart) for i in range(len(mixed))]
+        mixed = [low - high if minus else low + high for low, high, minus in pairs]
+        apart *= 2
+    return [x * (1 / math.sqrt(size * len(mixed))) for x in mixed]
+
+
+def _queries(ref: Any, at: tuple, head: jax.Array, kind: str, mixed: bool) -> list[jax.Array]:
     """Load the queries of ``head`` int32 [R], channels as in `codes.channels`; rows are filled up to 16 with zeros."""
     size, rows = ref.shape[-1] // (2 if kind == "int4" else 1), head.shape[0]
     row = jnp.arange(max(2 * codes.ROWS, rows), dtype=jnp.int32)
     of = codes.folded(head, row.shape[0] // rows)
     pieces = [_halves(ref[*at, of, pl.ds(first, size)]) for first in range(0, ref.shape[-1], size)]
     held = (row < rows)[:, None]
-    return [jnp.where(held, x, 0).astype(jnp.bfloat16) for which in (0, 1) for x in (piece[which] for piece in pieces)]
+    found = [jnp.where(held, x, 0) for which in (0, 1) for x in (piece[which] for piece in pieces)]
+    return [x.astype(jnp.bfloat16) for x in (_mixed(found) if mixed else found)]
 
 
-def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, interpret):
-    """Do what `pallas_triton`'s kernel does, on `operands`, whose codes have these ``kinds``."""
+def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, mixed, interpret):
+    """Do what `pallas_triton`'s kernel does, on `operands`, whose codes have these ``kinds`` and may be ``mixed``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -72,7 +94,7 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
     rows = max(codes.ROWS, pl.next_power_of_2(group))
     fold = 2 if rows == codes.ROWS else 1
     head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
-    queries = _queries(ref["query"], (b, h), head, key_kind)
+    queries = _queries(ref["query"], (b, h), head, key_kind, mixed[0])
 
     def scales(name, row, asked):
         at = (b * heads + h) * slots + row
@@ -116,7 +138,13 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
     total, maximum, outs = lax.fori_loop(0, steps, add, (total, jnp.full((rows,), -jnp.inf, jnp.float32), outs))
     total = jnp.sum(total, axis=1)
     divisor = codes.folded(jnp.where(total > 0, total, 1) * codes.UNIT[value_kind], fold)[:, None]
-    # Repeated query heads write equal values to the same address.
+    outs = [out / divisor for out in outs]
+    # Each part of the output is mixed, so that no launch before or after this kernel is needed for it.
+    outs = _mixed(outs) if mixed[1] else outs
+    # A folded output has each row twice. They are equal; on a GPU they and rows of a repeated head are not written.
+    row = jnp.arange(fold * rows, dtype=jnp.int32)
     for out, piece in zip(outs, pieces, strict=True):
-        out_ref[b * heads + h, split, codes.folded(head, fold)[:, None], piece[None, :]] = (out / divisor).astype(out_ref.dtype)
+        at, channel = (jnp.broadcast_to(x, out.shape) for x in (codes.folded(head, fold)[:, None], piece[None, :]))
+        held = jnp.broadcast_to(((row < group) | interpret)[:, None], out.shape)
+        plt.store(out_ref.at[b * heads + h, split, at, channel], out.astype(out_ref.dtype), mask=held)
     lse_ref[b * heads + h, split, head] = finite_or_zero(maximum) + jnp.log(total)

@@ -25,7 +25,7 @@ from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config, partial_shapes
 from pallas_kernels.attend.gather_attention import code_kernel, entries
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
-from pallas_kernels.formats.quantised import Quantised, vectors
+from pallas_kernels.formats.quantised import Quantised, mixed_problem, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.numerics import merge_with, product_precision
 
@@ -151,10 +151,14 @@ def gather_attention(
         return (*nothing, *([jnp.full((*query.shape[:3], listed), -jnp.inf, jnp.float32)] if logits else []))
     if config is None:
         config = fitted(default_config(lists, listed, optional.get("place") is not None), query)
+    turned = None
     if code_kernel.takes(query, key, value, optional.get("place"), rows):
         operands = code_kernel.operands(query, key, value)
-        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
+        how = {"kinds": (key.kind, value.kind), "mixed": (key.mixed, value.mixed)}
+        body = functools.partial(code_kernel.kernel, **how)
     else:
+        query, key, value, turned = mixed_problem(query, key, value, optional.get("place") is None)
+        partials = None if partials is None else (turned(partials[0]), partials[1])
         operands = {"query": query, "key": key, "value": value}
         body = functools.partial(_kernel, sinks=sinks_of(rows))
     operands |= {"slots": slots, "mask": mask}
@@ -188,7 +192,8 @@ def gather_attention(
     if not whole:
         parts = () if partials is None else (x.reshape(lists, *x.shape[2:]) for x in partials)
         out, lse = merge_kernel.merge_splits(out, lse, *parts, dtype=query.dtype, interpret=interpret)
-    return out.reshape(query.shape), lse.reshape(query.shape[:3]), *products
+    out = out.reshape(query.shape)
+    return out if turned is None else turned(out), lse.reshape(query.shape[:3]), *products
 
 
 def check(query, key, value, slots, mask, *, place=None, rows=None, **_):

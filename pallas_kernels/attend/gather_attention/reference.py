@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.quantised import numbers, numbers_at, vectors
+from pallas_kernels.formats.quantised import mixed_problem, numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
 from pallas_kernels.numerics import finite_or_zero, merge_with, rotate_halves
 from pallas_kernels.soft_cap import capped
@@ -16,6 +16,8 @@ def gather_attention(
     logits=False,
 ):  # fmt: skip
     """Attend to the listed slots only, in plain JAX."""
+    query, key, value, turned = mixed_problem(query, key, value, place is None)
+    partials = None if partials is None else (turned(partials[0]), partials[1])
     lists = (*query.shape[:2], slots.shape[2])
     slots, mask = jnp.broadcast_to(slots, lists), jnp.broadcast_to(mask, lists)
     if page_size > 1 or position is not None:
@@ -37,7 +39,7 @@ def gather_attention(
     out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
     out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
     out, lse = (out, lse) if partials is None else merge_with(out, lse, *partials)
-    return (out.astype(query.dtype), lse, *([products] if logits else []))
+    return (turned(out.astype(query.dtype)), lse, *([products] if logits else []))
 
 
 def _listed_rows(key, value, slots, rows):
