@@ -63,7 +63,7 @@ def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _mixed(pieces: Sequence[jax.Array], matrix: jax.Array) -> list[jax.Array]:
     """Rotate rows [R, P], of which 2 or 4 ``pieces`` have all channels, as `pallas_kernels.formats.mixing.mix`: float32.
 
-    ``matrix`` has the signs of P channels. Pieces whose channels differ in one bit are added and subtracted, whichever bit it is.
+    ``matrix`` has the signs of P channels. Pieces whose channels differ in one bit are added and subtracted, whichever it is.
     """
     mixed = [plt.dot(x.astype(jnp.bfloat16), matrix) for x in pieces]
     apart = 1
