@@ -11,6 +11,7 @@ import functools
 import jax
 import pytest
 
+from kvjax.cache.quantised import KV_DTYPES
 from pallas_kernels.attend.cluster_estimate import CLUSTER_ESTIMATE
 from pallas_kernels.attend.dense_decode import DENSE_DECODE
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION
@@ -21,7 +22,7 @@ from pallas_kernels.choose.kth_select import KTH_SELECT
 from pallas_kernels.choose.match_select import MATCH_SELECT
 from pallas_kernels.choose.partial_select import PARTIAL_SELECT
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, zeros
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.score.column_mass import COLUMN_MASS
 from pallas_kernels.score.newest_repeat import NEWEST_REPEAT
@@ -99,6 +100,13 @@ def gather(group, dim, dtype, page_size=1):
     lists = (*arrays([(1, 2, 512 // page_size)], "int32"), *arrays([(1, 2, 512 // page_size)], bool))
     where = {"position": arrays([(1, 2, 4096)], "int32")[0]} if page_size > 1 else {}
     return GATHER_ATTENTION, (*rows, *lists), where, {"scale": 0.1, "page_size": page_size}
+
+
+def gather_codes(group, dim, dtype, kv_dtype):
+    operation, (query, *_, slots, mask), where, static = gather(group, dim, dtype)
+    kinds, mixed = KV_DTYPES[kv_dtype]
+    stored = (jax.eval_shape(functools.partial(zeros, (1, 2, 4096, dim), dtype, kind, mixed)) for kind in kinds)
+    return operation, (query, *stored, slots, mask), where, static
 
 
 def window(group, dim, dtype, queries=32):
@@ -227,6 +235,9 @@ KERNELS = {
     "dense_decode of 8 queries in int8": functools.partial(dense_of_queries, kind="int8"),
     "gather_attention": gather,
     "gather_attention pages": functools.partial(gather, page_size=32),
+    "gather_attention of int8": functools.partial(gather_codes, kv_dtype="int8"),
+    "gather_attention of k8v4": functools.partial(gather_codes, kv_dtype="k8v4"),
+    "gather_attention of int4": functools.partial(gather_codes, kv_dtype="int4"),
     "window_score": window,
     "window_score of 64": functools.partial(window, queries=64),
     "token_vote": vote,

@@ -47,8 +47,12 @@ def operands(query: jax.Array, key: Quantised, value: Quantised) -> dict[str, ja
     def words(x):  # two neighbours of 16 bits are one word
         return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int32)
 
-    scales = {f"{name}_scale": words(x.scale.reshape(-1)) for name, x in (("key", key), ("value", value))}
-    return {"query": words(query), "key": codes.pairs(key.codes), "value": codes.pairs(value.codes)} | scales
+    found = {"query": words(query)}
+    for name, x in (("key", key), ("value", value)):
+        found |= {name: codes.pairs(x.codes), f"{name}_scale": words(x.scale.reshape(-1))}
+        if x.mixed:  # a constant, which takes fewer instructions to load than to compute
+            found[f"{name}_signs"] = signs(codes.channels(x.kind, x.shape[3])[0].shape[0]).astype(jnp.bfloat16)
+    return found
 
 
 def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,35 +60,36 @@ def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (word << 16, word & -65536))
 
 
-def _mixed(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+def _mixed(pieces: Sequence[jax.Array], matrix: jax.Array) -> list[jax.Array]:
     """Rotate rows [R, P], of which 2 or 4 ``pieces`` have all channels, as `pallas_kernels.formats.mixing.mix`: float32.
 
-    Pieces that differ in one bit of the number of a channel are added and subtracted, whichever bit it is.
+    ``matrix`` has the signs of P channels. Pieces whose channels differ in one bit are added and subtracted, whichever it is.
     """
-    size = pieces[0].shape[1]
-    matrix = signs(size).astype(jnp.bfloat16)
     mixed = [plt.dot(x.astype(jnp.bfloat16), matrix) for x in pieces]
     apart = 1
     while apart < len(mixed):
         pairs = [(mixed[i & ~apart], mixed[i | apart], i & apart) for i in range(len(mixed))]
         mixed = [low - high if minus else low + high for low, high, minus in pairs]
         apart *= 2
-    return [x * (1 / math.sqrt(size * len(mixed))) for x in mixed]
+    return [x * (1 / math.sqrt(matrix.shape[0] * len(mixed))) for x in mixed]
 
 
-def _queries(ref: Any, at: tuple, head: jax.Array, kind: str, mixed: bool) -> list[jax.Array]:
-    """Load the queries of ``head`` int32 [R], channels as in `codes.channels`; rows are filled up to 16 with zeros."""
+def _queries(ref: Any, at: tuple, head: jax.Array, kind: str, matrix: Any) -> list[jax.Array]:
+    """Load the queries of ``head`` int32 [R], channels as in `codes.channels`; rows are filled up to 16 with zeros.
+
+    With a ``matrix`` they are mixed.
+    """
     size, rows = ref.shape[-1] // (2 if kind == "int4" else 1), head.shape[0]
     row = jnp.arange(max(2 * codes.ROWS, rows), dtype=jnp.int32)
     of = codes.folded(head, row.shape[0] // rows)
     pieces = [_halves(ref[*at, of, pl.ds(first, size)]) for first in range(0, ref.shape[-1], size)]
     held = (row < rows)[:, None]
     found = [jnp.where(held, x, 0) for which in (0, 1) for x in (piece[which] for piece in pieces)]
-    return [x.astype(jnp.bfloat16) for x in (_mixed(found) if mixed else found)]
+    return [x.astype(jnp.bfloat16) for x in (found if matrix is None else _mixed(found, matrix))]
 
 
-def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, mixed, interpret):
-    """Do what `pallas_triton`'s kernel does, on `operands`, whose codes have these ``kinds`` and may be ``mixed``."""
+def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, interpret):
+    """Do what `pallas_triton`'s kernel does, on `operands`, whose codes have these ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
     ref = dict(zip(names, jax.tree.unflatten(structure, refs), strict=True))
     b, h, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -94,7 +99,9 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, mixe
     rows = max(codes.ROWS, pl.next_power_of_2(group))
     fold = 2 if rows == codes.ROWS else 1
     head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
-    queries = _queries(ref["query"], (b, h), head, key_kind, mixed[0])
+    pieces = codes.channels(value_kind, dim)
+    key_signs, value_signs = (ref[name][:, :] if name in ref else None for name in ("key_signs", "value_signs"))
+    queries = _queries(ref["query"], (b, h), head, key_kind, key_signs)
 
     def scales(name, row, asked):
         at = (b * heads + h) * slots + row
@@ -131,7 +138,6 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, mixe
         outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, values, strict=True))
         return total * decay[:, None] + weight, risen, outs
 
-    pieces = codes.channels(value_kind, dim)
     total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
     outs = tuple(jnp.zeros((fold * rows, piece.shape[0]), jnp.float32) for piece in pieces)
     steps = entries.steps(ref, b, h, split, block, splits, page_size, every=bool(logits_ref))
@@ -140,7 +146,7 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, mixe
     divisor = codes.folded(jnp.where(total > 0, total, 1) * codes.UNIT[value_kind], fold)[:, None]
     outs = [out / divisor for out in outs]
     # Each part of the output is mixed, so that no launch before or after this kernel is needed for it.
-    outs = _mixed(outs) if mixed[1] else outs
+    outs = outs if value_signs is None else _mixed(outs, value_signs)
     # A folded output has each row twice. They are equal; on a GPU they and rows of a repeated head are not written.
     row = jnp.arange(fold * rows, dtype=jnp.int32)
     for out, piece in zip(outs, pieces, strict=True):

@@ -154,8 +154,7 @@ def gather_attention(
     turned = None
     if code_kernel.takes(query, key, value, optional.get("place"), rows):
         operands = code_kernel.operands(query, key, value)
-        how = {"kinds": (key.kind, value.kind), "mixed": (key.mixed, value.mixed)}
-        body = functools.partial(code_kernel.kernel, **how)
+        body = functools.partial(code_kernel.kernel, kinds=(key.kind, value.kind))
     else:
         query, key, value, turned = mixed_problem(query, key, value, optional.get("place") is None)
         partials = None if partials is None else (turned(partials[0]), partials[1])
