@@ -72,7 +72,7 @@ def _grouped_bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, chunks
             words = codes_ref[safe[:, None], (group * _WORDS + word)[None, :]]
             made = none
             for odd, part in enumerate(values(words, "int8", interpret)):
-                first = group // 2 * CHUNK + _PAIRS * odd + group % 2 * _WORDS
+                first = (i * chunks + step // 2) * CHUNK + _PAIRS * odd + step % 2 * _WORDS
                 at = x_ref.at[vector[:, None], (first + word)[None, :]]
                 made = made + plt.dot(plt.load(at, mask=x_mask, other=0), part, trans_b=True)
             total = total + made * scale_ref[safe, group].astype(jnp.float32)[None, :]
