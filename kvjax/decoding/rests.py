@@ -21,7 +21,7 @@ from kvjax.wrappers.verified_alone import alone, can_wait, told, waking_rounds
 from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels import axes
 
-_REST, _LONGEST_REST = 64, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
+_REST, _LONGEST_REST = 128, 1024  # tokens that Full decodes alone after the draft has failed: first, and at most
 _BLOCK = 64  # most steps of a rest after which the draft is told of the tokens
 _MOST, _FEW = 32, 4  # steps of an inner loop, and the same where rows may end: it goes on after the last row's end
 
@@ -84,7 +84,7 @@ def rested(
 ) -> Passes:
     """Let the draft rest if not even its first token is worth its step, in the rows that are ``active`` bool [B].
 
-    A rest is twice as long as the rest before, unless the tokens since then were worth their steps.
+    A rest is four times as long as the rest before, up to a limit, unless the tokens since then were worth their steps.
 
     Args:
         passes: with the round.
@@ -98,6 +98,6 @@ def rested(
     count = axes.total(jnp.sum(jnp.where(active, compared, 0)).astype(jnp.float32), axes.DATA)
     kept = axes.total(jnp.sum(jnp.where(active, accepted, 0)).astype(jnp.float32), axes.DATA)
     fails = (count > 0) & (rate_of(passes, active) < worth)
-    longer = jnp.where(kept < worth * count, jnp.clip(2 * passes.last_rest, _REST, _LONGEST_REST), _REST)
+    longer = jnp.where(kept < worth * count, jnp.clip(4 * passes.last_rest, _REST, _LONGEST_REST), _REST)
     last = jnp.where(fails, longer, jnp.where(count > 0, 0, passes.last_rest))
     return dataclasses.replace(passes, rest=jnp.where(fails, longer + waking, passes.rest), last_rest=last)

@@ -43,7 +43,7 @@ class Verified(Method):
     exact keys and values of the prompt and of kept tokens.
 
     How many tokens are drafted follows from how many are kept, in all rows of a batch together: a token is drafted if it
-    is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 64 tokens
+    is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 128 tokens
     alone before the draft is tried again. Each rest is twice as long as the rest before, up to 1,024 tokens, as long as the
     tries between them fail. ``worth=None`` always drafts ``depth`` tokens.
 

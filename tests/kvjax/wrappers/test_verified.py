@@ -172,7 +172,7 @@ def test_a_draft_that_rests_is_told_of_fulls_tokens(name):
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
 
 
-def test_a_rest_doubles_until_a_try_is_worth_it():
+def test_a_rest_grows_until_a_try_is_worth_it():
     active, drafted = jnp.array([True, True, False]), jnp.full(3, 2)
     zero = jnp.zeros(3, jnp.int32)
     passes = Passes(
@@ -183,10 +183,10 @@ def test_a_rest_doubles_until_a_try_is_worth_it():
         accepted = jnp.full(3, kept).at[2].set(0)
         passes = rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
         rests.append(int(passes.rest[0]))
-    assert rests == [64, 128, 256, 512, 1024, 1024, 64, 128]
-    assert int(rested(dataclasses.replace(passes, rest=zero), active, drafted, zero, 0.5, waking=1).rest[0]) == 257
+    assert rests == [128, 512, 1024, 1024, 1024, 1024, 128, 512]
+    assert int(rested(dataclasses.replace(passes, rest=zero), active, drafted, zero, 0.5, waking=1).rest[0]) == 1025
     waking = rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
-    assert not waking.rest.any() and int(waking.last_rest[0]) == 128
+    assert not waking.rest.any() and int(waking.last_rest[0]) == 512
     trusted = rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
     assert not trusted.rest.any() and not trusted.last_rest.any()
 
@@ -223,7 +223,7 @@ def test_a_draft_that_becomes_good_is_found():
             passes = round_of_one(passes, 1)
             if not passes.rest[0]:
                 break
-        assert not passes.rest[0] and tokens <= 1024 + 6 * 66, (failed, tokens)
+        assert not passes.rest[0] and tokens <= 1024 + 6 * 130, (failed, tokens)
 
 
 def test_a_rest_ends_soon_after_the_last_row():
