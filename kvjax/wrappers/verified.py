@@ -44,7 +44,7 @@ class Verified(Method):
 
     How many tokens are drafted follows from how many are kept, in all rows of a batch together: a token is drafted if it
     is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 128 tokens
-    alone before the draft is tried again. Each rest is twice as long as the rest before, up to 1,024 tokens, as long as the
+    alone before the draft is tried again. The next rests have 512 and 1,024 tokens, as long as the
     tries between them fail. ``worth=None`` always drafts ``depth`` tokens.
 
     With ``offload`` Full's keys and values are in host memory, and a pass brings each layer to the device for a moment. A

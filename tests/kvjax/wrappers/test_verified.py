@@ -149,7 +149,7 @@ def test_a_draft_that_is_always_wrong_rests():
     short = dataclasses.replace(passes, rest=jnp.full(3, 5))
     again = go_on(dataclasses.replace(out.cache, shared=short))
     tried = np.asarray(again.cache.shared.drafted).sum(axis=1) - drafted
-    assert tried.tolist() == [1, 1, 1] and set(np.asarray(again.cache.shared.rest).tolist()) == {128 - (N - 6)}
+    assert tried.tolist() == [1, 1, 1] and set(np.asarray(again.cache.shared.rest).tolist()) == {512 - (N - 6)}
 
 
 @pytest.mark.parametrize(
