@@ -52,7 +52,9 @@ class Family:
     expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
     qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
     out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
-    latent: str = ""  # the router's score where the family has latent attention, see `models.hf_latent`; "": it has not
+    router: str = ""  # the score of DeepSeek's router, see `models.hf_routed`; "": the family does not have it
+    latent: bool = False  # latent attention, see `models.hf_latent`
+    qk_norm_key: bool = False  # use_qk_norm adds norms of each query and key head
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -176,11 +178,19 @@ FAMILIES = {
         name="Qwen3.5, text, dense", class_name="Qwen3_5", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="apart",
         unread="mtp.", refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
     ),
-    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", latent="softmax"),
-    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
-    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", router="softmax", latent=True),
+    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
+    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
+    "glm4_moe": Family(
+        name="GLM-4.5, GLM-4.6", class_name="Glm4Moe", partial=True, qkv_bias_key=True, qk_norm_key=True, router="sigmoid",
+        refused=_BLOCKS, defaults={
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
+        },
+    ),
     "glm4_moe_lite": Family(
-        name="GLM-4.7-Flash", class_name="Glm4MoeLite", latent="sigmoid", defaults={"rms_norm_eps": 1e-5}
+        name="GLM-4.7-Flash", class_name="Glm4MoeLite", router="sigmoid", latent=True, defaults={"rms_norm_eps": 1e-5}
     ),
 }  # fmt: skip
 
@@ -191,7 +201,6 @@ MISSING = {
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
-    "glm4_moe": "a sigmoid router of experts beside attention that is not latent",
     "granitemoehybrid": "layers of a state-space model",
     "minimax_m2": "a sigmoid router of experts beside attention that is not latent",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",

@@ -47,7 +47,9 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "" if f.expert_files is None else f"experts{' with biases and a clamped gate' * f.expert_files.clamped}",
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
-    lambda f: f"latent attention (MLA); experts with a {f.latent} router, and a shared expert" * bool(f.latent),
+    lambda f: "norms of each q and k head in some models" * f.qk_norm_key,
+    lambda f: "latent attention (MLA)" * f.latent,
+    lambda f: f"experts with a {f.router} router, and a shared expert" * bool(f.router),
 )
 
 

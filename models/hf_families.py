@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import experts, rope_scaling, stacked_experts
+from . import experts, hf_routed, rope_scaling, stacked_experts
 from .config_checks import check_types, eos_ids
 from .families import FAMILIES, Family
 from .linear import files as linear_files
@@ -80,10 +80,19 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": model_type,
         "linear": linear_files.read(hf) if family.linear else None,
-        "experts": experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files),
+        "experts": _experts(hf, family),
+        **({"qk_norm": bool(hf.get("use_qk_norm"))} if family.qk_norm_key else {}),
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
+
+
+def _experts(hf: dict[str, Any], family: Family) -> experts.Experts | None:
+    """Read the experts, where the family has no latent attention."""
+    if family.router and not family.latent:
+        hf_routed.check(hf)
+        return hf_routed.read(hf)
+    return experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files)
 
 
 def declared_dtype(hf: dict[str, Any]) -> str:
@@ -96,6 +105,8 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
+        if key == "use_qk_norm" and family.qk_norm_key:
+            continue
         if key in family.numbers or key == family.out_bias_key or (key == "quantization_config" and _is_mxfp4(hf, family)):
             continue
         if hf.get(key):
@@ -269,6 +280,10 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
     if family.linear:
         hf |= linear_files.write(fields["linear"], count)
+    if family.qk_norm_key:
+        hf["use_qk_norm"] = fields["qk_norm"]
+    if family.router and not family.latent:
+        hf |= hf_routed.write(fields)
     if family.experts:
         hf |= experts.shared_keys(fields["experts"], count)
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)

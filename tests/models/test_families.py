@@ -46,9 +46,10 @@ NAMES = sorted(generator().MODELS)
 # Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; sinks, biases and clamped experts; latent
 # attention and routed experts.
 DECODED = ("gemma3_text", "cohere2", "gpt_oss", "deepseek_v2")
-EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next")
+EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next", "glm4_moe")
 REPEATED = (
     "gemma3_text", "cohere2", "cohere", "exaone4_full", "glm", "olmo2", "seed_oss", "deepseek_v2", "kimi_k2", "glm4_moe_lite",
+    "glm4_moe_plain",
 )  # what others show together  # fmt: skip
 
 
@@ -105,8 +106,8 @@ def test_decoding_a_ragged_batch_equals_transformers(name, loaded):
         assert_close(cache.logits, expected[:, step])
 
 
-# Latent attention has no codes.
-CODED = [x for x in NAMES if x not in EXPERTS and "kv_lora_rank" not in generator().MODELS[x][2]]
+# Experts and latent attention have no codes.
+CODED = [x for x in NAMES if x not in EXPERTS and "n_routed_experts" not in generator().MODELS[x][2]]
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "phi3")) for x in CODED])
