@@ -80,6 +80,7 @@ _OR_NULL: dict[str, _Kind] = {
     "quantization_config": _OBJECT,
     "hidden_activation": _TEXT,
     "no_rope_layer_interval": _COUNT,
+    "rotary_dim": _COUNT,
     "full_attention_interval": _COUNT,
     "query_pre_attn_scalar": _COUNT,
     "original_max_position_embeddings": _COUNT,

@@ -55,6 +55,8 @@ class Family:
     router: str = ""  # the score of DeepSeek's router, see `models.hf_routed`; "": the family does not have it
     latent: bool = False  # latent attention, see `models.hf_latent`
     qk_norm_key: bool = False  # use_qk_norm adds norms of each query and key head
+    mixtral_experts: bool = False  # beside a `router`: experts have Mixtral's keys and tensors, and every layer has them
+    fixed: Mapping[str, Any] = types.MappingProxyType({})  # key of the file -> the only value that the family's class computes
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -189,6 +191,18 @@ FAMILIES = {
             "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
         },
     ),
+    "minimax_m2": Family(
+        name="MiniMax-M2", class_name="MiniMaxM2", parts={"wide_qk_norm": True}, partial=True, router="sigmoid",
+        mixtral_experts=True, refused=_BLOCKS, defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6, "rotary_dim": None, "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        fixed={
+            "use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": 1, "use_routing_bias": True,
+            "shared_intermediate_size": 0, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        },
+    ),
     "glm4_moe_lite": Family(
         name="GLM-4.7-Flash", class_name="Glm4MoeLite", router="sigmoid", latent=True, defaults={"rms_norm_eps": 1e-5}
     ),
@@ -202,7 +216,6 @@ MISSING = {
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
     "granitemoehybrid": "layers of a state-space model",
-    "minimax_m2": "a sigmoid router of experts beside attention that is not latent",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
 }
 

@@ -49,7 +49,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "fused gate and up" * f.fused_gate_up,
     lambda f: "norms of each q and k head in some models" * f.qk_norm_key,
     lambda f: "latent attention (MLA)" * f.latent,
-    lambda f: f"experts with a {f.router} router, and a shared expert" * bool(f.router),
+    lambda f: f"experts with a {f.router} router{', and a shared expert' * (not f.mixtral_experts)}" * bool(f.router),
 )
 
 

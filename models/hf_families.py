@@ -49,6 +49,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} must be below {limit}, got {hf[key]!r:.60}")
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    if "rotary_dim" in family.defaults and hf["rotary_dim"] is not None:
+        hf.setdefault("partial_rotary_factor", hf["rotary_dim"] / head_dim)
     window = _window(hf, family)
     slides = _slides(hf, family, window)
     layers = _ropes(hf, family, slides, window, head_dim)
@@ -90,6 +92,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 def _experts(hf: dict[str, Any], family: Family) -> experts.Experts | None:
     """Read the experts, where the family has no latent attention."""
     if family.router and not family.latent:
+        hf = {**hf, **family.fixed}
         hf_routed.check(hf)
         return hf_routed.read(hf)
     return experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files)
@@ -105,12 +108,16 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
-        if key == "use_qk_norm" and family.qk_norm_key:
+        if (key == "use_qk_norm" and family.qk_norm_key) or key in family.fixed:
             continue
         if key in family.numbers or key == family.out_bias_key or (key == "quantization_config" and _is_mxfp4(hf, family)):
             continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
+    for key, value in family.fixed.items():
+        each = hf.get(key) if isinstance(hf.get(key), list) else [hf.get(key)]  # of some keys an entry for each layer
+        if any(entry is not None and entry != value for entry in each):
+            raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}, expected {value!r}")
     if hf.get("attention_bias") and not family.qkv_bias_key:
         raise ValueError(
             f"unsupported attention_bias={hf['attention_bias']!r} for model_type {kind!r}: this decoder does not have a bias "
@@ -282,7 +289,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf |= linear_files.write(fields["linear"], count)
     if family.qk_norm_key:
         hf["use_qk_norm"] = fields["qk_norm"]
-    if family.router and not family.latent:
+    if family.router and not family.latent and not family.mixtral_experts:
         hf |= hf_routed.write(fields)
     if family.experts:
         hf |= experts.shared_keys(fields["experts"], count)

@@ -10,6 +10,8 @@ from .router import Router
 
 _SIZES = {"n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
           "moe_intermediate_size": "intermediate_size"}  # key of the file -> field of `Experts`  # fmt: skip
+_MIXTRAL = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
+            "intermediate_size": "intermediate_size"}  # the same, with Mixtral's keys  # fmt: skip
 _DENSE, _SPARSE = "dense", "sparse"
 
 
@@ -26,7 +28,7 @@ def check(hf: dict[str, Any]) -> None:
     for key in ("n_group", "topk_group"):
         if hf[key] is not None and (type(hf[key]) is not int or hf[key] < 1):
             raise ValueError(f"{key} must be a positive whole number or null, got {hf[key]!r:.60}")
-    least = {"n_shared_experts": 0, "first_k_dense_replace": 0, **dict.fromkeys(_SIZES, 1)}
+    least = {"n_shared_experts": 0, "first_k_dense_replace": 0, **dict.fromkeys(_sizes(kind), 1)}
     for key, smallest in least.items():
         if type(hf[key]) is not int or not smallest <= hf[key] < 2**31:
             raise ValueError(f"{key} must be a whole number of at least {smallest}, got {hf[key]!r:.60}")
@@ -59,8 +61,9 @@ def read(hf: dict[str, Any]) -> Experts | None:
         return None
     score = FAMILIES[hf["model_type"]].router
     grouped = score == "sigmoid" or hf["topk_method"] == "group_limited_greedy"
+    sizes = {field: hf[key] for key, field in _sizes(hf["model_type"]).items()}
     return Experts(
-        **{field: hf[key] for key, field in _SIZES.items()},
+        **sizes,
         norm_topk_prob=hf["norm_topk_prob"],
         layers=layers,
         router=Router(
@@ -69,8 +72,13 @@ def read(hf: dict[str, Any]) -> Experts | None:
             groups_per_tok=(hf["topk_group"] or 1) if grouped else 1,
             multiplier=hf["routed_scaling_factor"],
         ),
-        shared_size=hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        shared_size=hf["n_shared_experts"] * sizes["intermediate_size"],
     )
+
+
+def _sizes(kind: str) -> dict[str, str]:
+    """Map the keys of the experts' sizes to fields of `Experts`."""
+    return _MIXTRAL if FAMILIES[kind].mixtral_experts else _SIZES
 
 
 def _mixed_layers(hf: dict[str, Any]) -> tuple[int, ...]:

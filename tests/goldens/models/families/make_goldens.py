@@ -109,6 +109,8 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "kimi_k2": ("DeepseekV3", "DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}),
     "glm4_moe": ("Glm4Moe", "Glm4Moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_plain": ("Glm4Moe", "Glm4Moe", {**ROUTED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "minimax_m2": ("MiniMaxM2", "MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4,
+                                              "intermediate_size": 12, "rope_parameters": ROPE}),
     "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite", {**LATENT, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
                                                     "mlp_layer_types": ["dense", "sparse", "dense"]}),
 }  # fmt: skip
