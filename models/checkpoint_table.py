@@ -264,7 +264,7 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
         return [Leaf(f"{ours}/router/kernel", (router,), (shape,), transpose=True), *stack]
     else:
         count, inner = experts.num_experts, experts.intermediate_size
-        qwen = (config.qk_norm or experts.router is not None) and not family.mixtral_experts
+        qwen = (config.qk_norm or family.experts or experts.router is not None) and not family.mixtral_experts
         router, both, down = tensor_names(theirs, count, qwen)
         bias = router.removesuffix("gate.weight" if family.mixtral_experts else "weight") + "e_score_correction_bias"
         leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]

@@ -72,6 +72,7 @@ _OR_NULL: dict[str, _Kind] = {
     "tie_word_embeddings": _BOOL,
     "attention_bias": _BOOL,
     "attention_out_bias": _BOOL,
+    "qkv_bias": _BOOL,
     "num_local_experts": _COUNT,
     "num_experts_per_tok": _COUNT,
     "mlp_bias": _BOOL,

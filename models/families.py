@@ -50,7 +50,7 @@ class Family:
     unread: str = ""  # tensors whose names begin so belong to a part that this decoder does not run
     experts: bool = False  # layers may have experts, see `models.experts`
     expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
-    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
+    qkv_bias_key: str = ""  # the key that adds a bias to q, k and v; "": no key does
     out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
     router: str = ""  # the score of DeepSeek's router, see `models.hf_routed`; "": the family does not have it
     latent: bool = False  # latent attention, see `models.hf_latent`
@@ -108,7 +108,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": Family(
-        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key=True,
+        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", rotates="listed", windows="some", optional_window=True,
         defaults={
             "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
@@ -119,24 +119,24 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     ),
     "glm": Family(
-        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True, qkv_bias_key=True,
+        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True, qkv_bias_key="attention_bias",
         defaults=_GLM_DEFAULTS,
     ),
     "glm4": Family(
         name="GLM-4 (0414)", class_name="Glm4", parts={"norm_place": "both"}, norms=_GLM4, fused_gate_up=True,
-        interleaved=True, partial=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
+        interleaved=True, partial=True, qkv_bias_key="attention_bias", defaults=_GLM_DEFAULTS,
     ),
     "granite": Family(
-        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key=True,
+        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", numbers=_GRANITE_NUMBERS, defaults=_GRANITE_DEFAULTS,
     ),
     "granitemoe": Family(
-        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key=True, out_bias_key="attention_bias",
+        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key="attention_bias", out_bias_key="attention_bias",
         numbers=_GRANITE_NUMBERS, defaults={**_GRANITE_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
         expert_files=GRANITE,
     ),
     "gpt_oss": Family(
-        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key=True,
+        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", windows="some", expert_files=GPT_OSS,
         defaults={
             "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rms_norm_eps": 1e-5, "rope_theta": 1.5e5,
@@ -160,12 +160,31 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "arcee": Family(
-        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key=True, out_bias_key="attention_bias",
+        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key="attention_bias", out_bias_key="attention_bias",
         refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     ),
     "seed_oss": Family(
-        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, out_bias_key="attention_out_bias",
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key="attention_bias", out_bias_key="attention_out_bias",
         defaults={"head_dim": 128, "attention_bias": True},
+    ),
+    "ernie4_5": Family(
+        name="ERNIE 4.5, dense", class_name="Ernie4_5", interleaved=True, refused="biases", fixed={"use_bias": False},
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 2, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": Family(
+        name="OLMoE", class_name="Olmoe", parts={"wide_qk_norm": True}, experts=True, refused="limits of q, k and v",
+        fixed={"clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "qwen2_moe": Family(
+        name="Qwen 1.5 and 2, experts", class_name="Qwen2Moe", experts=True, qkv_bias_key="qkv_bias", refused="windows",
+        fixed={"use_sliding_window": False, "layer_types": "full_attention"},
+        defaults={
+            "num_key_value_heads": 16, "qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+        },
     ),
     "qwen3_next": Family(
         name="Qwen3-Next", class_name="Qwen3Next", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="fused",
@@ -184,7 +203,7 @@ FAMILIES = {
     "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
     "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
     "glm4_moe": Family(
-        name="GLM-4.5, GLM-4.6", class_name="Glm4Moe", partial=True, qkv_bias_key=True, qk_norm_key=True, router="sigmoid",
+        name="GLM-4.5, GLM-4.6", class_name="Glm4Moe", partial=True, qkv_bias_key="attention_bias", qk_norm_key=True, router="sigmoid",
         refused=_BLOCKS, defaults={
             "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,

@@ -20,7 +20,7 @@ SIZES = {  # key of the file -> our field
     "max_position_embeddings": "max_position_embeddings",
 }
 _LARGEST = 1e32  # of numbers that scale; its square root and its inverse are floats
-_LIMITS = {**dict.fromkeys((*SIZES, "head_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
+_LIMITS = {**dict.fromkeys((*SIZES, "head_dim", "rotary_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Switches of a file for parts that no family here has -> what they would need.
 _REFUSED = {
@@ -74,7 +74,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": plain.scaling,
         "ropes": () if same else layers,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
-        "qkv_bias": family.qkv_bias_key and bool(hf.get("attention_bias")),
+        "qkv_bias": bool(hf.get(family.qkv_bias_key)),
         "out_bias": bool(hf.get(family.out_bias_key)),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
         "windows": windows,
@@ -118,7 +118,7 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
         each = hf.get(key) if isinstance(hf.get(key), list) else [hf.get(key)]  # of some keys an entry for each layer
         if any(entry is not None and entry != value for entry in each):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}, expected {value!r}")
-    if hf.get("attention_bias") and not family.qkv_bias_key:
+    if hf.get("attention_bias") and family.qkv_bias_key != "attention_bias":
         raise ValueError(
             f"unsupported attention_bias={hf['attention_bias']!r} for model_type {kind!r}: this decoder does not have a bias "
             "on the output of attention"
@@ -264,7 +264,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act": fields["activation"],
         "layer_norm_eps" if layered else "rms_norm_eps": fields["rms_norm_eps"],
         "tie_word_embeddings": fields["tie_word_embeddings"],
-        "attention_bias": fields["qkv_bias"],
+        family.qkv_bias_key or "attention_bias": fields["qkv_bias"],
         **({family.out_bias_key: fields["out_bias"]} if family.out_bias_key else {}),
         **({} if family.experts else stacked_experts.write(fields["experts"])),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
@@ -292,7 +292,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     if family.router and not family.latent and not family.mixtral_experts:
         hf |= hf_routed.write(fields)
     if family.experts:
-        hf |= experts.shared_keys(fields["experts"], count)
+        hf |= experts.family_keys(fields["experts"], count, model_type)
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)
     if family.rotates == "listed":
         hf["no_rope_layers"] = [int(rope.rotated != 0) for rope in ropes]

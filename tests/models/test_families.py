@@ -46,7 +46,7 @@ NAMES = sorted(generator().MODELS)
 # Two RoPEs and windows, norms before and after; NoPE and windows, a parallel block; sinks, biases and clamped experts; latent
 # attention and routed experts.
 DECODED = ("gemma3_text", "cohere2", "gpt_oss", "deepseek_v2")
-EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next", "glm4_moe", "minimax_m2")
+EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next", "glm4_moe", "minimax_m2", "olmoe", "qwen2_moe")
 REPEATED = (
     "gemma3_text", "cohere2", "cohere", "exaone4_full", "glm", "olmo2", "seed_oss", "deepseek_v2", "kimi_k2", "glm4_moe_lite",
     "glm4_moe_plain",
