@@ -326,7 +326,7 @@ def qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
 
 
 def family_keys(experts: Experts | None, count: int, kind: str) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for experts of a ``model_type`` of `models.families` in a model of ``count`` layers."""
+    """Return the keys of ``config.json`` for the experts of a family of `models.families`, in a model of ``count`` layers."""
     made = qwen_keys(experts, count)
     if kind in _SHARING:
         return made | {_SHARED: 0 if experts is None else experts.shared_size}

@@ -56,7 +56,7 @@ class Family:
     latent: bool = False  # latent attention, see `models.hf_latent`
     qk_norm_key: bool = False  # use_qk_norm adds norms of each query and key head
     mixtral_experts: bool = False  # beside a `router`: experts have Mixtral's keys and tensors, and every layer has them
-    fixed: Mapping[str, Any] = types.MappingProxyType({})  # key of the file -> the only value that the family's class computes
+    fixed: Mapping[str, Any] = types.MappingProxyType({})  # key of the file -> the only value that is computed
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -119,8 +119,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     ),
     "glm": Family(
-        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True, qkv_bias_key="attention_bias",
-        defaults=_GLM_DEFAULTS,
+        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True,
+        qkv_bias_key="attention_bias", defaults=_GLM_DEFAULTS,
     ),
     "glm4": Family(
         name="GLM-4 (0414)", class_name="Glm4", parts={"norm_place": "both"}, norms=_GLM4, fused_gate_up=True,
@@ -160,8 +160,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "arcee": Family(
-        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key="attention_bias", out_bias_key="attention_bias",
-        refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias", refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     ),
     "seed_oss": Family(
         name="Seed-OSS", class_name="SeedOss", qkv_bias_key="attention_bias", out_bias_key="attention_out_bias",
@@ -203,8 +203,8 @@ FAMILIES = {
     "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
     "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
     "glm4_moe": Family(
-        name="GLM-4.5, GLM-4.6", class_name="Glm4Moe", partial=True, qkv_bias_key="attention_bias", qk_norm_key=True, router="sigmoid",
-        refused=_BLOCKS, defaults={
+        name="GLM-4.5, 4.6, 4.7", class_name="Glm4Moe", partial=True, qkv_bias_key="attention_bias", qk_norm_key=True,
+        router="sigmoid", refused=_BLOCKS, defaults={
             "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
             "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 8,

@@ -20,7 +20,9 @@ SIZES = {  # key of the file -> our field
     "max_position_embeddings": "max_position_embeddings",
 }
 _LARGEST = 1e32  # of numbers that scale; its square root and its inverse are floats
-_LIMITS = {**dict.fromkeys((*SIZES, "head_dim", "rotary_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
+_LIMITS = {  # a layer has entries in tuples
+    **dict.fromkeys((*SIZES, "head_dim", "rotary_dim"), 1 << 31), "num_hidden_layers": 1 << 16,
+}  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Switches of a file for parts that no family here has -> what they would need.
 _REFUSED = {
@@ -108,16 +110,17 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
-        if (key == "use_qk_norm" and family.qk_norm_key) or key in family.fixed:
+        if key in family.numbers or key in family.fixed or key == family.out_bias_key:
             continue
-        if key in family.numbers or key == family.out_bias_key or (key == "quantization_config" and _is_mxfp4(hf, family)):
+        if (key == "use_qk_norm" and family.qk_norm_key) or (key == "quantization_config" and _is_mxfp4(hf, family)):
             continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
     for key, value in family.fixed.items():
-        each = hf.get(key) if isinstance(hf.get(key), list) else [hf.get(key)]  # of some keys an entry for each layer
+        given = hf.get(key)
+        each = given if isinstance(given, list) else [given]  # some keys have an entry for each layer
         if any(entry is not None and entry != value for entry in each):
-            raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}, expected {value!r}")
+            raise ValueError(f"unsupported {key}={given!r:.60} for model_type {kind!r}, expected {value!r}")
     if hf.get("attention_bias") and family.qkv_bias_key != "attention_bias":
         raise ValueError(
             f"unsupported attention_bias={hf['attention_bias']!r} for model_type {kind!r}: this decoder does not have a bias "
