@@ -204,7 +204,8 @@ FAMILIES = {
     "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
     "glm4_moe": Family(
         name="GLM-4.5, 4.6, 4.7", class_name="Glm4Moe", partial=True, qkv_bias_key="attention_bias", qk_norm_key=True,
-        router="sigmoid", refused=_BLOCKS, defaults={
+        router="sigmoid",
+        defaults={
             "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
             "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
@@ -236,6 +237,9 @@ MISSING = {
     "llama4_text": "attention in chunks",
     "granitemoehybrid": "layers of a state-space model",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
+    "hunyuan_v1_moe": "norms of queries and keys after RoPE",
+    "ernie4_5_moe": "a softmax router whose choice has a bias",
+    "apertus": "an activation with learned numbers",
 }
 
 
