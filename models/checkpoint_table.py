@@ -264,9 +264,11 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
         return [Leaf(f"{ours}/router/kernel", (router,), (shape,), transpose=True), *stack]
     else:
         count, inner = experts.num_experts, experts.intermediate_size
-        router, both, down = tensor_names(theirs, count, qwen=config.qk_norm or experts.router is not None)
+        qwen = (config.qk_norm or family.experts or experts.router is not None) and not family.mixtral_experts
+        router, both, down = tensor_names(theirs, count, qwen)
+        bias = router.removesuffix("gate.weight" if family.mixtral_experts else "weight") + "e_score_correction_bias"
         leaves = [Leaf(f"{ours}/router/kernel", (router,), ((count, hidden),), transpose=True)]
-        leaves += _beside_experts(experts, hidden, ours, f"{theirs}.mlp")
+        leaves += _beside_experts(experts, hidden, ours, f"{theirs}.mlp", bias)
     return [
         *leaves,
         Leaf(f"{ours}/gate_up/kernel", tuple(both), ((inner, hidden),) * len(both), transpose=True, stack=count, pair=True),
@@ -274,12 +276,12 @@ def _mlp(config: ModelConfig, family: Family, layer: int) -> list[AnyLeaf]:
     ]
 
 
-def _beside_experts(experts: Experts, hidden: int, ours: str, theirs: str) -> list[Leaf]:
+def _beside_experts(experts: Experts, hidden: int, ours: str, theirs: str, router_bias: str) -> list[Leaf]:
     """List the bias of a router, and the parameters of the expert that every token uses."""
     inner, router = experts.shared_size, experts.router
     own = f"{theirs}.shared_expert" if router is None else f"{theirs}.shared_experts"
     both = tuple(f"{own}.{name}_proj.weight" for name in ("gate", "up"))
-    bias = Leaf(f"{ours}/router/bias", (f"{theirs}.gate.e_score_correction_bias",), ((experts.num_experts,),))
+    bias = Leaf(f"{ours}/router/bias", (router_bias,), ((experts.num_experts,),))
     shared = [
         Leaf(f"{ours}/shared/gate_up/kernel", both, ((inner, hidden),) * 2, transpose=True, pair=True),
         Leaf(f"{ours}/shared/down/kernel", (f"{own}.down_proj.weight",), ((hidden, inner),), transpose=True),

@@ -40,9 +40,12 @@ FAMILIES = {  # model_type -> the key of an expert's intermediate size
     "qwen3_moe": "moe_intermediate_size",
     "mixtral": "intermediate_size",
     "qwen3_next": "moe_intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "olmoe": "intermediate_size",
 }
 _SHARED = "shared_expert_intermediate_size"
-_OF_QWEN = ("qwen3_moe", "qwen3_next")  # with `mlp_only_layers`, and `norm_topk_prob` as a choice
+_SHARING = ("qwen3_next", "qwen2_moe")  # with an expert that every token uses
+_OF_QWEN = ("qwen3_moe", *_SHARING)  # with `mlp_only_layers`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +256,7 @@ def read(hf: dict[str, Any]) -> Experts | None:
         if declared:
             raise ValueError(f"model_type {kind!r} has no experts, got {declared}")
         return None
-    foreign = [key for key in _FOREIGN if hf.get(key) and (kind, key) != ("qwen3_next", _SHARED)]
+    foreign = [key for key in _FOREIGN if hf.get(key) and not (kind in _SHARING and key == _SHARED)]
     if foreign:
         raise ValueError(f"unsupported {foreign[0]}={hf[foreign[0]]!r} for model_type {kind!r}, expected none")
     absent = [key for key in (FAMILIES[kind], "num_experts_per_tok") if hf.get(key) is None]
@@ -276,9 +279,9 @@ def read(hf: dict[str, Any]) -> Experts | None:
         num_experts=count,
         num_experts_per_tok=hf["num_experts_per_tok"],
         intermediate_size=hf[FAMILIES[kind]],
-        norm_topk_prob=hf.get("norm_topk_prob", False) if kind in _OF_QWEN else True,
+        norm_topk_prob=hf.get("norm_topk_prob", False) if kind != "mixtral" else True,
         layers=tuple(layers),
-        shared_size=(hf.get(_SHARED) or 0) if kind == "qwen3_next" else 0,
+        shared_size=(hf.get(_SHARED) or 0) if kind in _SHARING else 0,
     )
 
 
@@ -322,9 +325,12 @@ def qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
     }
 
 
-def shared_keys(experts: Experts | None, count: int) -> dict[str, Any]:
-    """Return `qwen_keys`, with the size of the expert that every token uses."""
-    return qwen_keys(experts, count) | {_SHARED: 0 if experts is None else experts.shared_size}
+def family_keys(experts: Experts | None, count: int, kind: str) -> dict[str, Any]:
+    """Return the keys of ``config.json`` for the experts of a family of `models.families`, in a model of ``count`` layers."""
+    made = qwen_keys(experts, count)
+    if kind in _SHARING:
+        return made | {_SHARED: 0 if experts is None else experts.shared_size}
+    return {key: made[key] for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob") if key in made}
 
 
 def tensor_names(layer: str, count: int, qwen: bool) -> tuple[str, list[str], list[str]]:

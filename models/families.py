@@ -50,9 +50,13 @@ class Family:
     unread: str = ""  # tensors whose names begin so belong to a part that this decoder does not run
     experts: bool = False  # layers may have experts, see `models.experts`
     expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
-    qkv_bias_key: bool = False  # attention_bias adds a bias to q, k and v
+    qkv_bias_key: str = ""  # the key that adds a bias to q, k and v; "": no key does
     out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
-    latent: str = ""  # the router's score where the family has latent attention, see `models.hf_latent`; "": it has not
+    router: str = ""  # the score of DeepSeek's router, see `models.hf_routed`; "": the family does not have it
+    latent: bool = False  # latent attention, see `models.hf_latent`
+    qk_norm_key: bool = False  # use_qk_norm adds norms of each query and key head
+    mixtral_experts: bool = False  # beside a `router`: experts have Mixtral's keys and tensors, and every layer has them
+    fixed: Mapping[str, Any] = types.MappingProxyType({})  # key of the file -> the only value that is computed
 
 
 _GEMMA_PARTS = {"norm_place": "both"}
@@ -104,7 +108,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "smollm3": Family(
-        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key=True,
+        name="SmolLM3", class_name="SmolLM3", refused="biases in the MLP", qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", rotates="listed", windows="some", optional_window=True,
         defaults={
             "rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False,
@@ -115,24 +119,24 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     ),
     "glm": Family(
-        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True, qkv_bias_key=True,
-        defaults=_GLM_DEFAULTS,
+        name="GLM-4 (2024)", class_name="Glm", fused_gate_up=True, interleaved=True, partial=True,
+        qkv_bias_key="attention_bias", defaults=_GLM_DEFAULTS,
     ),
     "glm4": Family(
         name="GLM-4 (0414)", class_name="Glm4", parts={"norm_place": "both"}, norms=_GLM4, fused_gate_up=True,
-        interleaved=True, partial=True, qkv_bias_key=True, defaults=_GLM_DEFAULTS,
+        interleaved=True, partial=True, qkv_bias_key="attention_bias", defaults=_GLM_DEFAULTS,
     ),
     "granite": Family(
-        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key=True,
+        name="Granite 3, dense", class_name="Granite", refused="biases in the MLP", qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", numbers=_GRANITE_NUMBERS, defaults=_GRANITE_DEFAULTS,
     ),
     "granitemoe": Family(
-        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key=True, out_bias_key="attention_bias",
+        name="Granite 3, experts", class_name="GraniteMoe", qkv_bias_key="attention_bias", out_bias_key="attention_bias",
         numbers=_GRANITE_NUMBERS, defaults={**_GRANITE_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
         expert_files=GRANITE,
     ),
     "gpt_oss": Family(
-        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key=True,
+        name="gpt-oss", class_name="GptOss", parts={"attention_sinks": True}, qkv_bias_key="attention_bias",
         out_bias_key="attention_bias", windows="some", expert_files=GPT_OSS,
         defaults={
             "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rms_norm_eps": 1e-5, "rope_theta": 1.5e5,
@@ -156,12 +160,31 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "arcee": Family(
-        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key=True, out_bias_key="attention_bias",
-        refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        name="Arcee", class_name="Arcee", parts={"mlp_gate": False}, qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias", refused="biases in the MLP", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     ),
     "seed_oss": Family(
-        name="Seed-OSS", class_name="SeedOss", qkv_bias_key=True, out_bias_key="attention_out_bias",
+        name="Seed-OSS", class_name="SeedOss", qkv_bias_key="attention_bias", out_bias_key="attention_out_bias",
         defaults={"head_dim": 128, "attention_bias": True},
+    ),
+    "ernie4_5": Family(
+        name="ERNIE 4.5, dense", class_name="Ernie4_5", interleaved=True, refused="biases", fixed={"use_bias": False},
+        defaults={
+            "head_dim": 128, "num_key_value_heads": 2, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": Family(
+        name="OLMoE", class_name="Olmoe", parts={"wide_qk_norm": True}, experts=True, refused="limits of q, k and v",
+        fixed={"clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "qwen2_moe": Family(
+        name="Qwen 1.5 and 2, experts", class_name="Qwen2Moe", experts=True, qkv_bias_key="qkv_bias", refused="windows",
+        fixed={"use_sliding_window": False, "layer_types": "full_attention"},
+        defaults={
+            "num_key_value_heads": 16, "qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+        },
     ),
     "qwen3_next": Family(
         name="Qwen3-Next", class_name="Qwen3Next", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="fused",
@@ -176,11 +199,32 @@ FAMILIES = {
         name="Qwen3.5, text, dense", class_name="Qwen3_5", parts=_QWEN_PARTS, norm_offset=1.0, partial=True, linear="apart",
         unread="mtp.", refused="biases", defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4},
     ),
-    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", latent="softmax"),
-    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
-    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", latent="sigmoid", refused=_BLOCKS),
+    "deepseek_v2": Family(name="DeepSeek-V2, V2-Lite", class_name="DeepseekV2", router="softmax", latent=True),
+    "deepseek_v3": Family(name="DeepSeek-V3, R1", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
+    "kimi_k2": Family(name="Kimi K2", class_name="DeepseekV3", router="sigmoid", latent=True, refused=_BLOCKS),
+    "glm4_moe": Family(
+        name="GLM-4.5, 4.6, 4.7", class_name="Glm4Moe", partial=True, qkv_bias_key="attention_bias", qk_norm_key=True,
+        router="sigmoid",
+        defaults={
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_key_value_heads": 8,
+        },
+    ),
+    "minimax_m2": Family(
+        name="MiniMax-M2", class_name="MiniMaxM2", parts={"wide_qk_norm": True}, partial=True, router="sigmoid",
+        mixtral_experts=True, refused=_BLOCKS, defaults={
+            "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5e6, "rotary_dim": None, "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        fixed={
+            "use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": 1, "use_routing_bias": True,
+            "shared_intermediate_size": 0, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        },
+    ),
     "glm4_moe_lite": Family(
-        name="GLM-4.7-Flash", class_name="Glm4MoeLite", latent="sigmoid", defaults={"rms_norm_eps": 1e-5}
+        name="GLM-4.7-Flash", class_name="Glm4MoeLite", router="sigmoid", latent=True, defaults={"rms_norm_eps": 1e-5}
     ),
 }  # fmt: skip
 
@@ -191,10 +235,11 @@ MISSING = {
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",
-    "glm4_moe": "a sigmoid router of experts beside attention that is not latent",
     "granitemoehybrid": "layers of a state-space model",
-    "minimax_m2": "a sigmoid router of experts beside attention that is not latent",
     "hunyuan_v1_dense": "norms of queries and keys after RoPE",
+    "hunyuan_v1_moe": "norms of queries and keys after RoPE",
+    "ernie4_5_moe": "a softmax router whose choice has a bias",
+    "apertus": "an activation with learned numbers",
 }
 
 

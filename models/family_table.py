@@ -26,7 +26,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: {"all": "windows in all layers", "some": "windows in some layers"}.get(f.windows, ""),
     lambda f: "linear attention in some layers" * bool(f.linear),
     lambda f: "an output gate in attention" * bool(f.parts.get("output_gate")),
-    lambda f: "experts and a shared expert" * f.experts,
+    lambda f: f"experts{' and a shared expert' * ('shared_expert_intermediate_size' in f.defaults)}" * f.experts,
     lambda f: "a RoPE for layers with a window and one for the others" * f.two_ropes,
     lambda f: {"windows": "RoPE in layers with a window only", "listed": "RoPE in some layers"}.get(f.rotates, ""),
     lambda f: "RoPE on a part of each head" * f.partial,
@@ -41,13 +41,15 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
     lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),
     lambda f: "sink logits" * bool(f.parts.get("attention_sinks")),
-    lambda f: "bias on q, k and v" * (f.qkv_bias_key and f.out_bias_key != "attention_bias"),
+    lambda f: "bias on q, k and v" * (bool(f.qkv_bias_key) and f.out_bias_key != "attention_bias"),
     lambda f: "bias on q, k, v and the output" * (f.out_bias_key == "attention_bias"),
     lambda f: "bias on the output" * (f.out_bias_key == "attention_out_bias"),
     lambda f: "" if f.expert_files is None else f"experts{' with biases and a clamped gate' * f.expert_files.clamped}",
     lambda f: "fused q, k and v" * f.fused_qkv,
     lambda f: "fused gate and up" * f.fused_gate_up,
-    lambda f: f"latent attention (MLA); experts with a {f.latent} router, and a shared expert" * bool(f.latent),
+    lambda f: "norms of each q and k head in some models" * f.qk_norm_key,
+    lambda f: "latent attention (MLA)" * f.latent,
+    lambda f: f"experts with a {f.router} router{', and a shared expert' * (not f.mixtral_experts)}" * bool(f.router),
 )
 
 

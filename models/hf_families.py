@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import experts, rope_scaling, stacked_experts
+from . import experts, hf_routed, rope_scaling, stacked_experts
 from .config_checks import check_types, eos_ids
 from .families import FAMILIES, Family
 from .linear import files as linear_files
@@ -20,7 +20,9 @@ SIZES = {  # key of the file -> our field
     "max_position_embeddings": "max_position_embeddings",
 }
 _LARGEST = 1e32  # of numbers that scale; its square root and its inverse are floats
-_LIMITS = {**dict.fromkeys((*SIZES, "head_dim"), 1 << 31), "num_hidden_layers": 1 << 16}  # a layer has entries in tuples
+_LIMITS = {  # a layer has entries in tuples
+    **dict.fromkeys((*SIZES, "head_dim", "rotary_dim"), 1 << 31), "num_hidden_layers": 1 << 16,
+}  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Switches of a file for parts that no family here has -> what they would need.
 _REFUSED = {
@@ -49,6 +51,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} must be below {limit}, got {hf[key]!r:.60}")
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    if "rotary_dim" in family.defaults and hf["rotary_dim"] is not None:
+        hf.setdefault("partial_rotary_factor", hf["rotary_dim"] / head_dim)
     window = _window(hf, family)
     slides = _slides(hf, family, window)
     layers = _ropes(hf, family, slides, window, head_dim)
@@ -72,7 +76,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": plain.scaling,
         "ropes": () if same else layers,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
-        "qkv_bias": family.qkv_bias_key and bool(hf.get("attention_bias")),
+        "qkv_bias": bool(hf.get(family.qkv_bias_key)),
         "out_bias": bool(hf.get(family.out_bias_key)),
         "eos_token_ids": eos_ids(hf.get("eos_token_id")),
         "windows": windows,
@@ -80,10 +84,20 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": model_type,
         "linear": linear_files.read(hf) if family.linear else None,
-        "experts": experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files),
+        "experts": _experts(hf, family),
+        **({"qk_norm": bool(hf.get("use_qk_norm"))} if family.qk_norm_key else {}),
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
+
+
+def _experts(hf: dict[str, Any], family: Family) -> experts.Experts | None:
+    """Read the experts, where the family has no latent attention."""
+    if family.router and not family.latent:
+        hf = {**hf, **family.fixed}
+        hf_routed.check(hf)
+        return hf_routed.read(hf)
+    return experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files)
 
 
 def declared_dtype(hf: dict[str, Any]) -> str:
@@ -96,11 +110,18 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     """Refuse settings of parts that this decoder does not have."""
     kind = hf["model_type"]
     for key, part in _REFUSED.items():
-        if key in family.numbers or key == family.out_bias_key or (key == "quantization_config" and _is_mxfp4(hf, family)):
+        if key in family.numbers or key in family.fixed or key == family.out_bias_key:
+            continue
+        if (key == "use_qk_norm" and family.qk_norm_key) or (key == "quantization_config" and _is_mxfp4(hf, family)):
             continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
-    if hf.get("attention_bias") and not family.qkv_bias_key:
+    for key, value in family.fixed.items():
+        given = hf.get(key)
+        each = given if isinstance(given, list) else [given]  # some keys have an entry for each layer
+        if any(entry is not None and entry != value for entry in each):
+            raise ValueError(f"unsupported {key}={given!r:.60} for model_type {kind!r}, expected {value!r}")
+    if hf.get("attention_bias") and family.qkv_bias_key != "attention_bias":
         raise ValueError(
             f"unsupported attention_bias={hf['attention_bias']!r} for model_type {kind!r}: this decoder does not have a bias "
             "on the output of attention"
@@ -246,7 +267,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act": fields["activation"],
         "layer_norm_eps" if layered else "rms_norm_eps": fields["rms_norm_eps"],
         "tie_word_embeddings": fields["tie_word_embeddings"],
-        "attention_bias": fields["qkv_bias"],
+        family.qkv_bias_key or "attention_bias": fields["qkv_bias"],
         **({family.out_bias_key: fields["out_bias"]} if family.out_bias_key else {}),
         **({} if family.experts else stacked_experts.write(fields["experts"])),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
@@ -269,8 +290,12 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
     if family.linear:
         hf |= linear_files.write(fields["linear"], count)
+    if family.qk_norm_key:
+        hf["use_qk_norm"] = fields["qk_norm"]
+    if family.router and not family.latent and not family.mixtral_experts:
+        hf |= hf_routed.write(fields)
     if family.experts:
-        hf |= experts.shared_keys(fields["experts"], count)
+        hf |= experts.family_keys(fields["experts"], count, model_type)
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)
     if family.rotates == "listed":
         hf["no_rope_layers"] = [int(rope.rotated != 0) for rope in ropes]

@@ -1,4 +1,4 @@
-"""The layers of models with latent attention: `LatentAttention`, and `RoutedMLP` for the experts that such models have.
+"""The layers of models with latent attention: `LatentAttention`, and `RoutedMLP` for the experts that they and others have.
 
 Parameter tree (axes: d hidden, N query heads, R latent, E experts, F intermediate; the other sizes are in `Latent`)::
 

@@ -141,7 +141,7 @@ def _check(directory: Path, config: ModelConfig, table: list[AnyLeaf], sources: 
     found, dtypes, problems = {}, {}, []
     own = FAMILIES[config.family].unread if config.family else ""
     # DeepSeek's files may have one more layer, which guesses the token after the next.
-    drafts = "" if config.latent is None else f"model.layers.{config.num_layers}."
+    drafts = f"model.layers.{config.num_layers}." if config.family and FAMILIES[config.family].router else ""
     unread = tuple(filter(None, (own, drafts)))
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:

@@ -110,7 +110,7 @@ def check_every_family_loads_as_on_one_device(folder):
 
 
 def check_fused_tensors_and_wide_norms_load_as_on_one_device(folder):
-    for name in ("phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text"):
+    for name in ("phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text", "minimax_m2"):
         test_families.write_checkpoint(folder / name, test_families.golden(name))
         expected, _ = models.from_pretrained(folder / name)
         mesh = on(4, 2)

@@ -44,12 +44,16 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 12,
     "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 5.0],
 }  # fmt: skip
-LATENT = {
-    "num_key_value_heads": 4, "head_dim": 6, "kv_lora_rank": 10, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8,
-    "v_head_dim": 12, "q_lora_rank": 14, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
-    "n_shared_experts": 2, "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-    "rope_parameters": ROPE, "num_nextn_predict_layers": 0,
+DEEPSEEK = {  # experts of DeepSeek's kind
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": ROPE,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
+LATENT = {
+    **DEEPSEEK, "num_key_value_heads": 4, "head_dim": 6, "kv_lora_rank": 10, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "q_lora_rank": 14,
+}  # fmt: skip
+ROUTED = {**DEEPSEEK, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "rms_norm_eps": 1e-5}
 MSCALES = {"rope_parameters": {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
     "mscale": 0.7, "mscale_all_dim": 0.9,
@@ -93,6 +97,12 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "granitemoe": ("GraniteMoe", "GraniteMoe", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
                                                "rope_parameters": ROPE, "attention_multiplier": 0.3, "logits_scaling": 2.5,
                                                "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...}),
+    "ernie4_5": ("Ernie4_5", "Ernie4_5", {"rope_parameters": ROPE, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", "Olmoe", {"rope_parameters": ROPE, "head_dim": ..., "num_experts": 6, "num_experts_per_tok": 3,
+                                 "intermediate_size": 12}),
+    "qwen2_moe": ("Qwen2Moe", "Qwen2Moe", {"rope_parameters": ROPE, "head_dim": ..., "num_experts": 6,
+                                           "num_experts_per_tok": 3, "moe_intermediate_size": 12, "mlp_only_layers": [1],
+                                           "shared_expert_intermediate_size": 20}),
     "qwen3_next": ("Qwen3Next", "Qwen3Next", {**LINEAR_LAYERS, "num_experts": 4, "num_experts_per_tok": 2,
                                              "mlp_only_layers": [1], "moe_intermediate_size": 12,
                                              "shared_expert_intermediate_size": 20}),
@@ -103,6 +113,10 @@ MODELS = {  # name -> (class prefix in transformers, the name of its config's cl
     "deepseek_v3_halves": ("DeepseekV3", "DeepseekV3", {**LATENT, "q_lora_rank": None, "rope_interleave": False,
                                                        "first_k_dense_replace": 3}),
     "kimi_k2": ("DeepseekV3", "DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}),
+    "glm4_moe": ("Glm4Moe", "Glm4Moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_plain": ("Glm4Moe", "Glm4Moe", {**ROUTED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "minimax_m2": ("MiniMaxM2", "MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4,
+                                              "intermediate_size": 12, "rope_parameters": ROPE}),
     "glm4_moe_lite": ("Glm4MoeLite", "Glm4MoeLite", {**LATENT, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
                                                     "mlp_layer_types": ["dense", "sparse", "dense"]}),
 }  # fmt: skip
