@@ -1,10 +1,9 @@
 """The kernel of `pallas_triton` for bfloat16 queries and a cache in 8 or 4 bits: the same work, divided in the same way.
 
 A list is short, so a program has one block or a few, and waits for memory more than it computes. So all that it reads is
-asked for at once: the list is read beside the query, and then a step ahead of keys and values. Scales of 16 bits are read as
-words of 32 bits, the least that Triton's pipeline copies ahead. Codes of keys become bfloat16 as codes of values do
-(`pallas_kernels._triton.code_products`). The kernel for all slots saves that by two digits of a query, which need the largest
-number of the query before anything is multiplied.
+asked for at once: scales, of 16 bits, are read as words of 32 bits, the least that Triton's pipeline copies ahead. Codes of
+keys become bfloat16 as codes of values do (`pallas_kernels._triton.code_products`). The kernel for all slots saves that by
+two digits of a query, which need the largest number of the query before anything is multiplied.
 
 If codes are mixed, the kernel mixes the query and its part of the output itself: XLA would take two launches for each.
 """
@@ -101,12 +100,6 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
     fold = 2 if rows == codes.ROWS else 1
     head = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), group - 1)  # the last head is repeated
     pieces = codes.channels(value_kind, dim)
-
-    def asked_at(step):
-        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
-        return entry, *entries.asked_rows(ref, b, h, entry, page_size)
-
-    first = asked_at(0)
     key_signs, value_signs = (ref[name][:, :] if name in ref else None for name in ("key_signs", "value_signs"))
     queries = _queries(ref["query"], (b, h), head, key_kind, key_signs)
 
@@ -119,11 +112,10 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
         channel = jnp.arange(ref[name].shape[3], dtype=jnp.int32)
         return entries.load_rows(ref[name], (b, h), row, asked, channel)
 
-    def add(step, carried):
-        # A block's rows are known one step before. So all of it is loaded together, before anything waits for it.
-        (total, maximum, outs), (entry, row, item, asked) = carried
-        following = asked_at(step + 1)
-        listed = entries.entering(ref, b, h, row, asked)
+    def add(step, sums):
+        # All of the block is loaded together, before anything waits for it.
+        entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
+        row, item, asked, listed = entries.listed_rows(ref, b, h, entry, page_size)
         keys, values = read("key", row, asked), read("value", row, asked)
         key_scale, value_scale = scales("key_scale", row, asked), scales("value_scale", row, asked)
         keys = codes.values(keys, key_kind, interpret)
@@ -135,6 +127,7 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
         # This removes the NaN of a hidden scale. A hidden value has finite codes, and its scale becomes 0.
         logits = jnp.where(listed[None, :], logits, -jnp.inf)
         online_softmax.store_logits(logits_ref, (b, h), head, entry, logits, entry < ref["slots"].shape[2])
+        total, maximum, outs = sums
         risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
         shift = finite_or_zero(risen)
         decay = codes.exp2((maximum - shift) * LOG2_E, interpret)
@@ -143,13 +136,12 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
         share, kept = codes.folded(share, fold), codes.folded(decay, fold)[:, None]
         values = codes.values(values, value_kind, interpret)
         outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, values, strict=True))
-        return (total * decay[:, None] + weight, risen, outs), following
+        return total * decay[:, None] + weight, risen, outs
 
     total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
     outs = tuple(jnp.zeros((fold * rows, piece.shape[0]), jnp.float32) for piece in pieces)
     steps = entries.steps(ref, b, h, split, block, splits, page_size, every=bool(logits_ref))
-    sums = total, jnp.full((rows,), -jnp.inf, jnp.float32), outs
-    (total, maximum, outs), _ = lax.fori_loop(0, steps, add, (sums, first))
+    total, maximum, outs = lax.fori_loop(0, steps, add, (total, jnp.full((rows,), -jnp.inf, jnp.float32), outs))
     total = jnp.sum(total, axis=1)
     divisor = codes.folded(jnp.where(total > 0, total, 1) * codes.UNIT[value_kind], fold)[:, None]
     outs = [out / divisor for out in outs]

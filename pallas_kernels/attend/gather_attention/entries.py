@@ -58,25 +58,15 @@ def bias_of(ref, b, h, heads, item):
 
 def listed_rows(ref, b, h, entry, page_size):
     """Find each entry's row in the cache, its item of the list, whether to read the row, and whether it enters."""
-    row, item, asked = asked_rows(ref, b, h, entry, page_size)
-    return row, item, asked, entering(ref, b, h, row, asked)
-
-
-def asked_rows(ref, b, h, entry, page_size):
-    """Find each entry's row in the cache, its item of the list, and whether to read the row."""
     slots, items = ref["host" if "host" in ref else "key"].shape[2], ref["slots"].shape[2]
     item = jnp.minimum(entry if page_size == 1 else jax.lax.div(entry, page_size), items - 1)
-    asked = (entry < items * page_size) & of_list(ref["mask"], b, h, item)
+    listed = (entry < items * page_size) & of_list(ref["mask"], b, h, item)
     # Clip: an index out of range would read out of bounds.
     row = jnp.clip(of_list(ref["slots"], b, h, item), 0, (slots - 1) // page_size)
     if page_size > 1:
         row = row * page_size + jax.lax.rem(entry, page_size)
-        asked &= row < slots
-    return jnp.where(asked, row, 0), item, asked
-
-
-def entering(ref, b, h, row, asked):
-    """Tell which rows enter: those that are asked for and, if positions are given, hold a token."""
-    if "position" not in ref:
-        return asked
-    return asked & (ref["position"][b, h, row] >= 0)  # loaded beside the keys and the values, which do not wait for it
+        listed &= row < slots
+    row, asked = jnp.where(listed, row, 0), listed
+    if "position" in ref:  # loaded beside the keys and the values, which do not wait for it
+        listed &= ref["position"][b, h, row] >= 0
+    return row, item, asked, listed
