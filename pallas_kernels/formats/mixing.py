@@ -37,7 +37,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def mix_few(x: jax.Array) -> jax.Array:
-    """Rotate ``x`` [..., D] as `mix` does, by a product with `signs`: one short launch on a GPU for queries and outputs.
+    """Rotate ``x`` [..., D] as `mix` does, by a product with `signs`: short launches on a GPU for queries and outputs.
 
     Sums are float32, and the result has the dtype of ``x``. It can differ from `mix` in the last bits.
     """

@@ -82,7 +82,7 @@ def test_attention_over_codes_equals_float64(name, kinds, group, dim):
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_bias_logits_and_parts_beside_the_list(name):
-    """Mixed keys and values: logits and the parts beside are those of numbers that are not mixed."""
+    """Keys and values are mixed; the logits and the parts beside belong to numbers that are not."""
     query, stored, items, mask, exact = drawn(MIXED4)
     rng = np.random.default_rng(1)
     bias = rng.normal(size=(2, 2, 3, 37)).astype(np.float32)
