@@ -58,21 +58,29 @@ def shape_of(path: str, value: Any) -> tuple[int, ...]:
 
 
 def product(
-    x: jax.Array, kernel: Any, dense: Callable[[jax.Array, jax.Array], jax.Array], bias: jax.Array | None = None
+    x: jax.Array,
+    kernel: Any,
+    dense: Callable[[jax.Array, jax.Array], jax.Array],
+    bias: jax.Array | None = None,
+    act: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Multiply ``x`` [B, T, K] with a kernel [K, ...], and add a bias: every product with a kernel of the layers.
 
     Args:
-        x: in the dtype of computation.
+        x: in the dtype of computation; with ``act`` [B, T, 2, K].
         kernel: an array in any dtype, or its codes.
         dense: multiplies with a kernel in the dtype of ``x``.
         bias: of the shape of a result's row.
+        act: if given, act(x[..., 0, :]) * x[..., 1, :] is multiplied.
 
     Returns:
         [B, T, ...] in the dtype of ``x``.
     """
+    gated = act is jax.nn.silu and isinstance(kernel, CodedMatrix)  # where the product can compute it in passing
+    if act is not None and not gated:
+        x = act(x[..., 0, :]) * x[..., 1, :]
     if isinstance(kernel, CodedMatrix):
-        made = coded_product(x, kernel)
+        made = coded_product(x, kernel, gated=gated)
         return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
     matrix = kernel.astype(x.dtype)
 
@@ -118,12 +126,12 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]."""
+    def __call__(self, x: jax.Array, act: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]; with ``act`` [B, T, 2, K], see `product`."""
         config, wide = self.config, (self.features,)
         kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
         bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype) if self.use_bias else None
-        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias)
+        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias, act)
 
 
 class Kernel(nn.Module):
@@ -154,5 +162,4 @@ class MLP(nn.Module):
             return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
         kernel = Kernel(config, (config.hidden_size, 2, width), name="gate_up")()
         both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
-        gated = act(both[..., 0, :]) * both[..., 1, :]
-        return axes.total(Dense(config, config.hidden_size, name="down")(gated))
+        return axes.total(Dense(config, config.hidden_size, name="down")(both, act))

@@ -25,6 +25,7 @@ def coded_product(
     x: jax.Array,
     matrix: CodedMatrix,
     *,
+    gated: bool = False,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
     platform: str | None = None,
@@ -34,8 +35,9 @@ def coded_product(
     Differentiable: through ``xla``, with respect to ``x``.
 
     Args:
-        x: [..., K], floating point.
+        x: [..., K], floating point; with ``gated`` [..., 2, K].
         matrix: a matrix [N, K], where N may be several axes.
+        gated: multiply silu(x[..., 0, :]) * x[..., 1, :], the input of the second projection of a gated MLP.
         dtype: dtype of the result; None takes the dtype of ``x``.
         implementation: "pallas_triton" (GPU; 1 to 16 vectors in bfloat16), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
@@ -47,10 +49,11 @@ def coded_product(
         ValueError: the widths disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
-    if x.shape[-1:] != (matrix.width,) or not jnp.issubdtype(x.dtype, jnp.floating):
+    axes = (2, matrix.width) if gated else (matrix.width,)
+    if x.shape[-len(axes) :] != axes or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"coded_product: got x {x.dtype} {x.shape} and a matrix {(*matrix.lead, matrix.width)}, expected floats "
-            f"[..., {matrix.width}]"
+            f"[..., {', '.join(map(str, axes))}]"
         )
     kind = jnp.dtype(x.dtype if dtype is None else dtype)
-    return CODED_PRODUCT.run(x, matrix, dtype=kind, implementation=implementation, platform=platform)
+    return CODED_PRODUCT.run(x, matrix, gated=gated, dtype=kind, implementation=implementation, platform=platform)

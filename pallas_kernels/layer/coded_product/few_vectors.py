@@ -1,20 +1,21 @@
-"""Products of one to four vectors with a matrix in 8 or 4 bits as one Pallas Triton kernel, by integer dot products.
+"""Products of one to four vectors with a matrix in 8 or 4 bits, by integer dot products: two Pallas Triton kernels.
 
 A GPU reads so many codes in the time of an instruction that converting each code to a float takes longer than reading it. But
-one instruction (dp2a) multiplies two integers of 16 bits with two bytes and adds both products to an int32. So a program
-writes the numbers of its vectors as integers of 16 bits times a power of two, their unit, and multiplies codes as they are.
-The numbers that 16 bytes of codes multiply, a piece, share a unit: 16 numbers in 8 bits, 32 in 4 bits. A number is rounded by
-2^-16 of the largest of its piece at most, and a bfloat16 above 1/128 of the largest is not rounded at all. The sum of a piece
-is exact; sums of pieces are in float32.
+one instruction (dp2a) multiplies two integers of 16 bits with two bytes and adds both products to an int32. So a first,
+small kernel writes the vectors as integers (`integers`), and the second multiplies codes as they are. The sum of a piece is
+exact; sums of pieces are in float32.
 
 In 4 bits the low codes of four bytes are multiplied at a time, and then the high codes, which stay in their high bits and so
 count 16 times.
+
+A thread of the second kernel has four neighbouring words of several rows. All that it reads and computes for them stays in
+its registers: a kernel in which Triton moves an array through shared memory has barriers in its loop, and was twice as slow.
+That is why a program's words are four for each of its threads, and why nothing is computed on the vector there.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,38 +24,38 @@ from jax import lax
 from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.pallas import pl, plt
-from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
+from pallas_kernels.formats.coded_matrix import GROUP
+from pallas_kernels.layer.coded_product.integers import CHUNK_WORDS, PIECE, fused, integers, pieces_of
 
 MOST_VECTORS = 4
-_PIECE = 4  # words of 32 bits, which a thread loads at once
-_WORDS = {8: GROUP // 4, 4: CHUNK // 8}  # of a group in 8 bits, and of a chunk in 4 bits
 MANY_ROWS = 16384  # of a matrix: they fill a GPU with larger programs
-_EXACT = 1.5 * 2.0**23  # a float32 of about this size is a whole number, which its low bits spell
-_TOP = 14  # the largest number of a piece is about 2^14 units
-_LEAST, _NONE = 15, 255  # exponents of float32: the least whose unit is a normal number, and infinity's and NaN's
+_THREADS = 32  # of a warp
+_WORDS = {8: GROUP // 4, 4: CHUNK_WORDS}  # of a group in 8 bits, and of a chunk in 4 bits
 # The codes of a word, as bytes: a mask and the type of a byte, for 8 bits and for the low and the high codes of 4 bits.
 _BYTES = {8: ((-1, "s32"),), 4: ((0x0F0F0F0F, "u32"), (-0x0F0F0F10, "u32"))}
-_PRODUCT = "{{.reg .b32 c, t; and.b32 c, $1, {0}; dp2a.lo.s32.{1} t, $2, c, 0; dp2a.hi.s32.{1} $0, $3, c, t;}}"
-_PAIR = "prmt.b32 $0, $1, $2, 0x5410;"  # the low halves of two registers
-_FUSED = "fma.rn.f32 $0, $1, $2, $3;"  # Triton within XLA fuses no multiplication with a sum
 _HALF = "{{.reg .b16 x, y; mov.b32 {{x, y}}, $1; cvt.f32.f16 $0, {};}}"  # of a register with two float16
+_WORD = "and.b32 c, ${word}, {mask}; dp2a.lo.s32.{kind} s, ${low}, c, s; dp2a.hi.s32.{kind} s, ${high}, c, s;"
+
+
+@functools.cache
+def _products_of_a_piece(mask: int, kind: str) -> str:
+    # The sum is the first of four results, and the others are 0: assembly has as many results as operands.
+    words = (_WORD.format(word=4 + k, low=8 + k, high=12 + k, mask=mask, kind=kind) for k in range(PIECE))
+    rest = "mov.b32 $0, s; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    return "{.reg .b32 c, s; mov.b32 s, 0; " + " ".join(words) + rest + "}"
 
 
 def _products(words, pairs, mask, kind, interpret):
-    # int32 [N, S]: the sum of the products of a word's four bytes with two pairs of integers [S].
+    # int32 [N, S / 4]: the sums of the products of each piece's bytes with two pairs of integers [S].
     if not interpret:
-        return assembly(_PRODUCT.format(mask, kind), [words, *(jnp.broadcast_to(x[None], words.shape) for x in pairs)])
-    found = [(words & mask) >> (8 * place) & 255 for place in range(4)]
-    codes = [(x ^ 128) - 128 if kind == "s32" else x for x in found]
-    numbers = [(x << shift >> 16)[None] for x in pairs for shift in (16, 0)]
-    return sum(code * number for code, number in zip(codes, numbers, strict=True))
-
-
-def _fused(x, y, z, interpret):
-    # x * y + z
-    shape = jnp.broadcast_shapes(x.shape, y.shape, z.shape)
-    args = [jnp.broadcast_to(a, shape) for a in (x, y, z)]
-    return args[0] * args[1] + args[2] if interpret else assembly(_FUSED, args, result=jnp.float32)
+        args = [words, *(jnp.broadcast_to(x[None], words.shape) for x in pairs)]
+        made = assembly(_products_of_a_piece(mask, kind), args, pack=PIECE)
+    else:
+        found = [(words & mask) >> (8 * place) & 255 for place in range(4)]
+        codes = [(x ^ 128) - 128 if kind == "s32" else x for x in found]
+        numbers = [(x << shift >> 16)[None] for x in pairs for shift in (16, 0)]
+        made = sum(code * number for code, number in zip(codes, numbers, strict=True))
+    return jnp.sum(pieces_of(made), axis=-1, dtype=jnp.int32)
 
 
 def _half(word, odd, interpret):
@@ -64,76 +65,52 @@ def _half(word, odd, interpret):
     return assembly(_HALF.format("xy"[odd]), [word], result=jnp.float32)
 
 
-def _pieces(x):
-    return x.reshape(*x.shape[:-1], x.shape[-1] // _PIECE, _PIECE)
+def _read(ref, at, end):
+    # The last of the indices is along words or pieces; past their end there are zeros, where a last step reads so far.
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
+    at = tuple(jnp.broadcast_to(x, shape) for x in at)
+    return plt.load(ref.at[at], mask=at[-1] < end, other=0)
 
 
-def _integers(x_ref, vector, places, interpret):
-    """Read the numbers that words [S] multiply, four for each word and for each of ``places``, int32 [S] in pairs.
-
-    Returns:
-        For each place two pairs of integers, int32 [S], and the sum of a piece's numbers, float32 [S / 4]; and the unit of
-        each piece, float32 [S / 4], which is NaN if a number is not finite.
-    """
-    stored = [(x_ref[vector, at], x_ref[vector, at + 1]) for at in places]
-    sizes = [half & 0x7FFF for words in stored for word in words for half in (word, word >> 16)]
-    largest = jnp.max(_pieces(functools.reduce(jnp.maximum, sizes)), axis=-1)
-    exponent = jnp.maximum(largest >> 7, _LEAST)
-    units = lax.bitcast_convert_type((254 + _TOP - exponent) << 23, jnp.float32)  # how many units are 1
-    units = jnp.broadcast_to(units[:, None], (units.shape[0], _PIECE)).reshape(places[0].shape)
-    unit = jnp.where(exponent == _NONE, jnp.nan, lax.bitcast_convert_type((exponent - _TOP) << 23, jnp.float32))
-    made = []
-    for words in stored:
-        numbers = [lax.bitcast_convert_type(bits, jnp.float32) for word in words for bits in (word << 16, word & -65536)]
-        shifted = [_fused(x, units, jnp.full_like(x, _EXACT), interpret) for x in numbers]
-        whole = [lax.bitcast_convert_type(x, jnp.int32) for x in shifted]
-        pairs = [
-            (low & 0xFFFF) | (high << 16) if interpret else assembly(_PAIR, [low, high])
-            for low, high in (whole[:2], whole[2:])
-        ]
-        made.append((pairs, jnp.sum(_pieces(sum(numbers)), axis=-1)))
-    return made, unit
-
-
-def _kernel(x_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, interpret):
-    # x int32 [B, K / 2]; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2]; out [B, N].
+def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, interpret):
+    # pairs, pieces: see `integers`; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2];
+    # out [B, N].
     least_ref, out_ref = refs if bits == 4 else (None, *refs)
     row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-    safe = jnp.minimum(row, codes_ref.shape[0] - 1)
+    safe, width = jnp.minimum(row, codes_ref.shape[0] - 1), codes_ref.shape[1]
+    read = _read if width % span else lambda ref, at, end: ref[at]
 
     def added(i, totals):
         word = i * span + jnp.arange(span, dtype=jnp.int32)
-        words = codes_ref[safe[:, None], word[None, :]]
-        places = [2 * word]
+        piece = i * (span // PIECE) + jnp.arange(span // PIECE, dtype=jnp.int32)
+        words = read(codes_ref, (safe[:, None], word[None]), width)
+        at, groups = (safe[:, None], (piece * PIECE // _WORDS[bits])[None]), width // _WORDS[bits]
         if bits == 4:
-            first = word // _WORDS[4] * (CHUNK // 2) + word % _WORDS[4] * 2
-            places = [first, first + GROUP // 2]
-        piece = i * (span // _PIECE) + jnp.arange(span // _PIECE, dtype=jnp.int32)
-        at = safe[:, None], (piece * _PIECE // _WORDS[bits])[None, :]
-        if bits == 4:
-            scales, minima = ([_half(ref[at], odd, interpret) for odd in (0, 1)] for ref in (scale_ref, least_ref))
+            both = [read(ref, at, groups) for ref in (scale_ref, least_ref)]
+            scales, minima = ([_half(x, odd, interpret) for odd in (0, 1)] for x in both)
             scales[1] = scales[1] * (1 / 16)
         else:
-            scales, minima = [] if by_row else [scale_ref[at].astype(jnp.float32)], []
+            scales, minima = [] if by_row else [read(scale_ref, at, groups).astype(jnp.float32)], []
         made = []
         for vector, total in enumerate(totals):
-            parts, unit = _integers(x_ref, vector, places, interpret)
-            products = [
-                _products(words, pairs, *each, interpret) for (pairs, _), each in zip(parts, _BYTES[bits], strict=True)
-            ]
-            sums = [jnp.sum(_pieces(x), axis=-1, dtype=jnp.int32).astype(jnp.float32) for x in products]
+            sums = []
+            for place, (mask, kind) in enumerate(_BYTES[bits]):
+                pairs = [read(pairs_ref, (vector, 2 * place + j, word), width) for j in (0, 1)]
+                sums.append(_products(words, pairs, mask, kind, interpret).astype(jnp.float32))
+            unit, *numbers = (
+                read(pieces_ref, (vector, k, piece), width // PIECE)[None] for k in range(pieces_ref.shape[1])
+            )
             scaled = sums[0] if by_row else sums[0] * scales[0]
             if bits == 4:
-                scaled = _fused(sums[1], scales[1], scaled, interpret)
-            total = _fused(scaled, unit[None], total, interpret)
-            for (_, number), least in zip(parts, minima, strict=bits == 4):
-                total = _fused(number[None], least, total, interpret)
+                scaled = fused(sums[1], scales[1], scaled, interpret)
+            total = fused(scaled, unit, total, interpret)
+            for number, least in zip(numbers, minima, strict=True):
+                total = fused(number, least, total, interpret)
             made.append(total)
         return tuple(made)
 
-    none = (jnp.zeros((block, span // _PIECE), jnp.float32),) * x_ref.shape[0]
-    steps = codes_ref.shape[1] // span
-    totals = added(0, none) if steps == 1 else lax.fori_loop(0, steps, added, none)
+    none = (jnp.zeros((block, span // PIECE), jnp.float32),) * pairs_ref.shape[0]
+    totals = lax.fori_loop(0, pl.cdiv(width, span), added, none)
     for vector, total in enumerate(totals):
         made = jnp.sum(total, axis=-1)
         if by_row:
@@ -142,27 +119,25 @@ def _kernel(x_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, inter
 
 
 def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
-    """Return the rows of a program and the words of a step that were fastest on an H100 (docs/notebook/weights.md)."""
-    if vectors > 1:
-        return {"block": 16, "span": 256} if vectors == 2 else {"block": 32, "span": 128}
-    return {"block": 8, "span": 256 if bits == 4 else 512 if rows < MANY_ROWS else 1024}
+    """Return the rows of a program and its warps that were fastest on an H200 (docs/notebook/weights.md)."""
+    return {"block": 4, "num_warps": 1}
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "interpret"))
-def coded_product(x, matrix, *, dtype, block: int, span: int, num_warps: int = 4, interpret=False):
-    """Multiply x [B, K] with a matrix of one axis N, ``block`` rows of it per program, ``span`` words at a time: [B, N].
+@functools.partial(jax.jit, static_argnames=("gated", "dtype", "block", "num_warps", "interpret"))
+def coded_product(x, matrix, *, dtype, block: int, num_warps: int, gated: bool = False, interpret=False):
+    """Multiply x [B, K] with a matrix of one axis N, ``block`` rows of it per program: [B, N].
 
-    Equal calls of a program are one call under `jax.jit`: they are lowered once.
+    With ``gated`` x is [B, 2 K], see `integers`. Equal calls are one call under `jax.jit`: they are lowered once.
     """
     count, bits = matrix.codes.shape[0], matrix.bits
     words = lax.bitcast_convert_type(matrix.codes.reshape(count, -1, 4), jnp.int32)
-    operands = [lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.int32), words, matrix.scales]
+    operands = [*integers(x, bits=bits, gated=gated, interpret=interpret), words, matrix.scales]
     if bits == 4:
         minima = jnp.zeros_like(matrix.scales) if matrix.minima is None else matrix.minima
         halves = (part.astype(jnp.float16).reshape(count, -1, 2) for part in (matrix.scales, minima))
-        operands[2:] = (lax.bitcast_convert_type(part, jnp.int32) for part in halves)
+        operands[3:] = (lax.bitcast_convert_type(part, jnp.int32) for part in halves)
     kernel = functools.partial(
-        _kernel, bits=bits, block=block, span=math.gcd(span, words.shape[1]), by_row=matrix.by_row, interpret=interpret
+        _kernel, bits=bits, block=block, span=_THREADS * num_warps * PIECE, by_row=matrix.by_row, interpret=interpret
     )
     return triton_call(
         kernel,

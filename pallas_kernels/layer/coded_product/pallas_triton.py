@@ -12,24 +12,27 @@ import jax.numpy as jnp
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
 from pallas_kernels.layer.coded_product import few_vectors, many_vectors
+from pallas_kernels.layer.coded_product.reference import gate
 
 
-def coded_product(x, matrix, *, dtype, interpret=False):
-    """Multiply up to 16 vectors x [..., K]."""
-    flat, rows = matrix.flat, x.reshape(-1, matrix.width)
-    count = flat.codes.shape[0]
-    if len(rows) <= few_vectors.MOST_VECTORS:
-        sizes = few_vectors.sizes(len(rows), flat.bits, count)
-        made = few_vectors.coded_product(rows, flat, dtype=dtype, interpret=interpret, **sizes)
+def coded_product(x, matrix, *, gated, dtype, interpret=False):
+    """Multiply up to 16 vectors x [..., K], or [..., 2, K] with ``gated``."""
+    flat, lead = matrix.flat, x.shape[: -2 if gated else -1]
+    count, rows = flat.codes.shape[0], math.prod(lead)
+    if rows <= few_vectors.MOST_VECTORS:
+        sizes = few_vectors.sizes(rows, flat.bits, count)
+        x = x.reshape(rows, -1)
+        made = few_vectors.coded_product(x, flat, gated=gated, dtype=dtype, interpret=interpret, **sizes)
     else:
         sizes = many_vectors.sizes(flat.bits, count)
-        made = many_vectors.coded_product(rows, flat, dtype=dtype, interpret=interpret, **sizes)
-    return made.reshape(*x.shape[:-1], *matrix.lead)
+        x = (gate(x) if gated else x).reshape(rows, -1)
+        made = many_vectors.coded_product(x, flat, dtype=dtype, interpret=interpret, **sizes)
+    return made.reshape(*lead, *matrix.lead)
 
 
-def check(x, matrix, *, dtype):
+def check(x, matrix, *, gated, dtype):
     """Raise ``NotImplementedError`` for vectors and matrices that the kernel does not take."""
-    rows, width = math.prod(x.shape[:-1]), matrix.width
+    rows, width = math.prod(x.shape[: -2 if gated else -1]), matrix.width
     if not 1 <= rows <= many_vectors.MOST_VECTORS:
         raise NotImplementedError(f"got {rows} vectors, expected 1 to {many_vectors.MOST_VECTORS}")
     if x.dtype != jnp.bfloat16:

@@ -16,13 +16,19 @@ _LEAST = 16  # rows of the matrix in a tile, at least; a matrix whose rows no ti
 _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 
 
-def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
+def gate(x: Array) -> Array:
+    """Compute silu(x[..., 0, :]) * x[..., 1, :] of x [..., 2, K]."""
+    return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+
+
+def coded_product(x: Array, matrix: CodedMatrix, *, gated: bool, dtype: jnp.dtype) -> Array:
     """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
     Compilers for TPUs and for GPUs with bfloat16 fuse the conversion of int8 into a product. They do not fuse what 4 bits
     need, and compilers for CPUs and older GPUs fuse neither: there a loop decodes and multiplies some rows of the matrix at
     a time.
     """
+    x = gate(x) if gated else x
     rows, flat = x.reshape(-1, x.shape[-1]), matrix.flat
     if flat.by_row:
         machine = current_machine()

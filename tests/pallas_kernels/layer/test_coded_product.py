@@ -15,7 +15,7 @@ from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
 RUN = {
     "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.coded_product, dtype=jnp.float32, interpret=True),
+    "interpreted": functools.partial(pallas_triton.coded_product, gated=False, dtype=jnp.float32, interpret=True),
     "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
 }
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
@@ -66,6 +66,18 @@ def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
     expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
     error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
     assert (error < 2e-5).all()
+
+
+@every_body
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gated_product_multiplies_what_silu_and_a_product_give(name, kind, rows):
+    matrix, numbers, _ = draw(kind, 12, 192)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 2, 192)), jnp.bfloat16)
+    gates, factors = (np.asarray(x[:, k], np.float64) for k in (0, 1))
+    expected = gates / (1 + np.exp(-gates)) * factors @ numbers.T
+    error = np.abs(np.asarray(compiled(RUN[name], gated=True)(x, matrix), np.float64) - expected).max()
+    assert error < 8e-3 * np.abs(expected).max()  # what rounding to bfloat16 costs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,4 +141,4 @@ def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     ):  # fmt: skip
         codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
         x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
-        assert CODED_PRODUCT.resolve(x, matrix, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
+        assert CODED_PRODUCT.resolve(x, matrix, gated=False, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen

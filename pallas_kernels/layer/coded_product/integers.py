@@ -1,0 +1,150 @@
+"""Vectors as integers of 16 bits, in the order in which words of codes multiply them.
+
+An integer times a power of two, its unit, is a number of the vector. The numbers that 16 bytes of codes multiply, a piece,
+share a unit: 16 numbers in 8 bits, 32 in 4 bits. A number is rounded by 2^-16 of the largest of its piece at most, and a
+bfloat16 above 1/128 of the largest is not rounded at all.
+
+`kernel` writes two arrays, of vectors of W words of codes (4 numbers a word in 8 bits, 8 in 4 bits):
+
+* ``pairs`` int32 [B, 2 P, W]: entry 2 p + j has integers 2 j and 2 j + 1 of the four that the bytes of a word multiply.
+  In 8 bits P is 1. In 4 bits P is 2: what the low codes of the four bytes multiply, and what their high codes multiply.
+* ``pieces`` float32 [B, 1 or 3, W / 4]: the unit of each piece; in 4 bits also the sums of its numbers, of those that low
+  codes multiply and of those that high codes multiply. The unit is NaN if a number is not finite.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._triton.assembly import assembly
+from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.pallas import pl, plt
+from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
+from pallas_kernels.machine import current_machine
+
+PIECE = 4  # words of 32 bits, which a thread loads at once
+CHUNK_WORDS = CHUNK // 8  # words of codes of a chunk in 4 bits
+_EXACT = 1.5 * 2.0**23  # a float32 of about this size is a whole number, which its low bits spell
+_TOP = 14  # the largest number of a piece is about 2^14 units
+_LEAST, _NONE = 15, 255  # exponents of float32: the least whose unit is a normal number, and infinity's and NaN's
+_BLOCK = 128  # words of a program
+_FUSED = "fma.rn.f32 $0, $1, $2, $3;"  # Triton within XLA fuses no multiplication with a sum
+_HOPPER = (9, 0)
+_LAUNCH = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+
+
+def shapes(count: int, width: int, bits: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the integers of ``count`` vectors of ``width`` numbers: of pairs, then of pieces."""
+    words, places = width * bits // 32, 8 // bits
+    pairs = jax.ShapeDtypeStruct((count, 2 * places, words), jnp.int32)
+    return [pairs, jax.ShapeDtypeStruct((count, 2 * places - 1, words // PIECE), jnp.float32)]
+
+
+def fused(x: jax.Array, y: jax.Array, z: jax.Array, interpret: bool) -> jax.Array:
+    """Compute x * y + z in float32 in one instruction."""
+    shape = jnp.broadcast_shapes(x.shape, y.shape, z.shape)
+    args = [jnp.broadcast_to(a, shape) for a in (x, y, z)]
+    return args[0] * args[1] + args[2] if interpret else assembly(_FUSED, args, result=jnp.float32)
+
+
+def pieces_of(x: jax.Array) -> jax.Array:
+    """Reshape [..., S] to [..., S / 4, 4]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // PIECE, PIECE)
+
+
+def places(word: jax.Array, bits: int) -> list[jax.Array]:
+    """Find the numbers that ``word`` int32 [S] multiplies, in a vector of pairs of bfloat16: two or four int32 [S]."""
+    if bits == 8:
+        return [2 * word, 2 * word + 1]
+    first = word // CHUNK_WORDS * (CHUNK // 2) + word % CHUNK_WORDS * 2
+    return [first, first + 1, first + GROUP // 2, first + GROUP // 2 + 1]
+
+
+def numbers_of(pair: jax.Array) -> list[jax.Array]:
+    """Unpack two bfloat16 from int32 [S]: float32 [S] each."""
+    return [lax.bitcast_convert_type(x, jnp.float32) for x in (pair << 16, pair & -65536)]
+
+
+def rounded(numbers: list[jax.Array]) -> list[jax.Array]:
+    """Round float32 to bfloat16, and return float32."""
+    return [x.astype(jnp.bfloat16).astype(jnp.float32) for x in numbers]
+
+
+def write(
+    numbers: list[jax.Array], pairs_ref: Any, pieces_ref: Any, vector: jax.Array, word: jax.Array, interpret: bool
+) -> None:
+    """Write the integers of one vector, within a kernel.
+
+    Args:
+        numbers: float32 [S], four for the low codes of each word, and in 4 bits four for its high codes; 0 past the end.
+        pairs_ref: all pairs.
+        pieces_ref: all pieces.
+        vector: int32 scalar, which vector it is.
+        word: int32 [S], ascending, from a multiple of `PIECE` on.
+        interpret: whether the kernel is interpreted.
+    """
+    size = functools.reduce(jnp.maximum, [jnp.abs(x) for x in numbers])
+    largest = jnp.max(pieces_of(lax.bitcast_convert_type(size, jnp.int32)), axis=-1)
+    exponent = jnp.maximum(largest >> 23, _LEAST)
+    units = lax.bitcast_convert_type((254 + _TOP - exponent) << 23, jnp.float32)  # how many units are 1
+    units = jnp.broadcast_to(units[:, None], (units.shape[0], PIECE)).reshape(word.shape)
+    unit = jnp.where(exponent == _NONE, jnp.nan, lax.bitcast_convert_type((exponent - _TOP) << 23, jnp.float32))
+    piece = jnp.min(pieces_of(word), axis=-1) // PIECE
+    inside, whole_pieces = word < pairs_ref.shape[2], piece < pieces_ref.shape[2]
+    plt.store(pieces_ref.at[vector, 0, piece], unit, mask=whole_pieces)
+    for place in range(len(numbers) // 4):
+        four = numbers[4 * place : 4 * place + 4]
+        shifted = [fused(x, units, jnp.full_like(x, _EXACT), interpret) for x in four]
+        whole = [lax.bitcast_convert_type(x, jnp.int32) for x in shifted]
+        for j in (0, 1):
+            pair = (whole[2 * j] & 0xFFFF) | (whole[2 * j + 1] << 16)
+            plt.store(pairs_ref.at[vector, 2 * place + j, word], pair, mask=inside)
+        if len(numbers) > 4:
+            total = jnp.sum(pieces_of(sum(four)), axis=-1)
+            plt.store(pieces_ref.at[vector, 1 + place, piece], total, mask=whole_pieces)
+
+
+def launch_next(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return int32 ``x``, and let a GPU of Hopper or later start the next kernel, which waits until this one has ended.
+
+    XLA compiles each kernel with that wait at its start. Only a kernel whose results are read by kernels of this package
+    may do this: XLA's own kernels read some operands by loads that a compiler may move before the wait.
+    """
+    capability = current_machine().capability
+    return x if interpret or capability is None or capability < _HOPPER else assembly(_LAUNCH, [x])
+
+
+def _kernel(x_ref, pairs_ref, pieces_ref, *, bits, gated, interpret):
+    # x int32 [B, K / 2], or [B, K] where it has gates and then numbers.
+    word = launch_next(pl.program_id(1) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32), interpret)
+    vector, inside = pl.program_id(0), word < pairs_ref.shape[2]
+    numbers = []
+    for at in places(word, bits):
+        two = numbers_of(plt.load(x_ref.at[vector, at], mask=inside, other=0))
+        if gated:
+            factors = numbers_of(plt.load(x_ref.at[vector, at + x_ref.shape[1] // 2], mask=inside, other=0))
+            two = rounded([x / (1 + jnp.exp(-x)) * y for x, y in zip(two, factors, strict=True)])
+        numbers += two
+    write(numbers, pairs_ref, pieces_ref, vector, word, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "gated", "interpret"))
+def integers(x: jax.Array, *, bits: int, gated: bool = False, interpret: bool = False) -> list[jax.Array]:
+    """Write vectors x, bfloat16 [B, K], as integers that codes in 8 or 4 bits multiply: pairs and pieces.
+
+    With ``gated`` x is [B, 2 K], and the vectors are silu(first half) * second half, rounded to bfloat16.
+    """
+    width = x.shape[1] // (2 if gated else 1)
+    out = shapes(len(x), width, bits)
+    return triton_call(
+        functools.partial(_kernel, bits=bits, gated=gated, interpret=interpret),
+        grid=(len(x), pl.cdiv(out[0].shape[2], _BLOCK)),
+        out_shape=out,
+        interpret=interpret,
+        name="vector_integers",
+    )(lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.int32))
