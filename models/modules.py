@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.formats.prepared import MOST_VECTORS, Prepared
 from pallas_kernels.layer.add_norm import add_norm, rms_norm
 from pallas_kernels.layer.coded_product import coded_product
+from pallas_kernels.layer.norm_prepared import norm_prepared
 
 from .config import ModelConfig
 from .one_row import multiplied
@@ -57,8 +59,21 @@ def shape_of(path: str, value: Any) -> tuple[int, ...]:
     return (*value.lead, value.width) if path.endswith("embedding") else (value.width, *value.lead)
 
 
+def plain(x: jax.Array | Prepared) -> jax.Array:
+    """Return the vectors without what was prepared of them."""
+    return x.x if isinstance(x, Prepared) else x
+
+
+def bits_of(module: nn.Module, *path: str) -> int | None:
+    """Return the bits of the codes of the kernel at ``path`` within a module's parameters; None if it has no codes."""
+    found: Any = module.variables.get("params", {})
+    for name in (*path, "kernel"):
+        found = found.get(name, {})
+    return found.bits if isinstance(found, CodedMatrix) else None
+
+
 def product(
-    x: jax.Array,
+    x: jax.Array | Prepared,
     kernel: Any,
     dense: Callable[[jax.Array, jax.Array], jax.Array],
     bias: jax.Array | None = None,
@@ -82,6 +97,7 @@ def product(
     if isinstance(kernel, CodedMatrix):
         made = coded_product(x, kernel, gated=gated)
         return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
+    x = plain(x)
     matrix = kernel.astype(x.dtype)
 
     def times(x: jax.Array) -> jax.Array:
@@ -108,14 +124,21 @@ class Norm(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
-        """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum."""
+    def __call__(self, x: jax.Array, update: jax.Array | None = None, bits: int | None = None) -> Any:
+        """Normalise ``x`` [..., N]; with an ``update`` [..., N], return the sum of both and the normalised sum.
+
+        With ``bits`` a few rows of the normalised sum may be `Prepared` for a product with codes of so many bits.
+        """
         scale, eps = stored(self, "norm/scale", self.config, (x.shape[-1],)), self.config.rms_norm_eps
         if self.config.norm == "layer":
             total = x if update is None else x + update
             normed = layer_norm(total, scale, eps)
             return normed if update is None else (total, normed)
-        return rms_norm(x, scale, eps) if update is None else add_norm(x, update, scale, eps)
+        if update is None:
+            return rms_norm(x, scale, eps)
+        if bits is not None and math.prod(x.shape[:-1]) <= MOST_VECTORS:
+            return norm_prepared(x, update, scale, eps=eps, bits=bits)
+        return add_norm(x, update, scale, eps)
 
 
 class Dense(nn.Module):
@@ -126,7 +149,7 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, act: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array | Prepared, act: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
         """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]; with ``act`` [B, T, 2, K], see `product`."""
         config, wide = self.config, (self.features,)
         kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
@@ -153,7 +176,7 @@ class MLP(nn.Module):
     inner: int | None = None  # F; None: the model's
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array | Prepared) -> jax.Array:
         """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
         config, act = self.config, ACTIVATIONS[self.config.activation]
         width = config.intermediate_size if self.inner is None else self.inner

@@ -46,6 +46,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
+from pallas_kernels.formats.prepared import Prepared
 from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
@@ -53,7 +54,7 @@ from .config import ModelConfig
 from .experts import Experts, mix, mixed_bias, route
 from .latent_layers import LatentAttention, RoutedMLP
 from .linear.layer import GatedDelta
-from .modules import MLP, Dense, Kernel, Norm, Scale, stored
+from .modules import MLP, Dense, Kernel, Norm, Scale, bits_of, plain, stored
 from .parts import final_logits, wide_qk_norm, without_gates
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
@@ -67,7 +68,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None
+        self, x: jax.Array | Prepared, attend: Attend, state: Any, before: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
 
@@ -174,7 +175,8 @@ class Block(nn.Module):
             input. The last update is not added yet: one launch in the next layer computes the sum and its norm.
         """
         config, layer, experts = self.config, self.layer, self.config.experts
-        x, given = self._enter("attention_norm", x, update)
+        codes = bits_of(self, "attention", "qkv") if before is None else None
+        x, given = self._enter("attention_norm", x, update, codes)
         if config.linear is not None and layer in config.linear.layers:
             update, state = GatedDelta(config, layer, name="linear")(given, attend, state)
         else:
@@ -184,17 +186,20 @@ class Block(nn.Module):
         mixed = experts is not None and layer in experts.layers
         mlp = MLP(config, name="mlp") if experts is None or not mixed else mixture(config, experts, name="mlp")
         if config.norm_place == "parallel":
-            return x, self._leave("", update + mlp(given)), state, given
-        x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))
-        return x, self._leave("mlp_out_norm", mlp(normed)), state, given
+            return x, self._leave("", update + mlp(given)), state, plain(given)
+        codes = bits_of(self, "mlp", "gate_up")
+        x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update), codes)
+        return x, self._leave("mlp_out_norm", mlp(normed)), state, plain(given)
 
-    def _enter(self, name: str, x: jax.Array, update: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Add the last update to the stream; return the sum, and what attention or MLP reads."""
+    def _enter(
+        self, name: str, x: jax.Array, update: jax.Array | None, bits: int | None
+    ) -> tuple[jax.Array, jax.Array | Prepared]:
+        """Add the last update to the stream; return the sum, and what attention or MLP multiplies with codes of ``bits``."""
         if self.config.norm_place == "after":
             x = x if update is None else x + update
             return x, x
         norm = Norm(self.config, name=name)
-        return (x, norm(x)) if update is None else norm(x, update)
+        return (x, norm(x)) if update is None else norm(x, update, bits)
 
     def _leave(self, name: str, update: jax.Array) -> jax.Array:
         """Return what attention or MLP adds to the stream."""

@@ -13,7 +13,8 @@ from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
 from models import param_shapes, shapes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
-from pallas_kernels.layer.coded_product import coded_product, few_vectors
+from pallas_kernels.formats.prepared import MOST_VECTORS
+from pallas_kernels.layer.coded_product import coded_product
 from tests.compile_only.test_methods import needs
 
 COUNT, WIDTH = 14336, 4096
@@ -38,10 +39,11 @@ def held(machine, run, *args):
 @pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.thorough) for rows in (4, 16))])
-def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
+def test_a_few_rows_on_an_h100_are_kernels_that_spill_nothing_and_hold_the_vectors(bits, rows):
+    """Up to four as integers of 16 bits with units and sums, more in another order."""
     compiled = needs("h100").compile(coded_product, jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), matrix(bits))
-    held = 0 if rows <= few_vectors.MOST_VECTORS else 2 * rows * WIDTH  # the vectors in another order
-    assert f"coded_product_{bits}" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes == held
+    assert f"coded_product_{bits}" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * rows * WIDTH * (1.2 if rows <= MOST_VECTORS else 1)
 
 
 @pytest.mark.xdist_group("compile_only")

@@ -34,7 +34,7 @@ IN_PLACE = {
 # Nobody has chosen shapes for these operations yet. A new operation has timed shapes.
 NOT_YET_TIMED = {
     "add_norm", "bucket_matches", "causal_attention", "chunk_query", "cluster_estimate", "cluster_rank", "cluster_tokens",
-    "newest_repeat", "rotated_rows", "step_query", "token_list",
+    "newest_repeat", "norm_prepared", "rotated_rows", "step_query", "token_list",
 }  # fmt: skip
 LINE = re.compile(r"(?:^|\n\n)(Differentiable: through (?:``\w+``(?: and )?)+|Not differentiable: .+)(?:, .+)?\.\n\n")
 every_operation = pytest.mark.parametrize("name", sorted(PLACES))
@@ -153,10 +153,12 @@ UNREAD = {
     ("bucket_matches", "xla"): {"num_bits"},
     ("match_select", "pallas_triton"): {"num_bits"},
     ("match_select", "xla"): {"num_bits"},
+    ("coded_product", "xla"): {"integers"},  # of x, as another operation has prepared them
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
     ("dense_attention", "cudnn"): {"limit", "block"},
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
+    ("norm_prepared", "xla"): {"bits"},  # it prepares no integers
     ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check
 }
 

@@ -36,6 +36,8 @@ def arguments(name, key):
     match name:
         case "add_norm":
             return {"x": floats(3, D), "update": floats(3, D), "scale": floats(D)}, {"eps": 1e-5}
+        case "norm_prepared":
+            return {"x": floats(3, D), "update": floats(3, D), "scale": floats(D)}, {"eps": 1e-5, "bits": 8}
         case "causal_attention":
             return {"query": floats(*ROWS, G, S, D), "key": floats(*ROWS, S, D), "value": floats(*ROWS, S, D)}, {}
         case "cluster_estimate":

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.formats.prepared import Prepared
 from pallas_kernels.layer.coded_product import pallas_triton, reference
 
 __all__ = ["CODED_PRODUCT", "coded_product"]
@@ -22,7 +23,7 @@ CODED_PRODUCT = Operation(
 
 
 def coded_product(
-    x: jax.Array,
+    x: jax.Array | Prepared,
     matrix: CodedMatrix,
     *,
     gated: bool = False,
@@ -35,7 +36,7 @@ def coded_product(
     Differentiable: through ``xla``, with respect to ``x``.
 
     Args:
-        x: [..., K], floating point; with ``gated`` [..., 2, K].
+        x: [..., K], floating point; with ``gated`` [..., 2, K]. A kernel that multiplies integers reads the prepared ones.
         matrix: a matrix [N, K], where N may be several axes.
         gated: multiply silu(x[..., 0, :]) * x[..., 1, :], the input of the second projection of a gated MLP.
         dtype: dtype of the result; None takes the dtype of ``x``.
@@ -49,6 +50,7 @@ def coded_product(
         ValueError: the widths disagree, or the implementation is unknown.
         NotImplementedError: the named implementation cannot run here.
     """
+    prepared, x = (x, x.x) if isinstance(x, Prepared) else (Prepared(x=x), x)
     axes = (2, matrix.width) if gated else (matrix.width,)
     if x.shape[-len(axes) :] != axes or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -56,4 +58,7 @@ def coded_product(
             f"[..., {', '.join(map(str, axes))}]"
         )
     kind = jnp.dtype(x.dtype if dtype is None else dtype)
-    return CODED_PRODUCT.run(x, matrix, gated=gated, dtype=kind, implementation=implementation, platform=platform)
+    integers = None if gated else prepared.integers(matrix.bits)
+    return CODED_PRODUCT.run(
+        x, matrix, integers=integers, gated=gated, dtype=kind, implementation=implementation, platform=platform
+    )

@@ -25,9 +25,8 @@ from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import GROUP
-from pallas_kernels.layer.coded_product.integers import CHUNK_WORDS, PIECE, fused, integers, pieces_of
+from pallas_kernels.layer.coded_product.integers import CHUNK_WORDS, PIECE, fused, pieces_of
 
-MOST_VECTORS = 4
 MANY_ROWS = 16384  # of a matrix: they fill a GPU with larger programs
 _THREADS = 32  # of a warp
 _WORDS = {8: GROUP // 4, 4: CHUNK_WORDS}  # of a group in 8 bits, and of a chunk in 4 bits
@@ -73,7 +72,7 @@ def _read(ref, at, end):
 
 
 def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, interpret):
-    # pairs, pieces: see `integers`; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2];
+    # pairs, pieces: see `Prepared`; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2];
     # out [B, N].
     least_ref, out_ref = refs if bits == 4 else (None, *refs)
     row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
@@ -123,15 +122,15 @@ def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
     return {"block": 4, "num_warps": 1}
 
 
-@functools.partial(jax.jit, static_argnames=("gated", "dtype", "block", "num_warps", "interpret"))
-def coded_product(x, matrix, *, dtype, block: int, num_warps: int, gated: bool = False, interpret=False):
-    """Multiply x [B, K] with a matrix of one axis N, ``block`` rows of it per program: [B, N].
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "num_warps", "interpret"))
+def coded_product(pairs, pieces, matrix, *, dtype, block: int, num_warps: int, interpret=False):
+    """Multiply prepared vectors with a matrix of one axis N, ``block`` rows of it per program: [B, N].
 
-    With ``gated`` x is [B, 2 K], see `integers`. Equal calls are one call under `jax.jit`: they are lowered once.
+    Equal calls are one call under `jax.jit`: they are lowered once.
     """
     count, bits = matrix.codes.shape[0], matrix.bits
     words = lax.bitcast_convert_type(matrix.codes.reshape(count, -1, 4), jnp.int32)
-    operands = [*integers(x, bits=bits, gated=gated, interpret=interpret), words, matrix.scales]
+    operands = [pairs, pieces, words, matrix.scales]
     if bits == 4:
         minima = jnp.zeros_like(matrix.scales) if matrix.minima is None else matrix.minima
         halves = (part.astype(jnp.float16).reshape(count, -1, 2) for part in (matrix.scales, minima))
@@ -142,7 +141,7 @@ def coded_product(x, matrix, *, dtype, block: int, num_warps: int, gated: bool =
     return triton_call(
         kernel,
         grid=(pl.cdiv(count, block),),
-        out_shape=jax.ShapeDtypeStruct((len(x), count), dtype),
+        out_shape=jax.ShapeDtypeStruct((len(pairs), count), dtype),
         num_warps=num_warps,
         interpret=interpret,
         name=f"coded_product_{bits}",

@@ -1,16 +1,4 @@
-"""Vectors as integers of 16 bits, in the order in which words of codes multiply them.
-
-An integer times a power of two, its unit, is a number of the vector. The numbers that 16 bytes of codes multiply, a piece,
-share a unit: 16 numbers in 8 bits, 32 in 4 bits. A number is rounded by 2^-16 of the largest of its piece at most, and a
-bfloat16 above 1/128 of the largest is not rounded at all.
-
-`kernel` writes two arrays, of vectors of W words of codes (4 numbers a word in 8 bits, 8 in 4 bits):
-
-* ``pairs`` int32 [B, 2 P, W]: entry 2 p + j has integers 2 j and 2 j + 1 of the four that the bytes of a word multiply.
-  In 8 bits P is 1. In 4 bits P is 2: what the low codes of the four bytes multiply, and what their high codes multiply.
-* ``pieces`` float32 [B, 1 or 3, W / 4]: the unit of each piece; in 4 bits also the sums of its numbers, of those that low
-  codes multiply and of those that high codes multiply. The unit is NaN if a number is not finite.
-"""
+"""Vectors as integers of 16 bits: what a kernel before a product with codes writes, see `formats.prepared.Prepared`."""
 
 from __future__ import annotations
 
@@ -25,6 +13,7 @@ from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
+from pallas_kernels.formats.prepared import integer_shapes
 from pallas_kernels.machine import current_machine
 
 PIECE = 4  # words of 32 bits, which a thread loads at once
@@ -36,13 +25,6 @@ _BLOCK = 128  # words of a program
 _FUSED = "fma.rn.f32 $0, $1, $2, $3;"  # Triton within XLA fuses no multiplication with a sum
 _HOPPER = (9, 0)
 _LAUNCH = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
-
-
-def shapes(count: int, width: int, bits: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the integers of ``count`` vectors of ``width`` numbers: of pairs, then of pieces."""
-    words, places = width * bits // 32, 8 // bits
-    pairs = jax.ShapeDtypeStruct((count, 2 * places, words), jnp.int32)
-    return [pairs, jax.ShapeDtypeStruct((count, 2 * places - 1, words // PIECE), jnp.float32)]
 
 
 def fused(x: jax.Array, y: jax.Array, z: jax.Array, interpret: bool) -> jax.Array:
@@ -68,6 +50,12 @@ def places(word: jax.Array, bits: int) -> list[jax.Array]:
 def numbers_of(pair: jax.Array) -> list[jax.Array]:
     """Unpack two bfloat16 from int32 [S]: float32 [S] each."""
     return [lax.bitcast_convert_type(x, jnp.float32) for x in (pair << 16, pair & -65536)]
+
+
+def pair_of(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Pack two float32 [S] that are bfloat16 numbers into int32 [S]."""
+    low, high = (lax.bitcast_convert_type(x, jnp.int32) for x in (low, high))
+    return ((low >> 16) & 0xFFFF) | (high & -65536)
 
 
 def rounded(numbers: list[jax.Array]) -> list[jax.Array]:
@@ -134,13 +122,13 @@ def _kernel(x_ref, pairs_ref, pieces_ref, *, bits, gated, interpret):
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "gated", "interpret"))
-def integers(x: jax.Array, *, bits: int, gated: bool = False, interpret: bool = False) -> list[jax.Array]:
+def integers_of(x: jax.Array, *, bits: int, gated: bool = False, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Write vectors x, bfloat16 [B, K], as integers that codes in 8 or 4 bits multiply: pairs and pieces.
 
     With ``gated`` x is [B, 2 K], and the vectors are silu(first half) * second half, rounded to bfloat16.
     """
     width = x.shape[1] // (2 if gated else 1)
-    out = shapes(len(x), width, bits)
+    out = integer_shapes(len(x), width, bits)
     return triton_call(
         functools.partial(_kernel, bits=bits, gated=gated, interpret=interpret),
         grid=(len(x), pl.cdiv(out[0].shape[2], _BLOCK)),

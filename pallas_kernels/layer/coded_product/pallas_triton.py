@@ -11,18 +11,21 @@ import jax.numpy as jnp
 
 from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
+from pallas_kernels.formats.prepared import MOST_VECTORS
 from pallas_kernels.layer.coded_product import few_vectors, many_vectors
+from pallas_kernels.layer.coded_product.integers import integers_of
 from pallas_kernels.layer.coded_product.reference import gate
 
 
-def coded_product(x, matrix, *, gated, dtype, interpret=False):
-    """Multiply up to 16 vectors x [..., K], or [..., 2, K] with ``gated``."""
+def coded_product(x, matrix, *, integers, gated, dtype, interpret=False):
+    """Multiply up to 16 vectors x [..., K], or [..., 2, K] with ``gated``; ``integers`` are those of x, or None."""
     flat, lead = matrix.flat, x.shape[: -2 if gated else -1]
     count, rows = flat.codes.shape[0], math.prod(lead)
-    if rows <= few_vectors.MOST_VECTORS:
+    if rows <= MOST_VECTORS:
         sizes = few_vectors.sizes(rows, flat.bits, count)
-        x = x.reshape(rows, -1)
-        made = few_vectors.coded_product(x, flat, gated=gated, dtype=dtype, interpret=interpret, **sizes)
+        if integers is None:
+            integers = integers_of(x.reshape(rows, -1), bits=flat.bits, gated=gated, interpret=interpret)
+        made = few_vectors.coded_product(*integers, flat, dtype=dtype, interpret=interpret, **sizes)
     else:
         sizes = many_vectors.sizes(flat.bits, count)
         x = (gate(x) if gated else x).reshape(rows, -1)
@@ -30,7 +33,7 @@ def coded_product(x, matrix, *, gated, dtype, interpret=False):
     return made.reshape(*lead, *matrix.lead)
 
 
-def check(x, matrix, *, gated, dtype):
+def check(x, matrix, *, integers, gated, dtype):
     """Raise ``NotImplementedError`` for vectors and matrices that the kernel does not take."""
     rows, width = math.prod(x.shape[: -2 if gated else -1]), matrix.width
     if not 1 <= rows <= many_vectors.MOST_VECTORS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def gate(x: Array) -> Array:
     return jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
 
 
-def coded_product(x: Array, matrix: CodedMatrix, *, gated: bool, dtype: jnp.dtype) -> Array:
+def coded_product(x: Array, matrix: CodedMatrix, *, integers: Any, gated: bool, dtype: jnp.dtype) -> Array:
     """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
     Compilers for TPUs and for GPUs with bfloat16 fuse the conversion of int8 into a product. They do not fuse what 4 bits

@@ -15,7 +15,9 @@ from tests.pallas_kernels.cases import compiled, every_body, one_shape
 
 RUN = {
     "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.coded_product, gated=False, dtype=jnp.float32, interpret=True),
+    "interpreted": functools.partial(
+        pallas_triton.coded_product, integers=None, gated=False, dtype=jnp.float32, interpret=True
+    ),
     "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
 }
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
@@ -141,4 +143,4 @@ def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     ):  # fmt: skip
         codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
         x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
-        assert CODED_PRODUCT.resolve(x, matrix, gated=False, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
+        assert CODED_PRODUCT.resolve(x, matrix, integers=None, gated=False, dtype=x.dtype, platform="gpu") == chosen
