@@ -37,24 +37,31 @@ _WORD = "and.b32 c, ${word}, {mask}; dp2a.lo.s32.{kind} s, ${low}, c, s; dp2a.hi
 
 
 @functools.cache
-def _products_of_a_piece(mask: int, kind: str) -> str:
+def _products_of_a_piece(mask: int, kind: str, started: bool) -> str:
     # The sum is the first of four results, and the others are 0: assembly has as many results as operands.
     words = (_WORD.format(word=4 + k, low=8 + k, high=12 + k, mask=mask, kind=kind) for k in range(PIECE))
     rest = "mov.b32 $0, s; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    return "{.reg .b32 c, s; mov.b32 s, 0; " + " ".join(words) + rest + "}"
+    return f"{{.reg .b32 c, s; mov.b32 s, {'$16' if started else '0'}; {' '.join(words)} {rest}}}"
 
 
-def _products(words, pairs, mask, kind, interpret):
-    # int32 [N, S / 4]: the sums of the products of each piece's bytes with two pairs of integers [S].
-    if not interpret:
-        args = [words, *(jnp.broadcast_to(x[None], words.shape) for x in pairs)]
-        made = assembly(_products_of_a_piece(mask, kind), args, pack=PIECE)
-    else:
+def _products(words, pairs, start, mask, kind, interpret):
+    """Sum the products of each piece's bytes with two pairs of integers [S]: int32 [N, S / 4].
+
+    The sum begins with ``start``, which is subtracted again, if it is given: then the compiler cannot read it later than
+    the codes. Left alone it reads scales when it needs them, and a thread waits for memory twice in a step.
+    """
+    if interpret:
         found = [(words & mask) >> (8 * place) & 255 for place in range(4)]
         codes = [(x ^ 128) - 128 if kind == "s32" else x for x in found]
         numbers = [(x << shift >> 16)[None] for x in pairs for shift in (16, 0)]
         made = sum(code * number for code, number in zip(codes, numbers, strict=True))
-    return jnp.sum(pieces_of(made), axis=-1, dtype=jnp.int32)
+        return jnp.sum(pieces_of(made), axis=-1, dtype=jnp.int32)
+    args = [words, *(jnp.broadcast_to(x[None], words.shape) for x in pairs)]
+    if start is not None:
+        args.append(jnp.broadcast_to(start[..., None], (*start.shape, PIECE)).reshape(words.shape))
+    made = assembly(_products_of_a_piece(mask, kind, start is not None), args, pack=PIECE)
+    made = jnp.sum(pieces_of(made), axis=-1, dtype=jnp.int32)
+    return made if start is None else made - start
 
 
 def _half(word, odd, interpret):
@@ -71,45 +78,58 @@ def _read(ref, at, end):
     return plt.load(ref.at[at], mask=at[-1] < end, other=0)
 
 
-def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, interpret):
+def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, span, ahead, by_row, interpret):
     # pairs, pieces: see `Prepared`; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2];
     # out [B, N].
     least_ref, out_ref = refs if bits == 4 else (None, *refs)
     row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
     safe, width = jnp.minimum(row, codes_ref.shape[0] - 1), codes_ref.shape[1]
     read = _read if width % span else lambda ref, at, end: ref[at]
+    step_word, step_piece = (jnp.arange(n, dtype=jnp.int32) for n in (span, span // PIECE))
 
-    def added(i, totals):
-        word = i * span + jnp.arange(span, dtype=jnp.int32)
-        piece = i * (span // PIECE) + jnp.arange(span // PIECE, dtype=jnp.int32)
-        words = read(codes_ref, (safe[:, None], word[None]), width)
-        at, groups = (safe[:, None], (piece * PIECE // _WORDS[bits])[None]), width // _WORDS[bits]
-        if bits == 4:
-            both = [read(ref, at, groups) for ref in (scale_ref, least_ref)]
-            scales, minima = ([_half(x, odd, interpret) for odd in (0, 1)] for x in both)
-            scales[1] = scales[1] * (1 / 16)
-        else:
-            scales, minima = [] if by_row else [read(scale_ref, at, groups).astype(jnp.float32)], []
-        made = []
-        for vector, total in enumerate(totals):
-            sums = []
-            for place, (mask, kind) in enumerate(_BYTES[bits]):
-                pairs = [read(pairs_ref, (vector, 2 * place + j, word), width) for j in (0, 1)]
-                sums.append(_products(words, pairs, mask, kind, interpret).astype(jnp.float32))
-            unit, *numbers = (
-                read(pieces_ref, (vector, k, piece), width // PIECE)[None] for k in range(pieces_ref.shape[1])
-            )
-            scaled = sums[0] if by_row else sums[0] * scales[0]
-            if bits == 4:
-                scaled = fused(sums[1], scales[1], scaled, interpret)
-            total = fused(scaled, unit, total, interpret)
-            for number, least in zip(numbers, minima, strict=True):
-                total = fused(number, least, total, interpret)
-            made.append(total)
-        return tuple(made)
+    def matrix(i):
+        # What a step multiplies: its words, and scales and minima of its pieces.
+        words = read(codes_ref, (safe[:, None], (i * span + step_word)[None]), width)
+        piece = i * (span // PIECE) + step_piece
+        at = safe[:, None], (piece * PIECE // _WORDS[bits])[None]
+        refs = [] if by_row else [scale_ref] if bits == 8 else [scale_ref, least_ref]
+        return words, *(read(ref, at, width // _WORDS[bits]) for ref in refs)
 
-    none = (jnp.zeros((block, span // PIECE), jnp.float32),) * pairs_ref.shape[0]
-    totals = lax.fori_loop(0, pl.cdiv(width, span), added, none)
+    def added(i, total, vector, words, *stored):
+        pairs = [read(pairs_ref, (vector, k, i * span + step_word), width) for k in range(pairs_ref.shape[1])]
+        piece = i * (span // PIECE) + step_piece
+        unit, *numbers = (
+            read(pieces_ref, (vector, k, piece), width // PIECE)[None] for k in range(pieces_ref.shape[1])
+        )
+        starts = stored if bits == 4 else [None]
+        low, *high = (
+            _products(words, pairs[2 * k : 2 * k + 2], start, *_BYTES[bits][k], interpret).astype(jnp.float32)
+            for k, start in enumerate(starts)
+        )
+        if bits == 8:
+            return fused(low if by_row else low * stored[0].astype(jnp.float32), unit, total, interpret)
+        scales, minima = ([_half(x, odd, interpret) for odd in (0, 1)] for x in stored)
+        scaled = fused(high[0], scales[1] * (1 / 16), low * scales[0], interpret)
+        total = fused(scaled, unit, total, interpret)
+        for number, least in zip(numbers, minima, strict=True):
+            total = fused(number, least, total, interpret)
+        return total
+
+    def all_added(i, totals, held):
+        return tuple(added(i, total, vector, *held) for vector, total in enumerate(totals))
+
+    steps, totals = pl.cdiv(width, span), (jnp.zeros((block, span // PIECE), jnp.float32),) * pairs_ref.shape[0]
+    ahead = min(ahead, steps - 1)
+    held = [matrix(i) for i in range(ahead)]
+
+    def body(i, carry):
+        totals, held = carry
+        held = [*held, matrix(i + ahead)]
+        return all_added(i, totals, held[0]), held[1:]
+
+    totals, held = lax.fori_loop(0, steps - ahead, body, (totals, held)) if steps > 1 else body(0, (totals, held))
+    for i, each in enumerate(held):
+        totals = all_added(steps - ahead + i, totals, each)
     for vector, total in enumerate(totals):
         made = jnp.sum(total, axis=-1)
         if by_row:
@@ -119,11 +139,11 @@ def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, spa
 
 def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
     """Return the rows of a program and its warps that were fastest on an H200 (docs/notebook/weights.md)."""
-    return {"block": 4, "num_warps": 1}
+    return {"block": 4, "num_warps": 4, "ahead": 1}
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "num_warps", "interpret"))
-def coded_product(pairs, pieces, matrix, *, dtype, block: int, num_warps: int, interpret=False):
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "num_warps", "ahead", "interpret"))
+def coded_product(pairs, pieces, matrix, *, dtype, block: int, num_warps: int, ahead: int, interpret=False):
     """Multiply prepared vectors with a matrix of one axis N, ``block`` rows of it per program: [B, N].
 
     Equal calls are one call under `jax.jit`: they are lowered once.
@@ -136,7 +156,13 @@ def coded_product(pairs, pieces, matrix, *, dtype, block: int, num_warps: int, i
         halves = (part.astype(jnp.float16).reshape(count, -1, 2) for part in (matrix.scales, minima))
         operands[3:] = (lax.bitcast_convert_type(part, jnp.int32) for part in halves)
     kernel = functools.partial(
-        _kernel, bits=bits, block=block, span=_THREADS * num_warps * PIECE, by_row=matrix.by_row, interpret=interpret
+        _kernel,
+        bits=bits,
+        block=block,
+        span=_THREADS * num_warps * PIECE,
+        ahead=ahead,
+        by_row=matrix.by_row,
+        interpret=interpret,
     )
     return triton_call(
         kernel,
