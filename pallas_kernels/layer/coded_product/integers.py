@@ -14,7 +14,6 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
 from pallas_kernels.formats.prepared import integer_shapes
-from pallas_kernels.machine import current_machine
 
 PIECE = 4  # words of 32 bits, which a thread loads at once
 CHUNK_WORDS = CHUNK // 8  # words of codes of a chunk in 4 bits
@@ -23,8 +22,6 @@ _TOP = 14  # the largest number of a piece is about 2^14 units
 _LEAST, _NONE = 15, 255  # exponents of float32: the least whose unit is a normal number, and infinity's and NaN's
 _BLOCK = 128  # words of a program
 _FUSED = "fma.rn.f32 $0, $1, $2, $3;"  # Triton within XLA fuses no multiplication with a sum
-_HOPPER = (9, 0)
-_LAUNCH = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
 
 def fused(x: jax.Array, y: jax.Array, z: jax.Array, interpret: bool) -> jax.Array:
@@ -97,19 +94,9 @@ def write(
             plt.store(pieces_ref.at[vector, 1 + place, piece], total, mask=whole_pieces)
 
 
-def launch_next(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return int32 ``x``, and let a GPU of Hopper or later start the next kernel, which waits until this one has ended.
-
-    XLA compiles each kernel with that wait at its start. Only a kernel whose results are read by kernels of this package
-    may do this: XLA's own kernels read some operands by loads that a compiler may move before the wait.
-    """
-    capability = current_machine().capability
-    return x if interpret or capability is None or capability < _HOPPER else assembly(_LAUNCH, [x])
-
-
 def _kernel(x_ref, pairs_ref, pieces_ref, *, bits, gated, interpret):
     # x int32 [B, K / 2], or [B, K] where it has gates and then numbers.
-    word = launch_next(pl.program_id(1) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32), interpret)
+    word = pl.program_id(1) * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
     vector, inside = pl.program_id(0), word < pairs_ref.shape[2]
     numbers = []
     for at in places(word, bits):

@@ -18,7 +18,7 @@ from pallas_kernels.layer.coded_product.reference import gate
 
 
 def coded_product(x, matrix, *, integers, gated, dtype, interpret=False):
-    """Multiply up to 16 vectors x [..., K], or [..., 2, K] with ``gated``; ``integers`` are those of x, or None."""
+    """Multiply up to 16 vectors x [..., K], or [..., 2, K] with ``gated``; ``integers``: pairs and pieces of x, or None."""
     flat, lead = matrix.flat, x.shape[: -2 if gated else -1]
     count, rows = flat.codes.shape[0], math.prod(lead)
     if rows <= MOST_VECTORS:
