@@ -137,9 +137,14 @@ def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, spa
         plt.store(out_ref.at[vector, row], made.astype(out_ref.dtype), mask=row < codes_ref.shape[0])
 
 
-def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
-    """Return the rows of a program and its warps that were fastest on an H200 (docs/notebook/weights.md)."""
-    return {"block": 4, "num_warps": 4, "ahead": 1}
+def sizes(vectors: int, bits: int, rows: int, width: int) -> dict[str, int]:
+    """Return the rows of a program, its warps, and the steps that it reads ahead (docs/notebook/weights.md)."""
+    steps = width * bits // 32 / (4 * _THREADS * PIECE)  # of four warps
+    if vectors > 1:
+        return {"block": 4, "num_warps": 4, "ahead": 0}
+    if steps <= 2:
+        return {"block": 4, "num_warps": 4, "ahead": 1}  # all that a program needs, at once
+    return {"block": 4, "num_warps": 8, "ahead": 1}
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "block", "num_warps", "ahead", "interpret"))
