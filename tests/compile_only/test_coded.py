@@ -43,7 +43,7 @@ def test_a_few_rows_on_an_h100_are_kernels_that_spill_nothing_and_hold_the_vecto
     """Up to four as integers of 16 bits with units and sums, more in another order."""
     compiled = needs("h100").compile(coded_product, jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), matrix(bits))
     assert f"coded_product_{bits}" in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * rows * WIDTH * (1.2 if rows <= MOST_VECTORS else 1)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * rows * WIDTH * (1.25 if rows <= MOST_VECTORS else 1)
 
 
 @pytest.mark.xdist_group("compile_only")
