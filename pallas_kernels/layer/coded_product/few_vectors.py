@@ -27,7 +27,8 @@ from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import GROUP
 from pallas_kernels.layer.coded_product.integers import CHUNK_WORDS, PIECE, fused, pieces_of
 
-SHORT = 4096  # numbers of a row, which one warp reads at once in 4 bits
+SHORT = 4096  # numbers of a row, which four warps read at once in 4 bits
+MANY_ROWS = 16384  # of a matrix: they fill a GPU with larger programs
 _THREADS = 32  # of a warp
 _WORDS = {8: GROUP // 4, 4: CHUNK_WORDS}  # of a group in 8 bits, and of a chunk in 4 bits
 # The codes of a word, as bytes: a mask and the type of a byte, for 8 bits and for the low and the high codes of 4 bits.
@@ -137,13 +138,15 @@ def _kernel(pairs_ref, pieces_ref, codes_ref, scale_ref, *refs, bits, block, spa
         plt.store(out_ref.at[vector, row], made.astype(out_ref.dtype), mask=row < codes_ref.shape[0])
 
 
-def sizes(vectors: int, bits: int, width: int) -> dict[str, int]:
-    """Return the rows of a program, its warps, and the steps that it reads ahead (docs/notebook/weights.md)."""
+def sizes(vectors: int, bits: int, rows: int, width: int) -> dict[str, int]:
+    """Return the rows of a program, its warps, and the steps that it reads ahead, that were fastest on an H200."""
     if vectors > 1:
         return {"block": 4, "num_warps": 4, "ahead": 0}
     if bits == 8:
         return {"block": 4, "num_warps": 4, "ahead": 1}
-    return {"block": 2, "num_warps": 1, "ahead": 3} if width <= SHORT else {"block": 4, "num_warps": 2, "ahead": 1}
+    if width > SHORT:
+        return {"block": 4, "num_warps": 8, "ahead": 0}
+    return {"block": 8 if rows >= MANY_ROWS else 4, "num_warps": 4, "ahead": 0}
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "block", "num_warps", "ahead", "interpret"))

@@ -22,8 +22,8 @@ from pallas_kernels._triton.call import triton_call
 from pallas_kernels._triton.code_products import UNIT, pairs, values
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.coded_matrix import CHUNK
+from pallas_kernels.layer.coded_product.few_vectors import MANY_ROWS
 
-MANY_ROWS = 16384  # of a matrix: they fill a GPU with larger programs
 MOST_VECTORS = 16  # which a tensor core multiplies at a time
 _WORDS = 16  # of 16 bits: the codes of a chunk in 4 bits
 _PAIRS = 32  # the same in 8 bits

@@ -22,7 +22,7 @@ def coded_product(x, matrix, *, integers, gated, dtype, interpret=False):
     flat, lead = matrix.flat, x.shape[: -2 if gated else -1]
     count, rows = flat.codes.shape[0], math.prod(lead)
     if rows <= MOST_VECTORS:
-        sizes = few_vectors.sizes(rows, flat.bits, matrix.width)
+        sizes = few_vectors.sizes(rows, flat.bits, count, matrix.width)
         if integers is None:
             integers = integers_of(x.reshape(rows, -1), bits=flat.bits, gated=gated, interpret=interpret)
         made = few_vectors.coded_product(*integers, flat, dtype=dtype, interpret=interpret, **sizes)
