@@ -129,7 +129,7 @@ def test_chess_undoes_the_rotation_of_each_layer():
         angle = np.arange(4, 8)[:, None] * of_layer
         back = [first * np.cos(angle) + second * np.sin(angle), second * np.cos(angle) - first * np.sin(angle)]
         wanted.append(np.concatenate(back, axis=-1).mean(axis=2))
-    np.testing.assert_allclose(got[:, 0], np.stack(wanted, axis=1).reshape(3, -1), atol=1e-5)
+    np.testing.assert_allclose(got[:, 0], np.stack(wanted, axis=2).reshape(3, -1), atol=1e-5)
 
 
 def test_methods_look_at_the_rules_of_all_layers():
