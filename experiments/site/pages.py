@@ -36,6 +36,7 @@ FIGURES = {
     "fidelity/qwen/along.png": ("fidelity/qwen", "along"),
     "fidelity/qwen/fidelity.png": ("fidelity/qwen", "fidelity"),
     "insight.png": ("insight.json", "insight"),
+    "results/long-answers-4k/memory.png": ("results/long-answers-4k", "memory"),
     "results/qwen-16k/solved.png": ("results/qwen-16k", "solved"),
     "results/main/pareto.png": ("results/main", "pareto"),
     "results/sweep-snapkv/pareto.png": ("results/sweep-snapkv", "pareto"),
