@@ -111,7 +111,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     if sizes["num_layers"] > len(file.tensors):  # a damaged file; a list of so many layers might not fit into memory
         layers = sizes["num_layers"]
         raise ValueError(f"{arch}.block_count is {layers}, but the file has only {len(file.tensors)} tensors")
-    sizes["num_layers"] -= qwen3next.predicting(file, arch)
+    sizes["num_layers"] -= qwen3next.predicting(file, arch, sizes["num_layers"])
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)

@@ -82,23 +82,32 @@ def declared(file: GGUFFile, number: Any, sizes: Mapping[str, Any]) -> dict[str,
     }
 
 
-def predicting(file: GGUFFile, arch: str) -> int:
+def predicting(file: GGUFFile, arch: str, blocks: int) -> int:
     """Return how many of the file's last layers only predict tokens after the next: they are not read.
 
+    Args:
+        file: the open file.
+        arch: its architecture; files of other architectures have no such layers.
+        blocks: all layers of the file.
+
     Raises:
-        ValueError: the number is no whole number of at least 0.
+        ValueError: the number is no whole number from 0 on and below ``blocks``.
     """
     value = file.metadata.get(f"{ARCHITECTURE}.nextn_predict_layers", 0) if arch == ARCHITECTURE else 0
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{ARCHITECTURE}.nextn_predict_layers must be a whole number of at least 0, got {value!r:.60}")
+    if type(value) is not int or not 0 <= value < max(1, blocks):
+        raise ValueError(
+            f"{ARCHITECTURE}.nextn_predict_layers must be a whole number of at least 0 and below the block_count {blocks}, "
+            f"got {value!r:.60}"
+        )
     return value
 
 
 def is_read(file: GGUFFile, name: str, layers: int) -> bool:
-    """Tell whether a tensor is of the first ``layers`` layers, or of none; all are where no layer predicts."""
+    """Tell whether a tensor is read; tensors of layers that only predict, which come after the first ``layers``, are not."""
     block = _BLOCK.fullmatch(name)
-    arch = file.metadata["general.architecture"]
-    return block is None or int(block[1]) < layers or not predicting(file, arch)
+    own = file.metadata["general.architecture"] == ARCHITECTURE
+    more = file.metadata.get(f"{ARCHITECTURE}.nextn_predict_layers", 0) if own else 0
+    return block is None or not layers <= int(block[1]) < layers + more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +213,11 @@ def piece(file: GGUFFile, name: str, whole: tuple[int, ...], experts: int, linea
         return Expert((f"{block}.ffn_{expert[2]}_exps.weight",), int(expert[1]), experts)
     if rest == "linear_attn.A_log":
         return Decay((f"{block}.ssm_a",))
-    if rest == "linear_attn.in_proj_qkvz.weight" and linear is not None and f"{block}.ssm_in.weight" not in file.tensors:
+    if (
+        rest == "linear_attn.in_proj_qkvz.weight"
+        and linear is not None
+        and f"{block}.ssm_in.weight" not in file.tensors
+    ):
         return Projections((f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"), linear)
     ours = {
         "linear_attn.conv1d.weight": "ssm_conv1d.weight",
