@@ -11,11 +11,12 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..hf_families import SIZES
-from . import families
+from . import families, qwen3next
 from .reader import GGUFFile
 from .rope import scaling_from_factors
 
 _PLAIN = ("llama", "qwen2", "qwen3")  # llama.cpp writes Mistral, Yi and SmolLM2 as llama
+_PARTIAL = ("phi3", qwen3next.ARCHITECTURE)  # which rotate a part of each head
 ARCHITECTURES = (*_PLAIN, *families.ARCHITECTURES)
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
@@ -110,6 +111,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     if sizes["num_layers"] > len(file.tensors):  # a damaged file; a list of so many layers might not fit into memory
         layers = sizes["num_layers"]
         raise ValueError(f"{arch}.block_count is {layers}, but the file has only {len(file.tensors)} tensors")
+    sizes["num_layers"] -= qwen3next.predicting(file, arch, sizes["num_layers"])
     heads = sizes["num_q_heads"]
     head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
     _refuse_other_heads(file, arch, head_dim)
@@ -190,8 +192,7 @@ def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
 
 def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
     """Refuse value heads of another size than key heads, and rotations of only a part of a head."""
-    # Phi-3 rotates a part of each head.
-    for key in ("attention.value_length", *(("rope.dimension_count",) if arch != "phi3" else ())):
+    for key in ("attention.value_length", *(("rope.dimension_count",) if arch not in _PARTIAL else ())):
         size = _same(file, f"{arch}.{key}", head_dim)
         if size != head_dim:
             raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import qwen3next
 from .reader import GGUFFile
 
 FACTORS_LONG, FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -74,9 +75,11 @@ _READERS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
                          "attention.sliding_window_pattern")),
     "gpt-oss": (_gpt_oss, ("expert_count", "rope.scaling.type", "rope.scaling.factor")),
     "phi3": (_phi3, ("rope.scaling.type", "rope.scaling.attn_factor")),
+    qwen3next.ARCHITECTURE: (qwen3next.declared, qwen3next.KEYS),
 }  # fmt: skip
 ARCHITECTURES = tuple(_READERS)
-_SCALING = {"gemma3": ("none", "linear"), "gpt-oss": ("none", "yarn"), "phi3": ("none", "longrope")}
+_SCALING = {"gemma3": ("none", "linear"), "gpt-oss": ("none", "yarn"), "phi3": ("none", "longrope"),
+            qwen3next.ARCHITECTURE: ("none",)}  # fmt: skip
 
 
 def keys_read(arch: str) -> tuple[str, ...]:

@@ -54,15 +54,23 @@ class GGUFFile:
     tensors: Mapping[str, TensorInfo]
     data: np.ndarray
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+    def read(self, name: str, dtype: np.dtype, index: int | None = None) -> np.ndarray:
         """Read the values of a tensor in ``dtype``, decoded a few rows at a time, without a float32 copy of the tensor.
+
+        Args:
+            name: of the tensor.
+            dtype: of the values that are returned.
+            index: of a stack [E, out, in], the matrix to read alone; None reads the whole tensor.
 
         Raises:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
         tensor = self.tensors[name]
-        out = np.empty((math.prod(tensor.shape[:-1]), *tensor.shape[-1:]), dtype)
-        blocks = self.data[tensor.begin : tensor.begin + tensor.size].reshape(len(out), -1)
+        shape, blocks = tensor.shape, self.data[tensor.begin : tensor.begin + tensor.size]
+        if index is not None:
+            shape, blocks = shape[1:], blocks.reshape(shape[0], -1)[index]
+        out = np.empty((math.prod(shape[:-1]), *shape[-1:]), dtype)
+        blocks = blocks.reshape(len(out), -1)
         rows = max(1, _CHUNK * len(out) // max(1, out.size))
         try:
             for start in range(0, len(out), rows):
@@ -70,7 +78,7 @@ class GGUFFile:
         except NotImplementedError as error:
             kind = tensor.kind.name
             raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
-        return out.reshape(tensor.shape)
+        return out.reshape(shape)
 
 
 def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+# Reads a tensor of the file by its name; or, with a number, one matrix of a stack of matrices.
+Read = Callable[[str, int | None], np.ndarray]
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 
 
@@ -29,9 +31,9 @@ class Stack:
         each = (flat[0], flat[1] // len(self.names), *flat[2:])
         return dict.fromkeys(self.names, each)
 
-    def join(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    def join(self, read: Read) -> np.ndarray:
         """Make the checkpoint's tensor of what ``read`` returns for each name."""
-        parts = [read(name) for name in self.names]
+        parts = [read(name, None) for name in self.names]
         both = parts[0] if len(parts) == 1 else np.stack(parts, axis=2).reshape(len(parts[0]), -1, *parts[0].shape[2:])
         return both.swapaxes(1, 2) if self.turned else both
 

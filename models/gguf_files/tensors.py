@@ -12,6 +12,8 @@ from ..checkpoint_table import AnyLeaf, Index, Parts, tensor_problems
 from ..config import ModelConfig
 from .config import ROPE_FACTORS, architecture
 from .families import FACTORS_LONG, FACTORS_SHORT
+from .qwen3next import ARCHITECTURE as QWEN3NEXT
+from .qwen3next import Piece, is_read, piece
 from .reader import GGUFFile
 from .stacks import Stack, stacked
 
@@ -27,14 +29,14 @@ class GGUFTensors:
         file: the open file.
         names: names in the file by names in Hugging Face checkpoints.
         rotated: number of heads of each tensor whose rows llama.cpp re-orders, by Hugging Face name.
-        stacks: tensors of the file that are one tensor of a Hugging Face checkpoint, by its name there.
+        stacks: how other tensors of the file make a tensor of a Hugging Face checkpoint, by its name there.
         offsets: what llama.cpp adds to the norms of a checkpoint, by Hugging Face name.
     """
 
     file: GGUFFile
     names: Mapping[str, str]
     rotated: Mapping[str, int]
-    stacks: Mapping[str, Stack]
+    stacks: Mapping[str, Stack | Piece]
     offsets: Mapping[str, float]
 
     @classmethod
@@ -46,23 +48,28 @@ class GGUFTensors:
         """
         arch = architecture(file)
         mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
-        names, expected, rotated, stacks, offsets = {}, {}, {}, {}, {}
+        experts = 0 if config.experts is None else config.experts.num_experts
+        names, expected, rotated, offsets = {}, {}, {}, {}
+        stacks: dict[str, Stack | Piece] = {}
         for leaf in table:
             for index, name in enumerate(leaf.names):
-                if (stack := stacked(name)) is not None:
+                whole = leaf.file_shape(index)
+                stack = piece(file, name, whole, experts, config.linear) if arch == QWEN3NEXT else stacked(name)
+                if stack is not None:
                     stacks[name] = stack
-                    expected.update(stack.shapes(leaf.file_shape(index)))
+                    expected.update(stack.shapes(whole))
                     continue
                 found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
                 names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
-                expected[names[name]] = leaf.file_shape(index)
+                expected[names[name]] = whole
                 if leaf.offset:
                     offsets[name] = leaf.offset
                 if arch == "llama" and ".q_proj." in name:
                     rotated[name] = config.num_q_heads
                 if arch == "llama" and ".k_proj." in name:
                     rotated[name] = config.num_kv_heads
-        found = {name: file.tensors[name].shape for name in file.tensors if name not in _FREQUENCIES}
+        used = [name for name in file.tensors if name not in _FREQUENCIES and is_read(file, name, config.num_layers)]
+        found = {name: file.tensors[name].shape for name in used}
         problems = tensor_problems(expected, found)
         if problems:
             lines = "\n  ".join(problems)
@@ -76,7 +83,7 @@ class GGUFTensors:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
         if name in self.stacks:
-            return self.stacks[name].join(lambda each: self.file.read(each, dtype))
+            return self.stacks[name].join(lambda each, index: self.file.read(each, dtype, index))
         if name in self.offsets:
             return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)
         tensor = self.file.read(self.names[name], dtype)

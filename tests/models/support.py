@@ -37,7 +37,7 @@ def markdown(coded: list[str]) -> str:
         hf = json.loads(str(np.load(file)["config"]))
         kind, config = hf["model_type"], ModelConfig.from_hf(hf)
         refused = ", ".join(sorted(_refusals(config) - ours)) or "none"
-        gguf = "yes" if kind.replace("_text", "").replace("_", "-") in ARCHITECTURES else ""
+        gguf = "yes" if {kind.replace("_text", "").replace("_", new) for new in ("-", "")} & set(ARCHITECTURES) else ""
         rows[kind] = [f"`{kind}`", "yes", "yes" if file.stem in coded else "", gguf, refused]
     lines = [_HEAD, ["---"] * len(_HEAD), *(rows[kind] for kind in sorted(rows, key=hf_config.MODEL_TYPES.index))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
