@@ -1,9 +1,9 @@
 """GGUF files of Qwen3-Next: what their metadata says, and their tensors as tensors of a Hugging Face checkpoint.
 
-llama.cpp writes the projections of a layer of linear attention without groups (all queries, all keys, all values, and the
-output gates in a tensor of their own), the decay as -exp(A_log), the convolution without its axis of one, and the experts of
-a layer in three tensors. Older files have the projections in one tensor, in the checkpoint's order. Value heads stay beside
-the key head that they share; llama.cpp re-orders them in other architectures only.
+llama.cpp writes the projections of a layer of linear attention without groups: all queries, all keys and all values in one
+tensor, and the output gates in another. It writes the decay as -exp(A_log), the convolution without its axis of one, and the
+experts of a layer in three tensors. Older files have the projections in one tensor, in the checkpoint's order. Value heads
+stay beside the key head that they share; llama.cpp re-orders them in other architectures only.
 
 Sources: llama.cpp's ``conversion/qwen.py`` (``Qwen3NextModel``), which writes the files, and ``src/models/qwen3next.cpp``,
 which reads them.
@@ -177,15 +177,15 @@ class Decay:
         return {self.names[0]: whole}
 
     def join(self, read: Read) -> np.ndarray:
-        """Take the logarithm.
+        """Take the logarithm of a float32 tensor.
 
         Raises:
             ValueError: a number is not below 0.
         """
         decay = read(self.names[0], None)
-        if not np.all(decay.astype(np.float32) < 0):
+        if not np.all(decay < 0):
             raise ValueError(f"tensor {self.names[0]} must have numbers below 0")
-        return np.log(-decay.astype(np.float32)).astype(decay.dtype)
+        return np.log(-decay)
 
 
 Piece = Expert | Projections | Reshaped | Decay

@@ -83,7 +83,10 @@ class GGUFTensors:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
         if name in self.stacks:
-            return self.stacks[name].join(lambda each, index: self.file.read(each, dtype, index))
+            # The logarithm of a decay is rounded once, after it is taken.
+            wide = np.dtype(np.float32) if name.endswith(".A_log") else dtype
+            made = self.stacks[name].join(lambda each, index: self.file.read(each, wide, index))
+            return made.astype(dtype, copy=False)
         if name in self.offsets:
             return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)
         tensor = self.file.read(self.names[name], dtype)
