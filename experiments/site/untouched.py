@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.answering import PAPERS, without_effect
-from experiments.evaluation import COUNTED, Compared, averages, beside_full
+from experiments.evaluation import COUNTED, Compared, averages, beside_full, other_reading
 from experiments.records import method_title, token_label
 from experiments.site.marks import command_of, missing
 from experiments.site.quality import mean_score, short, table
@@ -28,10 +28,6 @@ _CODE = {
     "code line": ("code_completion", "code_completion_renamed"),
 }  # heads of columns, and the two tasks of each
 _REVERSED = "reversed"
-# Knobs that are no budgets, by method: rows of other readings of a paper.
-_READINGS = {
-    "chess": ("centred=", "hierarchy="), "sentencekv": ("prefilter=", "kernel="), "tokenselect": ("chunk=",)
-}  # fmt: skip
 
 
 def runs_of(docs: pathlib.Path) -> Runs:
@@ -132,9 +128,8 @@ def bytes_read(runs: Runs) -> str:
     _, rows = _at_first(runs)
     by_name: dict[str, list[Row]] = {}
     for mean in averages(runs.counting(rows)):
-        name, _, knobs = mean["method"].partition("(")
-        if not any(knob in knobs for knob in _READINGS.get(name, ())):
-            by_name.setdefault(name, []).append(mean)
+        if not other_reading(mean["method"]):
+            by_name.setdefault(mean["method"].partition("(")[0], []).append(mean)
     lines = {name: [_most(line, limit) for limit in SHARES] for name, line in by_name.items()}
     shown = [name for name in lines if name not in ("full", _REVERSED) and lines[name][-1]]
     shown.sort(key=lambda name: -max(x["score"] for x in lines[name][-1:] if x))
