@@ -91,7 +91,7 @@ def test_evicting_methods_of_long_answers_need_no_more_memory_for_ten_thousand_t
         ]
     flat = {name for name, (short, long) in needed.items() if short == long}
     assert flat == {"h2o", "tova", "rkv", "triattention", "streamingllm", "keydiff", "periodic"}
-    assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv"}
+    assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv", "verified"}
 
 
 def test_reversed_drops_what_snapkv_keeps(quick_compile):
