@@ -39,8 +39,8 @@ def coded_product(
         x: [..., K], floating point.
         matrix: a matrix [N, K], where N may be several axes.
         dtype: dtype of the result; None takes the dtype of ``x``.
-        implementation: "pallas_triton" (GPU; 1 to 16 vectors in bfloat16), "jax_triton" (the same vectors, through the package
-            of that name), "xla", or None for the first of "pallas_triton" and "xla" that runs.
+        implementation: "pallas_triton" (GPU; 1 to 16 vectors in bfloat16), "jax_triton" (the same vectors, through the
+            package of that name), "xla", or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``.
 
     Returns:

@@ -23,6 +23,7 @@ def product(
     SPAN: tl.constexpr,  # bytes of a row that are loaded at once, those of a group or of a chunk if there are several groups
     SPANS: tl.constexpr,  # of a step
 ):
+    """Multiply all vectors with some rows of the matrix."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     safe = tl.minimum(row, COUNT - 1).to(tl.int64)  # offsets in a long matrix need 64 bits
     vector = tl.arange(0, FILLED)
