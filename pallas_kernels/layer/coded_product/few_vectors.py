@@ -114,9 +114,9 @@ def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
     x_ref, *norm_ref, codes_ref, scale_ref = refs
     norm_ref = norm_ref[0] if norm_ref else None
     count, width = out_ref.shape[1], 2 * x_ref.shape[1]
-    row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-    out = pl.program_id(0) * (block // 2) + jnp.arange(block // 2, dtype=jnp.int32) if gated else row
-    safe = jnp.minimum(row // 2, count - 1) + row % 2 * count if gated else jnp.minimum(row, count - 1)
+    lane, wide = jnp.arange(block, dtype=jnp.int32), block // 2 if gated else block
+    out = pl.program_id(0) * wide + jnp.arange(wide, dtype=jnp.int32)
+    safe = jnp.minimum(pl.program_id(0) * wide + lane % wide, count - 1) + lane // wide * count
 
     def added(i, carried):
         word = i * span + jnp.arange(span, dtype=jnp.int32)
@@ -163,8 +163,8 @@ def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
         if squares:
             made = made * lax.rsqrt(jnp.sum(squares[0]) / width + eps)
         if gated:
-            both, first = made.reshape(block // 2, 2), jnp.arange(2)[None] == 0
-            gate, other = (jnp.sum(jnp.where(first == which, both, 0), axis=1) for which in (True, False))
+            both, first = made.reshape(2, wide), jnp.arange(2)[:, None] == 0
+            gate, other = (jnp.sum(jnp.where(first == which, both, 0), axis=0) for which in (True, False))
             made = gate / (1 + jnp.exp(-gate)) * other
         if residual:
             made = made + residual_ref[vector, jnp.minimum(out, count - 1)].astype(jnp.float32)
