@@ -64,7 +64,8 @@ def coded_product(
         )
     kind = jnp.dtype(x.dtype if dtype is None else dtype)
     if gated and (len(matrix.lead) < 2 or matrix.lead[0] != 2):
-        raise ValueError(f"coded_product: got gates and a matrix {(*matrix.lead, matrix.width)}, expected [2, N, {matrix.width}]")
+        shape = *matrix.lead, matrix.width
+        raise ValueError(f"coded_product: got gates and a matrix {shape}, expected [2, N, {matrix.width}]")
     expected = {"scale": ((matrix.width,), x.dtype), "residual": ((*x.shape[:-1], *matrix.lead[gated:]), kind)}
     for name, given in (("scale", scale), ("residual", residual)):
         if given is not None and (given.shape, given.dtype) != expected[name]:

@@ -11,9 +11,9 @@ In 4 bits the low codes of four bytes are multiplied at a time, and then the hig
 count 16 times.
 
 What lies between two products of a layer is done in passing, because a launch takes about as long as reading 5 MB. A program
-reads whole vectors, so it knows their norm: it multiplies their numbers with the scale of the norm before they become integers,
-and the finished products with the factor of the norm. Half of the rows of a program can be gates, and the other half what they
-multiply. A residual is added to what is written.
+reads whole vectors, so it knows their norm: it multiplies their numbers by the scale of the norm before they become
+integers, and the finished products by the factor of the norm. Half of the rows of a program can be gates, and the other half
+what they multiply. A residual is added to what is written.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ def _integers(stored, interpret):
 
 
 def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
-    # x int32 [B, K / 2]; norm's scale int32 [K / 2], with eps; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum
-    # int32 [N, G / 2]; residual [B, N], if there is one; out [B, N], or [B, N / 2] where rows are gates.
+    # x int32 [B, K / 2]; scale of a norm int32 [K / 2], or none; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale,
+    # minimum int32 [N, G / 2]; residual like out, or none; out [B, N], or with gates [B, N / 2].
     *refs, out_ref = refs
     residual_ref = refs.pop() if residual else None
     least_ref = refs.pop() if bits == 4 else None
     x_ref, *norm_ref, codes_ref, scale_ref = refs
     norm_ref = norm_ref[0] if norm_ref else None
     count, width = out_ref.shape[1], 2 * x_ref.shape[1]
-    lane, wide = jnp.arange(block, dtype=jnp.int32), block // 2 if gated else block
+    lane, wide = jnp.arange(block, dtype=jnp.int32), block // 2 if gated else block  # gates come first
     out = pl.program_id(0) * wide + jnp.arange(wide, dtype=jnp.int32)
     safe = jnp.minimum(pl.program_id(0) * wide + lane % wide, count - 1) + lane // wide * count
 

@@ -14,7 +14,7 @@ from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
 from pallas_kernels.layer.coded_product import few_vectors, many_vectors
 
 
-def coded_product(x, matrix, *, dtype, scale, eps, gated, residual, interpret=False):
+def coded_product(x, matrix, *, dtype, scale=None, eps=0.0, gated=False, residual=None, interpret=False):
     """Multiply up to 16 vectors x [..., K]; up to 4 with a norm, gates or a residual."""
     flat, rows = matrix.flat, x.reshape(-1, matrix.width)
     count = flat.codes.shape[0]
@@ -29,7 +29,7 @@ def coded_product(x, matrix, *, dtype, scale, eps, gated, residual, interpret=Fa
     return made.reshape(*x.shape[:-1], *matrix.lead[gated:])
 
 
-def check(x, matrix, *, dtype, scale, eps, gated, residual):
+def check(x, matrix, *, dtype, scale=None, eps=0.0, gated=False, residual=None):
     """Raise ``NotImplementedError`` for vectors and matrices that the kernel does not take."""
     rows, width = math.prod(x.shape[:-1]), matrix.width
     if not 1 <= rows <= many_vectors.MOST_VECTORS:

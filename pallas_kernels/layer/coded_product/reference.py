@@ -22,10 +22,10 @@ def coded_product(
     matrix: CodedMatrix,
     *,
     dtype: jnp.dtype,
-    scale: Array | None,
-    eps: float,
-    gated: bool,
-    residual: Array | None,
+    scale: Array | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Array | None = None,
 ) -> Array:
     """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
