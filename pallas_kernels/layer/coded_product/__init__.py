@@ -34,7 +34,9 @@ def coded_product(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Multiply vectors with a matrix in 8 or 4 bits, possibly with what lies before and behind. Sums are in float32.
+    """Multiply vectors with a matrix in 8 or 4 bits. Sums are in float32.
+
+    A norm of the vectors, gates, and a sum with the result can be computed in passing, without launches of their own.
 
     Differentiable: through ``xla``, with respect to ``x``.
 
