@@ -326,7 +326,7 @@ class Transformer(nn.Module):
             new_states.append(state)
         if last is not None:
             at = last[:, None, None]
-            x, update = (None if y is None else jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (x, update))
+            x, update = jax.tree.map(lambda y: jnp.take_along_axis(y, at, axis=1)[:, 0], (x, update))
         norm = Norm(config, name="final_norm")
         x = norm(x) if update is None else norm(x, update)[1]
         head = table if config.tie_word_embeddings else Table(config, name="lm_head")
