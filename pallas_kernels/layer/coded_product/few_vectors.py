@@ -19,6 +19,7 @@ what they multiply. A residual is added to what is written.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -136,7 +137,8 @@ def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
         made = []
         for vector, (total, *squares) in enumerate(carried):
             stored = _numbers(x_ref, (vector,), places)
-            squares = [square + sum(x * x for four in stored for x in four) for square in squares]
+            for x in itertools.chain(*stored):
+                squares = [_fused(x, x, square, interpret) for square in squares]
             if factors is not None:
                 stored = [[x * y for x, y in zip(*two, strict=True)] for two in zip(stored, factors, strict=True)]
             parts, unit = _integers(stored, interpret)
