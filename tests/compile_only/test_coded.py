@@ -47,6 +47,21 @@ def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
 
 
 @pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_norm_gates_and_sum_in_passing_spill_nothing_either(bits, rows):
+    x, scale = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16)
+    gates = jax.tree.map(lambda part: jax.ShapeDtypeStruct((2, COUNT // 2, part.shape[1]), part.dtype), matrix(bits))
+
+    def run(x, gates, scale, residual):
+        return coded_product(x, gates, scale=scale, eps=1e-5, gated=True, residual=residual)
+
+    residual = jax.ShapeDtypeStruct((rows, COUNT // 2), jnp.bfloat16)
+    assert held(needs("h100"), run, x, gates, scale, residual) == 0
+
+
+@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
 def test_a_layer_of_a_step_launches_four_products_and_three_kernels_of_attention(weight_dtype):
     """A launch takes more than a microsecond: see `docs/notebook/weights.md`."""
