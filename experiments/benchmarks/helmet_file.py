@@ -71,9 +71,9 @@ def _relevance(record: Record) -> dict[str, int]:
     made = {}
     for passage in _passages(record):
         known, label = passage.get("id"), str(passage.get("label"))
-        if not isinstance(known, str | int) or isinstance(known, bool) or not re.fullmatch(r"-?\d{1,9}", label):
+        if not isinstance(known, str | int) or isinstance(known, bool) or not re.fullmatch(r"-?\d{1,9}(\.0)?", label):
             raise record.error(f"expected passages with an 'id' and a whole number as 'label', got {shown(passage)}")
-        made[str(known)] = int(label)
+        made[str(known)] = int(float(label))
     return made
 
 

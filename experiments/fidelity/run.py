@@ -118,8 +118,8 @@ class Runner:
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
-            "weights": model.weights,
             "dtype": dataclasses.replace(model, kv_dtype=settings.kv_dtype).dtypes,
+            "weights": model.weights,  # behind the dtype: an error about a folder names the first that differs
             "template": settings.template,
             "template_variables": dict(settings.template_variables),
             "reference": reference and {name: getattr(reference, of) for name, of in _ABOUT.items()},
