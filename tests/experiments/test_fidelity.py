@@ -336,6 +336,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
         (["--budgets", "1/8,most"], "a budget is a share such as 1/8"),
         (["--methods", "quest", "--set", "quest.offload=true"], "offload must be False, got quest("),
         (["--set", "h2o.budget=8"], "--set names 'h2o'"),
+        (["--system", "Be kind.", "--template", "none"], "system belongs to a chat template, which this run does not have"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
