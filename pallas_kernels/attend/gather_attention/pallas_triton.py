@@ -25,7 +25,7 @@ from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config, partial_shapes
 from pallas_kernels.attend.gather_attention import code_kernel, entries
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
-from pallas_kernels.formats.quantised import Quantised, mixed_problem, vectors
+from pallas_kernels.formats.quantised import Quantised, group_of, mixed_problem, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.numerics import merge_with, product_precision
 
@@ -96,6 +96,10 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         row, item, asked, listed = entries.listed_rows(ref, b, h, entry, page_size)
         keys = [read("key", row, asked, part) for part in halves]
         values = read("value", row, asked, pl.ds(0, dim))
+        if isinstance(ref["value"], Quantised) and ref["value"].grouped:
+            group = group_of(jnp.arange(dim, dtype=jnp.int32), dim)
+            scales = entries.load_rows(ref["value"].scale, (b, h), row, asked, group)
+            values = (values.astype(jnp.float32) * scales.astype(jnp.float32)).astype(values.dtype)
         if rotating:
             place = entries.of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
@@ -113,7 +117,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
             values = kept(values, listed, interpret)
         online_softmax.store_logits(logits_ref, (b, h), repeated, entry, logits, entry < ref["slots"].shape[2])
         value_scale = None
-        if isinstance(ref["value"], Quantised):
+        if isinstance(ref["value"], Quantised) and not ref["value"].grouped:
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 
