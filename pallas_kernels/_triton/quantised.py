@@ -26,7 +26,7 @@ def check_codes(*stores: Any, rows: Rows | None = None, packed: bool = False) ->
     capability = current_machine().capability or KERNELS_FROM
     for store in stores:
         if isinstance(store, Quantised):
-            if not packed and (store.packed or store.mixed):
+            if not packed and (store.packed or store.mixed or store.grouped):
                 raise NotImplementedError(f"got {store.name} codes, expected codes of 8 bits that are not mixed")
             if store.kind == "float8_e4m3fn" and capability < _FLOAT8_FROM:
                 raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")

@@ -87,7 +87,7 @@ class Quantised:
     @property
     def name(self) -> str:
         """The kind in words, for messages."""
-        return f"mixed {self.kind}" if self.mixed else self.kind
+        return f"{'grouped ' * self.grouped}{'mixed ' * self.mixed}{self.kind}"
 
 
 def quantise(x: Array, kind: str, mixed: bool = False, grouped: bool = False) -> Quantised:

@@ -31,6 +31,8 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
+        and not key.grouped
+        and (value.packed or not value.grouped)
         and query.dtype == jnp.bfloat16
         and group <= MOST_ROWS
         and not width & (width - 1)

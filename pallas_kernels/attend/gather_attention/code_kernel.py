@@ -33,6 +33,8 @@ def takes(query: jax.Array, key: Any, value: Any, place: Any, rows: Any) -> bool
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
+        and not key.grouped
+        and (value.packed or not value.grouped)
         and query.dtype == jnp.bfloat16
         and place is None
         and rows is None

@@ -72,8 +72,8 @@ def _kernel(*refs, structure, group, rotating, sinks):
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):
                 new, scales = _quantised(_mixed(*new) if ref.mixed else new, ref.kind, ref.grouped)
-                for group, scale in enumerate(scales):  # all slots have their scales on the device
-                    ref.scale[(b, head, at, *(group,) * ref.grouped)] = scale
+                for of, scale in enumerate(scales):  # all slots have their scales on the device
+                    ref.scale[(b, head, at, *(of,) * ref.grouped)] = scale
                 if ref.packed:
                     ref.codes[b, head, row, :] = pack(*new)
                     continue
