@@ -16,7 +16,7 @@ from pallas_kernels.attend.dense_decode import pallas_triton as dense_kernel
 from pallas_kernels.attend.gather_attention import code_kernel, gather_attention
 from pallas_kernels.attend.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.formats.mixing import block_of
-from pallas_kernels.formats.quantised import Quantised, dequantise, quantise, unpack, vector_bytes, zeros
+from pallas_kernels.formats.quantised import Quantised, dequantise, mixed_problem, quantise, unpack, vector_bytes, zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
@@ -26,15 +26,21 @@ from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementa
 from tests.pallas_kernels.test_quantised import normal, soiled
 
 CONFIG = dense_kernel.Config(block=16, splits=2)
-DENSE = implementations(dense_decode, functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True))
 EVICT = implementations(evict_token, functools.partial(evict_kernel.evict_token, interpret=True))
 KINDS = {"k8v4": (("int8", True, False), ("int4", True, True)), "plain": (("int4", False, False), ("int4", False, True))}
+
+
+def dense_kernel_alone(query, key, value, **rest):
+    query, key, value, turned = mixed_problem(query, key, value)
+    out, lse = dense_kernel.dense_decode(query, key, value, **rest, config=CONFIG, interpret=True)
+    return turned(out), lse
 
 
 def gather_kernel_alone(*args, page_size=1, **rest):
     return gather_kernel.gather_attention(*args, page_size=page_size, config=CONFIG, interpret=True, **rest)
 
 
+DENSE = implementations(dense_decode, dense_kernel_alone)
 GATHER = implementations(gather_attention, gather_kernel_alone)
 
 
@@ -56,18 +62,14 @@ def numbers_of(x: Quantised):
 
 
 def stored(kind, slots, dim, dtype="bfloat16"):
-    """A key and a value as codes of a row of ``slots``, with channels of very different size, and their float64 numbers."""
-    size = jnp.exp(jnp.sin(jnp.arange(dim, dtype=jnp.float32)))
-    pair = [quantise(normal(seed, 2, 2, slots, dim) * size, *how) for seed, how in zip((3, 4), KINDS[kind], strict=True)]
+    """A key and a value as codes of a row of ``slots``, and their float64 numbers; channels of values differ in size."""
+    drawn = np.random.default_rng(3).normal(size=(2, 2, 2, slots, dim))
+    drawn[1] *= np.exp(np.sin(np.arange(dim)) - 1)
+    pair = [quantise(jnp.asarray(x, jnp.float32), *how) for x, how in zip(drawn, KINDS[kind], strict=True)]
     exact = np.asarray(dequantise(pair[0]), np.float64), numbers_of(pair[1])
     return [dataclasses.replace(x, of=dtype) for x in pair], exact
 
 
-def ruined(x: Quantised, empty):
-    """`soiled`, with a NaN for each scale."""
-    return soiled(x, empty) if not x.grouped else dataclasses.replace(
-        soiled(dataclasses.replace(x, scale=x.scale[..., 0]), empty), scale=jnp.where(empty[..., None], jnp.nan, x.scale)
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -107,13 +109,13 @@ def test_what_has_no_groups_keeps_one_scale():
 )
 def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
     slots = 37
-    query = normal(2, 2, 2, group, dim, dtype=dtype)
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, group, dim)), dtype)
     pair, exact = stored(kind, slots, dim, dtype)
     assert dense_code_kernel.takes(query, *pair) == (dtype == "bfloat16")
     position = np.where(np.random.default_rng(5).random((2, 2, slots)) < 0.3, -1, 7).astype(np.int32)
     limit = np.asarray([slots, 20], np.int32)
     seen = (position >= 0) & (np.arange(slots) < limit[:, None, None])
-    pair = [ruined(x, jnp.asarray(~seen)) for x in pair]
+    pair = [soiled(x, jnp.asarray(~seen)) for x in pair]
     got = compiled(DENSE[name], scale=SCALE)(query, *pair, position=jnp.asarray(position), limit=jnp.asarray(limit))
     every = np.broadcast_to(seen[:, :, None], (2, 2, group, slots))
     for x, want in zip(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], strict=True):
@@ -135,7 +137,7 @@ def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
 @pytest.mark.parametrize("page", [1, 4])
 def test_gather_attention_equals_float64(name, kind, group, dim, dtype, page):
     slots, rng = 48, np.random.default_rng(6)
-    query = normal(2, 2, 2, group, dim, dtype=dtype)
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, group, dim)), dtype)
     pair, exact = stored(kind, slots, dim, dtype)
     assert code_kernel.takes(query, *pair, None, None) == (dtype == "bfloat16")
     listed = np.argsort(rng.random((2, 2, slots // page)), axis=-1)[..., : 28 // page].astype(np.int32)
@@ -147,7 +149,7 @@ def test_gather_attention_equals_float64(name, kind, group, dim, dtype, page):
         for item in listed[at][mask[at]]:
             seen[at][item * page : (item + 1) * page] = True
     seen &= True if position is None else position >= 0
-    pair = [ruined(x, jnp.asarray(~seen)) for x in pair]
+    pair = [soiled(x, jnp.asarray(~seen)) for x in pair]
     rest = {} if position is None else {"position": jnp.asarray(position)}
     run = compiled(GATHER[name], scale=SCALE, page_size=page)
     got = run(query, *pair, jnp.asarray(listed), jnp.asarray(mask), **rest)
