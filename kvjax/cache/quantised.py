@@ -47,7 +47,7 @@ from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored
 
 # What ``kv_dtype`` may be: the kinds of codes of keys and of values, and whether their channels are mixed before they are
-# rounded (`pallas_kernels.formats.mixing`). Values in 4 bits have a scale for each group of channels (`_grouped`).
+# rounded (`pallas_kernels.formats.mixing`). Values in 4 bits have a scale for each group of channels (`has_groups`).
 KV_DTYPES = {
     "int8": (("int8", "int8"), False),
     "float8_e4m3fn": (("float8_e4m3fn", "float8_e4m3fn"), False),
@@ -171,11 +171,15 @@ def empty_codes(spec: LayerSpec, slots: int, which: int) -> Quantised:
     """Make the codes of ``slots`` empty slots in the layer's ``kv_dtype``: of keys if ``which`` is 0, of values if it is 1."""
     kinds, mixed = KV_DTYPES[not_none("kv_dtype", spec.kv_dtype)]
     shape = spec.batch, spec.num_kv_heads, slots, spec.head_dim
-    return zeros(shape, spec.dtype, kinds[which], mixed, _grouped(kinds, which))
+    # Where a value is its key, it is rounded as its key.
+    return zeros(shape, spec.dtype, kinds[which], mixed, has_groups(kinds, which) and not spec.value_is_key)
 
 
-def _grouped(kinds: tuple[str, str], which: int) -> bool:
-    # Keys have one scale: a kernel multiplies it after the product over all channels.
+def has_groups(kinds: tuple[str, str], which: int) -> bool:
+    """Tell whether keys (``which`` 0) or values (1) of these ``kinds`` have a scale for each group of channels.
+
+    Keys have one scale, which a kernel multiplies after the product over all channels.
+    """
     return which == 1 and kinds[which] == "int4"
 
 
@@ -185,7 +189,7 @@ def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None, value_is_key: boo
     if kv_dtype is None:
         return stored * head_dim * jnp.dtype(dtype).itemsize
     kinds, _ = KV_DTYPES[kv_dtype]
-    parts = ((code_bytes(head_dim, kinds[i]), scale_bytes(head_dim, _grouped(kinds, i))) for i in range(stored))
+    parts = ((code_bytes(head_dim, kinds[i]), scale_bytes(head_dim, has_groups(kinds, i))) for i in range(stored))
     return sum(map(sum, parts))
 
 
