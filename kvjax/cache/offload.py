@@ -7,9 +7,10 @@ only the values are in host memory.
 
 A row of codes in host memory has the codes of key and value, at most 2 * D bytes, and the scales of all slots are on the
 device. A row costs one look-up on the bus, whatever its bytes (docs/offload.md): scales in an array of their own in host
-memory would double the look-ups. Scales inside the rows would make rows 4 bytes longer or more, which begin in the middle of a
-memory line and take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the position,
-and 1.6 % of the row's bytes in 8 bits at D = 128; with values in 4 bits they take 10 bytes. And a kernel finds the scales at the slot, wherever it reads the row.
+memory would double the look-ups. Scales inside the rows would make rows 4 bytes longer or more, which begin in the middle of
+a memory line and take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the
+position, and 1.6 % of the row's bytes in 8 bits at D = 128; with values in 4 bits they take 10 bytes. And a kernel finds the
+scales at the slot, wherever it reads the row.
 """
 
 from __future__ import annotations

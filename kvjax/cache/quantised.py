@@ -168,7 +168,7 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
 
 
 def empty_codes(spec: LayerSpec, slots: int, which: int) -> Quantised:
-    """Make the codes of ``slots`` empty slots in the layer's ``kv_dtype``: of keys if ``which`` is 0, of values if it is 1."""
+    """Make the codes of ``slots`` empty slots in the layer's ``kv_dtype``: of keys (``which`` 0) or of values (1)."""
     kinds, mixed = KV_DTYPES[not_none("kv_dtype", spec.kv_dtype)]
     shape = spec.batch, spec.num_kv_heads, slots, spec.head_dim
     # Where a value is its key, it is rounded as its key.

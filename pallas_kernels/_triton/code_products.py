@@ -82,7 +82,7 @@ def both_of(word: Array) -> tuple[Array, Array]:
 
 
 def scales_of(pair: Sequence[Array]) -> list[Array]:
-    """Take the scales of the groups from the two `words` int32 [N] of each slot, in the order of `values`: float32 [N] each."""
+    """Take the scales of the groups from each slot's two `words` int32 [N], in the order of `values`: float32 [N] each."""
     (even, odd), (even_behind, odd_behind) = map(both_of, pair)
     return [even, even_behind, odd, odd_behind]
 
