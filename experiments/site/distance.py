@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from experiments.cli import read_record
-from experiments.records import markdown_rows, method_title, token_label
+from experiments.records import device_kinds, markdown_rows, method_title, token_label
 from experiments.site.marks import missing
 from experiments.site.runs import Row, share
 
@@ -37,7 +37,7 @@ def distances(docs: pathlib.Path, name: str) -> str:
     record = read_record(docs / folder)
     settings = record["settings"]
     told = (
-        f"Model `{settings['model']}`, {settings['dtype']}, {record['device']['kind']}; {settings['samples']} texts of a "
+        f"Model `{settings['model']}`, {settings['dtype']}, {' and '.join(device_kinds(record))}; {settings['samples']} texts of a "
         f"stream, up to {settings['tokens']} steps along each."
     )
     made = [told]
