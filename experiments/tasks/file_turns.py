@@ -5,8 +5,8 @@ may say "the same section", or name an earlier question by its number. So the qu
 alone (`--question turns`).
 
 A small model mistakes the section that a question means. So every question of the easier `file_turns_1` names its section. It
-asks for a value of a new section or of an earlier one, or for a label that the user gave the section in an earlier question. A
-value is in the file alone, and a label is in the conversation alone.
+asks for a value of a new section or of an earlier one, or for a label that the user gave the section in an earlier question.
+Values are in the file alone, labels in the conversation alone.
 
 The file is in the form of an INI file: sections with the same keys and drawn values.
 """

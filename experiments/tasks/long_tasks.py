@@ -115,7 +115,7 @@ LONG_TASKS = (
         )
         for name, make, about in (
             ("file_turns_1", file_turns.file_turns_1, "values of a long file, and labels that earlier questions gave"),
-            ("file_turns", file_turns.file_turns, "values of a long file, asked for in questions that refer back to earlier ones"),
+            ("file_turns", file_turns.file_turns, "values of a long file; questions refer back to earlier ones"),
         )
     ),
 )
