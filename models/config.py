@@ -53,6 +53,16 @@ def _require(owner: str, **values: Any) -> None:
             raise ValueError(f"{owner}: {name} must be below 2**31, got {value!r}")
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Refuse a dtype in which nothing is computed; None stands for the dtype of the file.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of one decoder; hashable, so it can be part of a jit key.

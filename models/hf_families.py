@@ -208,7 +208,8 @@ def _ropes(
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     nested = any(isinstance(value, dict) for value in given.values())
     if family.two_ropes:
-        if hf.get("rope_parameters") and not nested:
+        objects = all(isinstance(given.get(name) or {}, dict) for name in (_FULL, _SLIDING))
+        if hf.get("rope_parameters") and not (nested and objects):
             raise ValueError(f"rope_parameters must have an object for {_FULL} and for {_SLIDING}, got {given!r:.80}")
         full, near = (given.get(_FULL) or {}, given.get(_SLIDING) or {}) if nested else (given, {})
         theta = hf.get("rope_local_base_freq", hf.get("rope_theta", 1e4))

@@ -20,7 +20,8 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from . import gguf_files
 from .chat import ChatTemplate
-from .config import ModelConfig
+from .coded.parameters import check_weight_dtype
+from .config import ModelConfig, check_dtype
 from .hub import checkpoint_directory
 from .modules import shape_of
 from .named_models import NAMED_MODELS
@@ -126,6 +127,8 @@ def load(
             have codes.
         OSError: a download failed.
     """
+    check_dtype(dtype)  # before a download
+    check_weight_dtype(weight_dtype)
     name = str(model)
     gguf = gguf_files.locate(model, offline=offline)
     directory = checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)

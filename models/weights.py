@@ -26,7 +26,7 @@ from . import gguf_files
 from .adapter import apply_adapter
 from .checkpoint_table import AnyLeaf, Leaf, Parts, checkpoint_table
 from .coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
-from .config import DTYPES, HOST_DTYPES, ModelConfig
+from .config import HOST_DTYPES, ModelConfig, check_dtype
 from .config_checks import eos_ids
 from .hub import checkpoint_directory, read_json
 from .modules import initializer, shape_of
@@ -178,6 +178,7 @@ def from_pretrained(
             the model has experts or latent attention, whose weights have no codes.
         TypeError: ``mesh`` is no mesh.
     """
+    check_dtype(dtype)
     check_weight_dtype(weight_dtype)
     adapter = adapter_directory(directory)
     if adapter is None:
@@ -310,8 +311,7 @@ def save_pretrained(
         got = f"{type(params).__name__} and {type(config).__name__}"
         raise TypeError(f"expected save_pretrained(directory, params, config) with a dict and a ModelConfig, got {got}")
     dtype = config.dtype if dtype is None else dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     words = {} if tokenizer is None else tokenizer_files(tokenizer, config)
     hf = config.to_hf() | {"torch_dtype": dtype}
     flat = cast(dict[str, Any], flatten_dict(params, sep="/"))

@@ -44,7 +44,7 @@ def _entry(model: models.NamedModel) -> dict[str, Any]:
     """Describe a model as JSON values."""
     try:
         directory = str(find(model.name, offline=True).directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # absent, or not whole: `kvjax fetch` says which
         directory = None
     return {
         "name": model.name,

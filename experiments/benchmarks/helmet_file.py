@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.base import Example
-from experiments.benchmarks.records import Record, read_jsonl
+from experiments.benchmarks.records import Record, read_jsonl, shown
 
 SHOTS = 2
 POPULAR = 3  # logarithm to base 10 of the popularity from which questions of popqa are left out
@@ -41,8 +42,10 @@ _DEMONSTRATIONS = {"nq": "nq-train*_k3_*", "triviaqa": "triviaqa-train*_k3_*", "
 
 def _passages(record: Record) -> list[dict[str, Any]]:
     found = record.get("ctxs", list, "a list of passages")
-    if not found or not all(isinstance(passage, dict) and "text" in passage for passage in found):
-        raise record.error("expected at least one passage with a 'text' in the field 'ctxs', got none")
+    wrong = [passage for passage in found if not isinstance(passage, dict) or not isinstance(passage.get("text"), str)]
+    if not found or wrong:
+        got = shown(wrong[0]) if wrong else "none"
+        raise record.error(f"expected at least one passage with a 'text' in the field 'ctxs', got {got}")
     return found
 
 
@@ -59,8 +62,19 @@ def _numbered(record: Record) -> str:
 
 
 def _ranking(record: Record) -> str:
-    ordered = sorted(_passages(record), key=lambda passage: int(passage["label"]), reverse=True)
-    return " > ".join(str(passage["id"]) for passage in ordered)
+    relevance = _relevance(record)
+    return " > ".join(sorted(relevance, key=lambda passage: relevance[passage], reverse=True))
+
+
+def _relevance(record: Record) -> dict[str, int]:
+    """Return the label of each passage, by the passage's id."""
+    made = {}
+    for passage in _passages(record):
+        known, label = passage.get("id"), str(passage.get("label"))
+        if not isinstance(known, str | int) or isinstance(known, bool) or not re.fullmatch(r"-?\d{1,9}(\.0)?", label):
+            raise record.error(f"expected passages with an 'id' and a whole number as 'label', got {shown(passage)}")
+        made[str(known)] = int(float(label))
+    return made
 
 
 def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Callable[[Record], str]) -> str:
@@ -87,8 +101,11 @@ def _is_popular(record: Record) -> bool:
 
 
 def _json_kv(record: Record, path: Path, pool: Sequence[Record]) -> Example:
-    shown = record.get("demos", list, "a list of keys and values")[:SHOTS]
-    demos = "\n\n".join(f"Key: {key}\nCorresponding value: {value}" for key, value in shown) + "\n\n"
+    pairs = record.get("demos", list, "a list of keys and values")[:SHOTS]
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise record.error(f"expected pairs of a key and a value in the field 'demos', got {shown(pair)}")
+    demos = "\n\n".join(f"Key: {key}\nCorresponding value: {value}" for key, value in pairs) + "\n\n"
     asked = "\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n"
     question = f"{asked}{demos}Key: {record.text('question')}"
     answers = record.texts("answer")
@@ -113,8 +130,7 @@ def _rerank(record: Record, path: Path, pool: Sequence[Record]) -> Example:
         return f"{_numbered(demo)}\n\nQuery: {demo.text('query')}\nRanking: {_ranking(demo)}"
 
     context = _RANK + _demonstrations(record, pool, "qid", show) + _numbered(record)
-    relevance = json.dumps({str(passage["id"]): int(passage["label"]) for passage in _passages(record)})
-    answers = (_ranking(record), relevance)
+    answers = (_ranking(record), json.dumps(_relevance(record)))
     form = {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
     asked = f"\n\nQuery: {record.text('query')}"
     return Example("msmarco_rerank", context, asked, "\nRanking:", answers, 200, "helmet_ndcg10", **form)

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
-from experiments.benchmarks.instruction_checks import CHECKS
-from experiments.benchmarks.records import Record, read_jsonl
+from experiments.benchmarks.instruction_checks import CHECKS, follows
+from experiments.benchmarks.records import Record, read_jsonl, shown
 
 MAX_NEW_TOKENS = 1280  # as in lm-evaluation-harness
+_RESPONSE = "One. Two [a] *b*\n\n* c\n\nP.S. d"  # is checked once on reading, so that wrong arguments are found then
 
 
 def _instructions(record: Record) -> tuple[str, ...]:
@@ -20,12 +21,20 @@ def _instructions(record: Record) -> tuple[str, ...]:
         raise record.error(f"expected arguments for each of the instructions, got {len(names)} and {len(given)}")
     made = []
     for name, values in zip(names, given, strict=True):
-        if name not in CHECKS:
+        if not isinstance(name, str) or name not in CHECKS:
             raise record.error(f"expected an instruction of IFEval, one of {', '.join(CHECKS)}, got {name!r}")
+        if not isinstance(values, dict | None):
+            raise record.error(f"expected an object with the arguments of {name}, got {shown(values)}")
         known = {key: value for key, value in (values or {}).items() if value is not None}
         if missing := [key for key in CHECKS[name][1] if key not in known]:
             raise record.error(f"expected the arguments {missing} of {name}, got {sorted(known)}")
         made.append(json.dumps({"id": name, "kwargs": known}, sort_keys=True))
+        try:
+            follows(_RESPONSE, made[-1])
+        except (
+            Exception
+        ) as error:  # any: the checks take the arguments as they are, and a run must not end after its answers
+            raise record.error(f"expected arguments that {name} can check, got {shown(known)} ({error})") from error
     return tuple(made)
 
 

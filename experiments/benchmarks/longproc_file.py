@@ -15,7 +15,7 @@ import yaml
 
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.countdown import DEMONSTRATED, demonstration
-from experiments.benchmarks.records import Record, check_file, read_json_list
+from experiments.benchmarks.records import Record, check_file, read_json_list, shown
 from experiments.tasks import read_text
 
 # Generation lengths of HELMET's add-on, by the size in the file's name.
@@ -35,6 +35,8 @@ def _html(record: Record, path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _route(record: Record, path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     cities = record.get("question_repr", list, "a list of two cities")
+    if len(cities) != 2:
+        raise record.error(f"expected a list of two cities in the field 'question_repr', got {shown(cities)}")
     fields = {"city_context": record.text("context_nl"), "src_city": cities[0], "dst_city": cities[1]}
     return fields, (record.text("answer_nl"),)
 
@@ -45,7 +47,9 @@ def _belief(record: Record, path: Path) -> tuple[dict[str, Any], tuple[str, ...]
 
 def _countdown(record: Record, path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     told = {"nums": record.get("nums", list, "a list of four numbers"), "target": record.get("target", int, "a number")}
-    shown = (
+    if len(told["nums"]) != 4 or any(type(number) is not int or not 0 <= number < 10**6 for number in told["nums"]):
+        raise record.error(f"expected a list of four whole numbers in the field 'nums', got {shown(told['nums'])}")
+    examples = (
         f"# Example\nNumbers: {list(nums)}\nTarget: {target}\n\n{demonstration(nums, target)}"
         for nums, target in DEMONSTRATED
     )
@@ -53,7 +57,7 @@ def _countdown(record: Record, path: Path) -> tuple[dict[str, Any], tuple[str, .
         right = demonstration(told["nums"], told["target"])
     except ValueError as error:
         raise record.error(str(error)) from error
-    return {**told, "demonstration": "\n\n".join(shown)}, (right, json.dumps(told))
+    return {**told, "demonstration": "\n\n".join(examples)}, (right, json.dumps(told))
 
 
 _READ: dict[str, Callable[[Record, Path], tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -85,7 +89,11 @@ def read_longproc(path: Path, limit: int | None = None) -> list[Example]:
         )
     prompts = path.parent / "prompts.yaml"
     check_file(prompts)
-    template = (yaml.safe_load(read_text(prompts)) or {}).get("USER_PROMPT")
+    try:
+        read = yaml.safe_load(read_text(prompts))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{prompts}: expected YAML with the text USER_PROMPT, got a damaged file ({error})") from error
+    template = read.get("USER_PROMPT") if isinstance(read, dict) else None
     if not isinstance(template, str):
         raise ValueError(f"{prompts}: expected the text USER_PROMPT, got none")
     examples = []
@@ -93,7 +101,7 @@ def read_longproc(path: Path, limit: int | None = None) -> list[Example]:
         fields, answers = _READ[name](record, path)
         try:
             head, gap, last = template.format(**fields).rpartition("\n\n")
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{prompts}: expected the fields {sorted(fields)}, got {error}") from error
         scorer = f"longproc_{name}"
         examples.append(record.fitted(Example(path.stem, head, gap + last, "", answers, TOKENS[size], scorer)))

@@ -21,6 +21,7 @@ from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
 from experiments.evaluation.peers.report import peer_scores as peer_scores
 from experiments.evaluation.plots import figures as figures
+from experiments.evaluation.readings import other_reading as other_reading
 from experiments.evaluation.remade import Remade as Remade
 from experiments.evaluation.remade import System as System
 from experiments.evaluation.remade import Verdict as Verdict

@@ -58,9 +58,14 @@ def make_reading(
         template: the model's chat template; None puts no template around the texts.
         limit: most tokens of prompt and answer that the model takes.
         ends: token ids that end an answer; in turns the cache holds such a token behind each answer.
+
+    Raises:
+        ValueError: the settings have a system turn, and there is no template.
     """
     reading = Reading(tokenizer_file, None, limit, settings.truncation, settings.max_new_tokens)
     if template is None:
+        if settings.system is not None:
+            raise ValueError(f"system belongs to a chat template, which this run does not have, got {settings.system!r:.60}")
         return reading
     around, again = template.around(settings.system, **settings.template_variables), ""
     if settings.question == "turns":

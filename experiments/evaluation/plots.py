@@ -13,6 +13,7 @@ from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, place_of, told_apart
 from experiments.evaluation.memory_plot import memory
 from experiments.evaluation.order import COUNTED
+from experiments.evaluation.readings import other_reading
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
@@ -337,13 +338,14 @@ def solved(rows: Sequence[Row]) -> Any:
     """Plot as `bytes_read`, over the tasks that count in the main table, with the papers' methods and the best baselines.
 
     A task counts at a length if Full scores at least `COUNTED` and its text is no code. A baseline ranks by its best setting.
+    Settings that read a paper in another way than the default are left out, so that a line shows budgets alone.
 
     Raises:
         ValueError: no task counts.
     """
     full = [row for row in rows if row["method"] == BASELINE and row["unit"] == "percent"]
     counted = {(x["name"], x["length"]) for x in full if x["value"] >= COUNTED and x["name"] not in GROUPS["code"]}
-    mine = [row for row in rows if (row["name"], row["length"]) in counted]
+    mine = [row for row in rows if (row["name"], row["length"]) in counted and not other_reading(row["method"])]
     best = {name: max(point.score for point in along) for (name, _), along in _points(mine, lambda row: 0.0).items()}
     ranked = sorted((name for name in best if name in BASELINES), key=lambda name: -best[name])
     shown = {BASELINE, *PAPERS, *ranked[:_BEST]}

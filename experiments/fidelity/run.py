@@ -112,14 +112,16 @@ class Runner:
                     )
         asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
+        if asks and template is None and settings.system is not None:
+            raise ValueError(f"system belongs to a chat template, which this run does not have, got {settings.system!r:.60}")
         said = (settings.system, settings.template_variables)
         self._around = template.around(said[0], **said[1]) if template else None
         self._again = template.between(said[0], **said[1]) if template and "tools" in settings.streams else ""
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
-            "weights": model.weights,
             "dtype": dataclasses.replace(model, kv_dtype=settings.kv_dtype).dtypes,
+            "weights": model.weights,  # behind the dtype: an error about a folder names the first that differs
             "template": settings.template,
             "template_variables": dict(settings.template_variables),
             "reference": reference and {name: getattr(reference, of) for name, of in _ABOUT.items()},

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.answering import PAPERS, without_effect
-from experiments.evaluation import COUNTED, Compared, averages, beside_full
+from experiments.evaluation import COUNTED, Compared, averages, beside_full, other_reading
 from experiments.records import method_title, token_label
 from experiments.site.marks import command_of, missing
-from experiments.site.quality import mean_score, questions, short, table
+from experiments.site.quality import mean_score, short, table
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, wrapped
 from experiments.tasks import GROUPS, TASKS
 
-RECORDS = ("qwen-16k", "qwen-32k", "qwen-extend")
+RECORDS = ("qwen-16k", "qwen-32k")
+AFTER = "qwen-16k-question-after"  # on some of the tasks
 BEST = 5  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the bytes that a step reads under Full
 _SLACK = 1.1  # a budget of 1/8 reads a little more than 1/8 of the bytes: the tokens of the answer come on top
@@ -27,10 +28,6 @@ _CODE = {
     "code line": ("code_completion", "code_completion_renamed"),
 }  # heads of columns, and the two tasks of each
 _REVERSED = "reversed"
-# Knobs that are no budgets, by method: rows of other readings of a paper.
-_READINGS = {
-    "chess": ("centred=", "hierarchy="), "sentencekv": ("prefilter=", "kernel="), "tokenselect": ("chunk=",)
-}  # fmt: skip
 
 
 def runs_of(docs: pathlib.Path) -> Runs:
@@ -46,15 +43,16 @@ def measured(docs: pathlib.Path) -> bool:
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts, by name; see `experiments.site.marks`."""
     runs = runs_of(docs)
+    after = Runs(docs, (AFTER,), least=COUNTED, apart=GROUPS["code"])
     made = {
         "means": (means, RECORDS[:1]),
         "settings": (settings, RECORDS[:1]),
         "bytes": (bytes_read, RECORDS[:1]),
         "tasks": (tasks, RECORDS[:1]),
-        "questions": (questions, (RECORDS[0], RECORDS[2])),
+        "questions": (functools.partial(questions, after=after), (RECORDS[0], AFTER)),
         "checks": (checks, RECORDS[:1]),
     }
-    there = {x.name for x in runs.folders}
+    there = {x.name for x in (*runs.folders, *after.folders)}
     front_page = {"quality": functools.partial(front, runs, docs)} if measured(docs) else {}
     return front_page | {
         f"qwen-{name}": functools.partial(make, runs) if {*names} <= there else functools.partial(missing, docs, names)
@@ -64,27 +62,25 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
 
 def front(runs: Runs, docs: pathlib.Path) -> str:
     """Write the README's table, the best first: Full, the five papers' methods, and the best baselines."""
-    lengths, after = runs.shown("prefill"), runs.lengths("extend")
+    lengths = runs.shown("prefill")
     first = lengths[0]
     ranked = runs.ranked("prefill", first)
     own = {"full", *PAPERS}
     best = {*own, *[method for method in ranked if method not in own][:BEST]}
     code = _code_scores(runs, first)
     head = ["method", *(f"score at {token_label(length)}" for length in lengths)]
-    head += [f"question after, {token_label(length)}" for length in after]
     head += [*code, f"read per step at {token_label(first)}", f"resident at {token_label(first)}"]
     body = []
     for method in (method for method in ranked if method in best):
         mean = runs.mean(method, "prefill", first)
         assert mean is not None  # it has a rank
-        asked = [("prefill", length) for length in lengths] + [("extend", length) for length in after]
-        scores = (mean_score(runs.mean(method, *at)) for at in asked)
+        scores = (mean_score(runs.mean(method, "prefill", length)) for length in lengths)
         shown = (column.get(method, "") for column in code.values())
         body.append((method_title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
     told = (
-        f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt"
-        f"{' or after it' if after else ''}. Code: the score on Python's library, and on the same code with new names. "
-        "Shares are of what a decode step reads under Full. An empty cell has not been measured."
+        f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt. "
+        "Code: the score on Python's library, and on the same code with new names. Shares are of what a decode step reads "
+        "under Full. An empty cell has not been measured."
     )
     others = len(ranked) - len([x for x in ranked if x in own])
     if len(best) < len(ranked):
@@ -132,9 +128,8 @@ def bytes_read(runs: Runs) -> str:
     _, rows = _at_first(runs)
     by_name: dict[str, list[Row]] = {}
     for mean in averages(runs.counting(rows)):
-        name, _, knobs = mean["method"].partition("(")
-        if not any(knob in knobs for knob in _READINGS.get(name, ())):
-            by_name.setdefault(name, []).append(mean)
+        if not other_reading(mean["method"]):
+            by_name.setdefault(mean["method"].partition("(")[0], []).append(mean)
     lines = {name: [_most(line, limit) for limit in SHARES] for name, line in by_name.items()}
     shown = [name for name in lines if name not in ("full", _REVERSED) and lines[name][-1]]
     shown.sort(key=lambda name: -max(x["score"] for x in lines[name][-1:] if x))
@@ -158,6 +153,26 @@ def tasks(runs: Runs) -> str:
         head = ("method", *(f"**{short(name)}**" if name in counted else short(name) for name in names))
         made.append(f"{length:,} tokens; tasks in bold count in the means:\n\n{table(head, body)}")
     return "\n\n".join(made)
+
+
+def questions(runs: Runs, after: Runs) -> str:
+    """Show scores with the question in the prompt and after it, on the tasks of the second run that Full solves there."""
+    (length,) = after.lengths("extend")
+    names = after.counted[length]
+    asked = [x for x in runs.compared if (x.row["question"], x.row["length"]) == ("prefill", length)]
+    before = {mean["method"]: mean for mean in averages([x for x in asked if x.row["name"] in names])}
+    body = []
+    for method in after.ranked("extend", length):
+        mean = after.mean(method, "extend", length)
+        first = before.get(method)
+        body.append((method_title(method), mean_score(first), against(first), mean_score(mean), against(mean)))
+    counts = [mean["samples"] if mean else 0 for mean in (before.get("full"), after.mean("full", "extend", length))]
+    told = (
+        f"Means of {', '.join(map(short, sorted(names, key=_place)))} at {token_label(length)}, with {counts[0]} samples of "
+        f"each with the question in the prompt, and {counts[1]} with the question after it."
+    )
+    head = ("method", "question in the prompt", "against Full", "question after", "against Full")
+    return f"{wrapped(told)}\n\n{table(head, body)}"
 
 
 def checks(runs: Runs) -> str:

@@ -18,6 +18,7 @@ from experiments.tasks.making import haystack_for as haystack_for
 from experiments.tasks.making import make_document as make_document
 from experiments.tasks.making import make_documents as make_documents
 from experiments.tasks.making import make_samples as make_samples
+from experiments.tasks.places import quarter_shares as quarter_shares
 from experiments.tasks.references import check_unicode as check_unicode
 from experiments.tasks.references import reference_text as reference_text
 from experiments.tasks.registry import GROUPS as GROUPS

@@ -157,6 +157,8 @@ class Task:
         measures: more scores of an answer by name, which a result has beside `score`.
         in_turns: whether a question may refer to the questions before it, so that several questions about a context are
             asked in turns alone.
+        right_steps: tells for each of the answers, which are steps in order, whether a prediction has it; the score is the
+            share of them. None for a task without steps.
     """
 
     name: str
@@ -171,6 +173,7 @@ class Task:
     chat: bool = True
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = dataclasses.field(default_factory=dict)
     in_turns: bool = False
+    right_steps: Callable[[str, Sequence[str]], Sequence[bool]] | None = None
 
     @property
     def needs_file(self) -> bool:

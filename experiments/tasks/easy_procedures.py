@@ -79,15 +79,28 @@ def score_lines(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1: the length of the longest common subsequence of lines / the number of right lines.
     """
+    return sum(right_lines(prediction, answers)) / len(answers)
+
+
+def right_lines(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each right line whether it is in the longest common subsequence with an answer's lines; see `score_lines`."""
     written = steps_of(prediction)[: 4 * len(answers)]
-    row = [0] * (len(written) + 1)
-    for answer in answers:
-        step, before = " ".join(answer.split()), 0
+    steps = [" ".join(answer.split()) for answer in answers]
+    longest = [[0] * (len(written) + 1)]  # of the first steps and the first written lines
+    for step in steps:
+        above, row = longest[-1], [0]
         for at, line in enumerate(written, 1):
-            above = row[at]
-            row[at] = before + 1 if line == step else max(above, row[at - 1])
-            before = above
-    return row[-1] / len(answers)
+            row.append(above[at - 1] + 1 if line == step else max(above[at], row[-1]))
+        longest.append(row)
+    right, at = [False] * len(steps), len(written)
+    for place in range(len(steps), 0, -1):
+        above, row = longest[place - 1], longest[place]
+        while at and row[at] == row[at - 1]:
+            at -= 1
+        if row[at] > above[at]:
+            right[place - 1] = True
+            at -= 1
+    return right
 
 
 def score_sums(prediction: str, answers: Sequence[str]) -> float:
@@ -103,6 +116,11 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1.
     """
+    return sum(right_sums(prediction, answers)) / len(answers)
+
+
+def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each right booking whether an answer has it with a sum that is right; see `score_sums`."""
     right = _bookings(answers)
     balances: dict[str, int] = {}
     for _, account, change, after in right:
@@ -112,7 +130,7 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
         if balances.get(account) == after - change:
             kept.append(head)
         balances[account] = after
-    return score_lines("\n".join(kept), [head for head, *_ in right])
+    return right_lines("\n".join(kept), [head for head, *_ in right])
 
 
 def score_walk(prediction: str, answers: Sequence[str]) -> float:
@@ -128,14 +146,19 @@ def score_walk(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1.
     """
-    right, followed = {_edge(answer) for answer in answers}, set()
-    at = _edge(answers[0])[0]
+    return sum(right_edges(prediction, answers)) / len(answers)
+
+
+def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each right assignment whether an answer has it behind one that leads to it; see `score_walk`."""
+    right, followed = [_edge(answer) for answer in answers], set()
+    at = right[0][0]
     for line in steps_of(prediction):
         edge = _edge(line)
-        if edge[0] == at and edge in right:
+        if edge[0] == at:
             followed.add(edge)
         at = edge[1]
-    return len(followed) / len(answers)
+    return [edge in followed for edge in right]
 
 
 def _edge(line: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ PROCEDURES = tuple(
         (procedures.ledger, "the balance after each booking on four accounts"),
     )
 )
+_RIGHT = {easy.score_lines: easy.right_lines, easy.score_sums: easy.right_sums, easy.score_walk: easy.right_edges}
 EASY_PROCEDURES = tuple(
     Task(
         name,
@@ -38,6 +39,7 @@ EASY_PROCEDURES = tuple(
         max_questions=1,
         about=about,
         measures={"prefix": procedures.score_steps, "result": procedures.score_result},
+        right_steps=_RIGHT[score],
     )
     for name, make, score, about in (
         ("merge_1", functools.partial(easy.merge, 1), easy.score_lines, "two lists, merged in turn"),
@@ -90,6 +92,7 @@ WORD_PROBLEMS = tuple(
         max_questions=1,
         about=f"the answers of a sheet of word problems{kind}",
         measures={"answered": word_problems.score_answered},
+        right_steps=word_problems.right_problems,
     )
     for name, single, kind in (
         ("word_problems_1", True, " of one operation"),

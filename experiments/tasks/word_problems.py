@@ -137,8 +137,13 @@ def score_problems(prediction: str, answers: Sequence[str]) -> float:
     Returns:
         0 to 1.
     """
+    return sum(right_problems(prediction, answers)) / len(answers)
+
+
+def right_problems(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each problem whether its answer is right; see `score_problems`."""
     found = answers_of(prediction)
-    return sum(_equal(found.get(number), answer) for number, answer in enumerate(answers, 1)) / len(answers)
+    return [_equal(found.get(number), answer) for number, answer in enumerate(answers, 1)]
 
 
 def score_answered(prediction: str, answers: Sequence[str]) -> float:

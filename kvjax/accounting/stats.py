@@ -57,11 +57,6 @@ class Stats:
         return self.kv_bytes + self.metadata_bytes
 
     @property
-    def selected_fraction(self) -> Array:
-        """Attended tokens as a share of the tokens that `Full` attends to: float32 [B]."""
-        return self.attended / jnp.maximum(self.visible, 1)
-
-    @property
     def is_no_op(self) -> Array:
         """Rows in which the method reads what `Full` reads, so that it has no effect: bool [B]. `Verified` may read more."""
         alike = (self.attended >= self.visible) & (self.attended <= self.visible * (1 + _ROUNDING))

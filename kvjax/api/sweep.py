@@ -30,6 +30,7 @@ from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
+from kvjax.decoding.progress import Call
 from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.verify import advance, drafts_tokens
 from kvjax.describe import describe, is_known
@@ -265,12 +266,12 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    once, limits, counts = decode_once, None, True
+    once, counts = functools.partial(decode_once, params, Sampler(), eos, None), True
     if drafts_tokens(start.cache):  # a lane that has run all its steps may end before the others
-        once, limits, counts = advance, jnp.full(length.shape, max_new_tokens, jnp.int32), False
-    once = jax.vmap(functools.partial(once, params, Sampler(), eos, limits))
+        limits = jnp.full(length.shape, max_new_tokens, jnp.int32)
+        once, counts = functools.partial(advance, Call(params, Sampler(), eos, limits)), False
     # The loop is outside of `vmap`: inside, every step would copy the caches of the finished lanes.
     end = lax.while_loop(
-        lambda now: ~all_done(now) & ((now.step < max_new_tokens).all() if counts else True), once, start
+        lambda now: ~all_done(now) & ((now.step < max_new_tokens).all() if counts else True), jax.vmap(once), start
     )
     return end.tokens, end.num_tokens, end.bad_step, jax.vmap(measured)(end.cache)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.decoding.decode import Decoded, run_step
-from kvjax.decoding.progress import active_rows, goes_on, largest, left_tokens, next_token, written
-from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.progress import Call, active_rows, goes_on, largest, left_tokens, next_token, written
 from kvjax.wrappers.verified_alone import alone, can_wait, told, waking_rounds
 from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels import axes
@@ -35,27 +34,18 @@ def alone_steps(limits: Array | None, now: Decoded) -> Array:
     return jnp.clip(rest, 0, largest(limits, now, left_tokens(limits, now)))
 
 
-def run_alone(
-    params: Any,
-    sampler: Sampler,
-    eos: Array,
-    limits: Array | None,
-    draws: Array | None,
-    now: Decoded,
-    *,
-    may_end: bool,
-) -> Decoded:
+def run_alone(call: Call, now: Decoded) -> Decoded:
     """Decode some tokens of each row with Full, and tell the draft of them: at the end if it can wait, else one by one."""
-    before, most = now, min(_BLOCK, now.tokens.shape[1])
-    unit, last = min(_FEW if may_end else _MOST, most), now.step + jnp.minimum(alone_steps(limits, now), most)
+    before, limits, most = now, call.limits, min(_BLOCK, now.tokens.shape[1])
+    unit, last = min(_FEW if call.may_end else _MOST, most), now.step + jnp.minimum(alone_steps(limits, now), most)
     waits = can_wait(before.cache, most)
 
     def step(_: Array, now: Decoded) -> Decoded:
         active = active_rows(limits, now)
-        token, bad = next_token(sampler, draws, active, now)
-        cache = run_step(params, now.cache, token[:, None], active[:, None])
+        token, bad = next_token(call.sampler, call.draws, active, now)
+        cache = run_step(call.params, now.cache, token[:, None], active[:, None])
         now = dataclasses.replace(now, cache=cache, bad_step=bad)
-        return written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), eos, limits)
+        return written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), call.eos, limits)
 
     def room(size: int) -> Callable[[Decoded], Array]:
         return lambda now: goes_on(limits, now) & (now.step + size <= last)

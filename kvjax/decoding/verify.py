@@ -31,6 +31,7 @@ from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.progress import (
+    Call,
     active_rows,
     draw,
     ends,
@@ -74,33 +75,14 @@ def run_verified(
     """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended."""
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
     draws, last = (None, None) if key is None else keys_of_draws(key, steps)
-    step = functools.partial(advance, params, sampler, eos, limits, draws=draws, may_end=stop_early)
+    step = functools.partial(advance, Call(params, sampler, eos, limits, draws, may_end=stop_early))
     end = lax.while_loop(functools.partial(goes_on, limits), step, start)
     return dataclasses.replace(end, key=last)
 
 
-def advance(
-    params: Any,
-    sampler: Sampler,
-    eos: Array,
-    limits: Array | None,
-    now: Decoded,
-    draws: Array | None = None,
-    may_end: bool = True,
-) -> Decoded:
-    """Run rounds, and blocks of steps of Full alone, each until the other's turn comes; at least one of them.
-
-    Args:
-        params: model parameters.
-        sampler: draws the tokens.
-        eos: int32 [E], tokens that end a row.
-        limits: int32 [B], most tokens of each row, or None.
-        now: the state before.
-        draws: N keys, one for each place of the result; None if nothing is drawn at random.
-        may_end: whether a row may end before it has N tokens.
-    """
-    given = params, sampler, eos, limits, draws
-    rounds = functools.partial(_round, *given)
+def advance(call: Call, now: Decoded) -> Decoded:
+    """Run rounds, and blocks of steps of Full alone, each until the other's turn comes; at least one of them."""
+    limits, rounds = call.limits, functools.partial(_round, call)
     if cast("Verified", now.cache.method).worth is None:
         return lax.while_loop(functools.partial(goes_on, limits), rounds, now)
 
@@ -110,7 +92,7 @@ def advance(
     def tries(now: Decoded) -> Array:
         return goes_on(limits, now) & (alone_steps(limits, now) == 0)
 
-    rest = functools.partial(run_alone, *given, may_end=may_end)
+    rest = functools.partial(run_alone, call)
     return lax.while_loop(tries, rounds, lax.while_loop(rests, rest, now))
 
 
@@ -125,28 +107,22 @@ def _depth(limits: Array | None, now: Decoded) -> Array:
     return jnp.minimum(depth, largest(limits, now, left_tokens(limits, now)) - 1)
 
 
-def _round(
-    params: Any,
-    sampler: Sampler,
-    eos: Array,
-    limits: Array | None,
-    draws: Array | None,
-    now: Decoded,
-) -> Decoded:
+def _round(call: Call, now: Decoded) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
-    cache, active, most = now.cache, active_rows(limits, now), now.cache.method.drafts
-    first, bad = next_token(sampler, draws, active, now)
+    eos, limits, cache, most = call.eos, call.limits, now.cache, now.cache.method.drafts
+    active = active_rows(limits, now)
+    first, bad = next_token(call.sampler, call.draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
     wanted = jnp.minimum(_depth(limits, now), left_tokens(limits, now) - 1)
     wanted = jnp.where(active & ~ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
-        tokens, cache = _drafted(params, sampler, draws, cache, first, wanted, place)
+        tokens, cache = _drafted(call, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
-        logits, cache, made = _judged(params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    right = (draw(sampler, logits[:, :-1], draws, place[:, 1:]) == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None])
-    right = right & ~ends(tokens[:, :-1], eos)
+        logits, cache, made = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
+    right = draw(call.sampler, logits[:, :-1], call.draws, place[:, 1:]) == tokens[:, 1:]
+    right = right & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
@@ -162,9 +138,7 @@ def _round(
     return written(now, tokens, active, accepted, eos, limits)
 
 
-def _drafted(
-    params: Any, sampler: Sampler, draws: Array | None, cache: Cache, first: Array, wanted: Array, place: Array
-) -> tuple[Array, Cache]:
+def _drafted(call: Call, cache: Cache, first: Array, wanted: Array, place: Array) -> tuple[Array, Cache]:
     """Decode ``wanted`` int32 [B] tokens with the draft, behind the token ``first`` int32 [B] of each row.
 
     Returns:
@@ -177,8 +151,8 @@ def _drafted(
         tokens, view = carry
         fed, asked = (lax.dynamic_slice_in_dim(x, at, 1, 1) for x, at in ((tokens, order), (place, order + 1)))
         drafts = (order < wanted)[:, None]
-        view = run_step(params, view, fed, drafts, sync_host=False)
-        guess = jnp.where(drafts, draw(sampler, view.logits[:, None], draws, asked), pad)
+        view = run_step(call.params, view, fed, drafts, sync_host=False)
+        guess = jnp.where(drafts, draw(call.sampler, view.logits[:, None], call.draws, asked), pad)
         return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view
 
     # A number of steps that is known before the program runs spares the host a wait for each.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint_table import checkpoint_table
-from ..config import DTYPES, HOST_DTYPES, ModelConfig
+from ..config import HOST_DTYPES, ModelConfig, check_dtype
 from .config import read_config
 from .reader import GGUFFile, locate, open_file
 from .tensors import GGUFTensors
@@ -54,8 +54,7 @@ def convert(
         OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; it is not written over")
     path = locate(gguf_path)

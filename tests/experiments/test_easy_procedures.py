@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments import tasks
 from experiments.tasks import easy_procedures, procedures
@@ -147,3 +150,42 @@ def test_lines_in_order_are_the_longest_common_subsequence():
     ]  # fmt: skip
     assert score("a\tb\n```\nc", ["a b", "c"]) == 1.0
     assert procedures.score_steps("x\na\nb", ["a", "b"]) == 0.0 and score("x\na\nb", ["a", "b"]) == 1.0
+
+
+@pytest.mark.parametrize("name", [*EASY, "word_problems_1", "word_problems"])
+def test_a_lost_half_is_lost_in_its_quarters_and_their_mean_is_the_score(name):
+    made, task = sample(name, 1024), tasks.get_task(name)
+    lines = made.target.split("\n")
+    assert len(lines) == len(made.answers)
+    for written in (lines, lines[: len(lines) // 2], [*lines[:3], *lines[5:-2]], [lines[0]] * 9, lines[::-1], ["x"], []):
+        text = "\n".join(written)
+        shares = tasks.quarter_shares(task.right_steps(text, made.answers))
+        assert len(shares) == 4 and all(0 <= share <= 1 for share in shares)
+        assert sum(shares) / 4 == pytest.approx(task.score(text, made.answers))
+    begun = tasks.quarter_shares(task.right_steps("\n".join(lines[: len(lines) // 2]), made.answers))
+    assert begun[0] == pytest.approx(1.0) and begun[1] > 0.7 and begun[2] == begun[3] == 0.0
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=12), st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
+def test_right_lines_are_a_common_subsequence_and_none_is_longer(written, steps):
+    written = written[: 4 * len(steps)]  # what stands behind is not read
+    right = easy_procedures.right_lines("\n".join(written), steps)
+    rest = iter(written)
+    assert all(step in rest for step, kept in zip(steps, right, strict=True) if kept)  # each behind the one before
+
+    @functools.cache
+    def longest(a: int, b: int) -> int:
+        if not a or not b:
+            return 0
+        return max(longest(a - 1, b), longest(a, b - 1), longest(a - 1, b - 1) + (written[a - 1] == steps[b - 1]))
+
+    assert sum(right) == longest(len(written), len(steps))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 47])
+def test_a_step_in_two_quarters_counts_by_its_part(count):
+    for at in range(count):
+        shares = tasks.quarter_shares([step == at for step in range(count)])
+        low, high = at / count, (at + 1) / count
+        inside = [max(0.0, min(high, (k + 1) / 4) - max(low, k / 4)) for k in range(4)]
+        assert shares == pytest.approx([4 * part for part in inside])

@@ -127,6 +127,10 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
             rf"not whole, it lacks {name}.*: delete it, and `kvjax fetch smollm2`", capsys.readouterr().err
         )
         (directory / name).touch()
+    assert main(["fetch", "smollm2"]) == 2  # somebody cut the weights off
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+    assert main(["ls", "models"]) == 0 and capsys.readouterr().out.count("not on this machine: 93 MB to download") == 2
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert main(["ls", "models", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed.keys() == NAMED_MODELS.keys()

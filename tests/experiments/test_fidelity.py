@@ -320,6 +320,8 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert run(directory, out, "--seed", 1, "--no-plot") == 2
     assert "holds cells with seed=0, got 1" in capsys.readouterr().err
+    assert run(directory, out, "--weight-dtype", "int8", "--no-plot") == 2
+    assert "holds cells with dtype='float32', got 'float32, weights int8'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,6 +336,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
         (["--budgets", "1/8,most"], "a budget is a share such as 1/8"),
         (["--methods", "quest", "--set", "quest.offload=true"], "offload must be False, got quest("),
         (["--set", "h2o.budget=8"], "--set names 'h2o'"),
+        (["--system", "Be kind.", "--template", "none"], "system belongs to a chat template, which this run does not have"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

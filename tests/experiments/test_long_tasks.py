@@ -279,6 +279,8 @@ TEMPLATE = models.ChatTemplate(
 
 
 def test_a_system_text_of_a_task_is_the_system_turn():
+    with pytest.raises(ValueError, match="system belongs to a chat template, which this run does not have, got 'Be kind.'"):
+        make_reading(EvaluationSettings(system="Be kind."), TOKENIZER_FILE, None, 4096)
     reading = make_reading(EvaluationSettings(system="Be kind."), TOKENIZER_FILE, TEMPLATE, 4096)
     one = Example("t", "Context.", "\n\nQuestion?", "So:", ("a",), 8, "niah_number", system="Rules.")
     assert reading.parts(one, False) == (

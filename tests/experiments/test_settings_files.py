@@ -69,10 +69,11 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     own = {choice.label for choice in made["base"].choices}
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
 
-    qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-extend")]
-    assert len({(x.model, x.dtype, x.seed, x.tasks) for x in qwen}) == 1 and len(qwen[0].tasks) == 15
+    qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-16k-question-after")]
+    assert len({(x.model, x.dtype, x.seed) for x in qwen}) == 1 and len({x.tasks for x in qwen[:2]}) == 1
+    assert len(qwen[0].tasks) == 15 and {*qwen[2].tasks} < {*qwen[0].tasks}
     assert [(x.lengths, x.samples, x.question) for x in qwen] == [
-        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 100, "extend")
+        ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 50, "extend")
     ]  # fmt: skip
     assert all({*PAPERS, "full", "snapkv", "quest"} <= {choice.label for choice in x.choices} for x in qwen)
     assert all(own | {"full"} <= {choice.label for choice in x.choices} for x in (qwen[0], qwen[2]))
@@ -90,7 +91,7 @@ def test_evicting_methods_of_long_answers_need_no_more_memory_for_ten_thousand_t
         ]
     flat = {name for name, (short, long) in needed.items() if short == long}
     assert flat == {"h2o", "tova", "rkv", "triattention", "streamingllm", "keydiff", "periodic"}
-    assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv"}
+    assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv", "verified"}
 
 
 def test_reversed_drops_what_snapkv_keeps(quick_compile):

@@ -18,8 +18,6 @@ import models
 from experiments.speed.filled_cache import filled_cache
 from kvjax.attention.over_cache import attend_held
 from kvjax.cache.latent import LatentCache
-from kvjax.testing import laws
-from kvjax.testing.subject import Subject
 from models.adapter import init_adapter
 from models.experts import Clamp, Experts
 from models.latent import Latent, latents_of, query_scale, whole_key
@@ -27,7 +25,7 @@ from models.parts import LayerRope
 from models.rope_scaling import YarnScaling
 from models.router import Router, choose
 from pallas_kernels.formats.quantised import dequantise, stored_like
-from tests.harness import NAMES, any_example
+from tests.harness import NAMES, any_example, hold_laws
 from tests.models.test_families import generator, golden, write_checkpoint
 from tests.models.test_parity import ours
 from tests.tiny_models import run, vivid_params
@@ -428,18 +426,8 @@ def test_one_head_cannot_be_divided_over_devices():
 
 
 LAWFUL = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
-LAWS = (
-    laws.ragged_rows_equal_alone,
-    laws.generating_in_two_calls_equals_one,
-    laws.decoding_keeps_structure_shapes_and_dtypes,
-    laws.bfloat16_is_kept,
-    laws.resident_bytes_are_the_arrays,
-    laws.ragged_questions_equal_alone,
-)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "quest")) for x in LAWFUL])
 def test_laws(name):
-    subject = Subject(any_example(name), CONFIG, PARAMS, few_programs=True)
-    for law in LAWS:
-        law(subject)
+    hold_laws(name, CONFIG, PARAMS)

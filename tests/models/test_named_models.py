@@ -342,6 +342,17 @@ def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
     assert len(copied) == 1
 
 
+def test_a_directory_whose_weights_were_cut_off_says_how_it_is_made_again(cache, tiny, copied):
+    file = models.checkpoint_directory("tiny") / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 100, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged .*: delete .*, and `kvjax fetch tiny` makes it"):
+            models.checkpoint_directory("tiny")
+    file.write_bytes(whole)
+    assert models.checkpoint_directory("tiny") == file.parent and len(copied) == 1
+
+
 def test_the_table_of_named_models_is_consistent():
     """What its entries say is consistent, so that a typing error does not show only when somebody downloads."""
     for name, model in NAMED_MODELS.items():

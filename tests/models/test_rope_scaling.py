@@ -72,6 +72,7 @@ def test_rules_are_read_and_written_back(change, rule, context):
         ("yarn", "rope_scaling must be an object, got 'yarn'"),
         ({"rope_type": "yarn"}, "rope scaling of type 'yarn' lacks factor"),
         ({"rope_type": "longrope", "factor": 2.0}, "'longrope' lacks short_factor, long_factor"),
+        ({"rope_type": "linear", "factor": None}, "'linear' lacks factor, got {"),
         ({"rope_type": "linear", "factor": 0.5}, "LinearScaling: factor must be a finite number of at least 1, got 0.5"),
         ({"rope_type": "dynamic", "factor": "2"}, "rope_scaling.factor must be a finite number, got '2'"),
         ({"rope_type": "linear", "factor": float("nan")}, "rope_scaling.factor must be a finite number, got nan"),

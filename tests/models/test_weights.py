@@ -429,3 +429,10 @@ def test_saving_a_large_model_says_its_size(saved, tmp_path, monkeypatch, capsys
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"kvjax: writing {tmp_path / 'again'}: 0 MB in float32, dtype=\"bfloat16\" takes half")
     assert second.endswith("0 MB in bfloat16")
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float16"}, {"weight_dtype": "int3"}, {"dtype": ["float32"]}])
+def test_a_wrong_dtype_is_refused_before_a_model_is_looked_for(given):
+    for read in (models.from_pretrained, models.load):
+        with pytest.raises(ValueError, match=f"^{next(iter(given))} must be one of"):
+            read("no-such-owner/no-such-model", **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels.host import Rows, copy_row, has_copy
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+NEEDS_JAX_TRITON = pytest.mark.skipif(find_spec("jax_triton") is None, reason="needs the package jax_triton")
 NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 SCALE = 0.11

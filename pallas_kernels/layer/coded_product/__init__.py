@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.coded_matrix import CodedMatrix
-from pallas_kernels.layer.coded_product import pallas_triton, reference
+from pallas_kernels.layer.coded_product import jax_triton, pallas_triton, reference
 
 __all__ = ["CODED_PRODUCT", "coded_product"]
 
@@ -16,6 +16,8 @@ CODED_PRODUCT = Operation(
     "coded_product",
     {
         "pallas_triton": Implementation(pallas_triton.coded_product, ("gpu",), pallas_triton.check),
+        # For comparison. Its check is stricter than the first, so the first runs wherever it can.
+        "jax_triton": Implementation(jax_triton.coded_product, ("gpu",), jax_triton.check),
         "xla": Implementation(reference.coded_product),
     },
 )
@@ -37,7 +39,8 @@ def coded_product(
         x: [..., K], floating point.
         matrix: a matrix [N, K], where N may be several axes.
         dtype: dtype of the result; None takes the dtype of ``x``.
-        implementation: "pallas_triton" (GPU; 1 to 16 vectors in bfloat16), "xla", or None for the first that runs.
+        implementation: "pallas_triton" (GPU; 1 to 16 vectors in bfloat16), "jax_triton" (the same vectors, through the
+            package of that name), "xla", or None for the first of "pallas_triton" and "xla" that runs.
         platform: see ``Operation.run``.
 
     Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 
 import jax
@@ -14,11 +13,8 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, one_shape, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, one_shape, thorough
 
-NEEDS_PACKAGE = pytest.mark.skipif(
-    importlib.util.find_spec("jax_triton") is None, reason="needs the package jax_triton"
-)
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
 SELECT = {
@@ -29,7 +25,7 @@ SELECT = {
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
 }
-MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_PACKAGE]}
+MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_JAX_TRITON]}
 
 
 @functools.cache

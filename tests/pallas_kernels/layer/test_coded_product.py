@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,15 @@ import pytest
 
 from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, taken
 from pallas_kernels.layer.coded_product import CODED_PRODUCT, coded_product, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, one_shape
+from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, one_shape
 
 RUN = {
     "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
     "interpreted": functools.partial(pallas_triton.coded_product, dtype=jnp.float32, interpret=True),
     "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
+    "jax_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="jax_triton"),
 }
+EACH = [*NAMES, pytest.param("jax_triton", marks=[NEEDS_GPU, NEEDS_JAX_TRITON])]
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
 
 
@@ -41,7 +44,7 @@ def draw(kind, count=40, width=128, seed=0):
     return CodedMatrix(codes=jnp.asarray(stored), scales=jnp.asarray(scale), minima=minima), numbers, codes
 
 
-@every_body
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [[3, 40, 128], [5, 40, 128], *one_shape([1, 33, 64], [4, 33, 448], [16, 64, 448])])
 def test_product_equals_float64(name, kind, shape):
@@ -132,3 +135,17 @@ def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
         codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
         x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
         assert CODED_PRODUCT.resolve(x, matrix, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
+
+
+def test_jax_triton_takes_what_the_first_implementation_takes_and_names_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    matrix = draw("4 bits")[0]
+    for x, error in (
+        (jnp.zeros((17, 128), jnp.bfloat16), "got 17 vectors, expected 1 to 16"),
+        (jnp.zeros((2, 128), jnp.float32), "got vectors of float32, expected bfloat16"),
+        (jnp.zeros((2, 128), jnp.bfloat16), r"needs the package jax_triton \(pip install kvjax\[triton\]\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=error):
+            coded_product(x, matrix, implementation="jax_triton", platform="gpu")
+    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\)"):
+        coded_product(x, matrix, implementation="jax_triton", platform="cpu")
