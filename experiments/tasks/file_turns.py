@@ -4,12 +4,17 @@ SCBench (Li et al. 2024, arXiv:2412.10319) asks about a context again and again;
 may say "the same section", or name an earlier question by its number. So the questions behind the first are asked in turns
 alone (`--question turns`).
 
+A small model mistakes the section that a question means. So every question of the easier `file_turns_1` names its section. It
+asks for a value of a new section or of an earlier one, or for a label that the user gave the section in an earlier question.
+Values are in the file alone, labels in the conversation alone.
+
 The file is in the form of an INI file: sections with the same keys and drawn values.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit
@@ -24,6 +29,11 @@ NEW = "In the section [{section}], what is the value of {key}?"
 SAME = "In the same section, what is the value of {key}?"
 BACK = "Go back to the section of question {number}: what is its value of {key}?"
 PREFIX = "\nThe value of {key} is"
+LABELLED = "In the section [{section}], what is the value of {key}? I give this section the label {label}."
+LABEL = "Which label did I give to the section [{section}]?"
+LABEL_ASKED = "\n\nQuestion {number}: {question} Answer with the label alone."
+NAMED_PREFIX = "\nIn the section [{section}], the value of {key} is"
+LABEL_PREFIX = "\nThe label of the section [{section}] is"
 KEYS = ("owner", "port", "room", "disk", "region", "backup")
 _NUMBERS = ("port", "disk")  # keys whose values are numbers
 
@@ -37,17 +47,8 @@ def file_turns(request: Request) -> Document:
     Raises:
         ValueError: the length is too short.
     """
-    rng, words, count_tokens = request.rng, request.words, request.count_tokens
-    nouns = [noun for noun in words.nouns if noun.isalpha()]
-    # A line is more than 4 tokens, so there are more names than sections.
-    names = words.distinct("words", request.length // (4 * len(KEYS)) + request.num_questions + 1, rng)
-
-    def section(name: str) -> dict[str, str]:
-        return {
-            "name": name,
-            **{key: words.number(rng, 4) if key in _NUMBERS else rng.choice(nouns) for key in KEYS},
-        }
-
+    rng = request.rng
+    names, section = _sections(request, _nouns(request))
     asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
     left: dict[str, list[str]] = {}  # keys of each section that were not asked for
     turns: list[str] = []  # the section of each question
@@ -63,6 +64,73 @@ def file_turns(request: Request) -> Document:
         told = ASKED.format(number=number, question=form.format(section=name, key=key, number=back))
         turns.append(name)
         questions.append(Question(told, PREFIX.format(key=key), (asked[name][key],), f" {asked[name][key]}"))
+    return _document("file_turns", request, names, section, asked, questions)
+
+
+def file_turns_1(request: Request) -> Document:
+    """Draw a file of sections, and questions that name their section.
+
+    A question that names a section for the first time gives it a label. Later ones ask for another value of it or for the
+    label, or name another section. Nothing is asked for twice.
+
+    Raises:
+        ValueError: the length is too short.
+    """
+    rng, nouns = request.rng, _nouns(request)
+    labels = rng.sample(nouns, request.num_questions)
+    names, section = _sections(request, [noun for noun in nouns if noun not in labels])
+    asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
+    left: dict[str, list[str]] = {}  # keys of each section that were not asked for
+    unasked: dict[str, str] = {}  # labels that were not asked for
+    questions = []
+    for number in range(1, request.num_questions + 1):
+        known = [name for name in asked if left[name]]
+        form = rng.choice([LABELLED, *([NEW] if known else []), *([LABEL] if unasked else [])])
+        if form == LABEL:
+            name = rng.choice(list(unasked))
+            label = unasked.pop(name)
+            told = LABEL_ASKED.format(number=number, question=LABEL.format(section=name))
+            questions.append(Question(told, LABEL_PREFIX.format(section=name), (label,), f" {label}"))
+            continue
+        name = names[len(asked)] if form == LABELLED else rng.choice(known)
+        if form == LABELLED:
+            asked[name], left[name], unasked[name] = section(name), rng.sample(KEYS, len(KEYS)), labels.pop()
+        key = left[name].pop()
+        told = ASKED.format(number=number, question=form.format(section=name, key=key, label=unasked.get(name)))
+        value = asked[name][key]
+        questions.append(Question(told, NAMED_PREFIX.format(section=name, key=key), (value,), f" {value}"))
+    return _document("file_turns_1", request, names, section, asked, questions)
+
+
+def _nouns(request: Request) -> list[str]:
+    return [noun for noun in request.words.nouns if noun.isalpha()]
+
+
+def _sections(request: Request, nouns: list[str]) -> tuple[list[str], Callable[[str], dict[str, str]]]:
+    """Draw names of sections, more than fit, and return what draws the values of a section."""
+    rng, words = request.rng, request.words
+    # A line is more than 4 tokens, so there are more names than sections.
+    names = words.distinct("words", request.length // (4 * len(KEYS)) + request.num_questions + 1, rng)
+
+    def section(name: str) -> dict[str, str]:
+        return {
+            "name": name,
+            **{key: words.number(rng, 4) if key in _NUMBERS else rng.choice(nouns) for key in KEYS},
+        }
+
+    return names, section
+
+
+def _document(
+    task: str,
+    request: Request,
+    names: list[str],
+    section: Callable[[str], dict[str, str]],
+    asked: dict[str, dict[str, str]],
+    questions: list[Question],
+) -> Document:
+    """Fill the length with more sections, among which the sections that are asked about lie."""
+    count_tokens = request.count_tokens
     room = request.answer_room(questions, TURN_TOKENS)
     texts = [_text(values) for values in asked.values()]
     fixed = count_tokens(CONTEXT.format(context="")) + room + request.question_tokens(questions)
@@ -76,7 +144,7 @@ def file_turns(request: Request) -> Document:
             budget -= count_tokens("\n\n" + text)
             if budget >= 0:
                 others.append(text)
-        return Document("file_turns", CONTEXT.format(context="\n\n".join(_mixed(rng, others, texts))), made, TURN_TOKENS)
+        return Document(task, CONTEXT.format(context="\n\n".join(_mixed(request.rng, others, texts))), made, TURN_TOKENS)
 
     made = tuple(questions)
     return fit(request, build, fixed, room)

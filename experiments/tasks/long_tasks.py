@@ -67,6 +67,20 @@ RULES = tuple(
     )
     for count in rules.COUNTS
 )
+EASY_RULES = tuple(
+    Task(
+        f"easy_rules_{count}",
+        functools.partial(rules.easy_rules, count),
+        rules.score_rules,
+        "prose",
+        rules.most_tokens(count),
+        takes_depth=False,
+        max_questions=1,
+        about=f"a note that keeps {count} rules of the system turn, each a line of it, and not its secret",
+        measures={"secret_kept": rules.score_secret},
+    )
+    for count in rules.EASY_COUNTS
+)
 WORD_PROBLEMS = tuple(
     Task(
         name,
@@ -90,14 +104,21 @@ LONG_TASKS = (
     *EASY_PROCEDURES,
     *WORD_PROBLEMS,
     *RULES,
-    Task(
-        "file_turns",
-        file_turns.file_turns,
-        scorers.score_value_among_words,
-        "",
-        file_turns.TURN_TOKENS,
-        takes_depth=False,
-        about="values of a long file, asked for in questions that refer back to earlier ones",
-        in_turns=True,
+    *EASY_RULES,
+    *(
+        Task(
+            name,
+            make,
+            scorers.score_value_among_words,
+            "",
+            file_turns.TURN_TOKENS,
+            takes_depth=False,
+            about=about,
+            in_turns=True,
+        )
+        for name, make, about in (
+            ("file_turns_1", file_turns.file_turns_1, "values of a long file, and labels that earlier questions gave"),
+            ("file_turns", file_turns.file_turns, "values of a long file; questions refer back to earlier ones"),
+        )
     ),
 )

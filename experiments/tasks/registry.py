@@ -10,7 +10,7 @@ from experiments.tasks import infinitebench, listing, math_find, ruler, ruler_qa
 from experiments.tasks.base import Task
 from experiments.tasks.code_files import KIND
 from experiments.tasks.code_tasks import CODE_TASKS
-from experiments.tasks.long_tasks import EASY_PROCEDURES, LONG_TASKS, PROCEDURES, RULES
+from experiments.tasks.long_tasks import EASY_PROCEDURES, EASY_RULES, LONG_TASKS, PROCEDURES, RULES
 
 _NIAH_ABOUT = {
     "niah_single_1": "a number, hidden in a repeated sentence",
@@ -159,6 +159,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "procedures": tuple(task.name for task in PROCEDURES),
     "easy_procedures": tuple(task.name for task in EASY_PROCEDURES),
     "rules": tuple(task.name for task in RULES),
+    "easy_rules": tuple(task.name for task in EASY_RULES),
     "generated": tuple(task.name for task in _ALL if not task.needs_file and task not in (*CODE_TASKS, *LONG_TASKS)),
     "all": tuple(TASKS),
 }

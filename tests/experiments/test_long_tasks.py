@@ -222,6 +222,47 @@ def test_questions_of_a_file_refer_back_to_earlier_ones():
     assert forms == {"new", "same", "back"} and "[" in made.questions[0].question
 
 
+def test_questions_of_the_easier_file_name_their_section_and_need_the_file_or_the_conversation():
+    (made,) = documents("file_turns_1", 4096, num_questions=12, seed=3)
+    sections = dict(re.findall(r"\[(\S+)\]\n((?:\w+ = \S+\n?)+)", made.context))
+    labels, forms, asked = {}, set(), set()
+    for number, question in enumerate(made.questions, 1):
+        text, (answer,) = question.question, question.answers
+        section = re.search(r"section \[(\S+)\]", text).group(1)
+        key = re.search(r"value of (\w+)", text)
+        assert text.startswith(f"\n\nQuestion {number}: ") and f"[{section}]" in question.answer_prefix
+        assert (section, key and key.group(1)) not in asked
+        asked.add((section, key and key.group(1)))
+        if key:
+            assert f"{key.group(1)} = {answer}\n" in sections[section] + "\n"
+            assert ("the label" in text) == (section not in labels)
+        else:
+            assert answer == labels[section] and answer not in re.findall(r"\w+", made.context)
+        forms.add("label" if key is None else "earlier" if section in labels else "new")
+        for label in re.findall(r"this section the label (\w+)", text):
+            labels[section] = label
+    assert forms == {"new", "earlier", "label"} and len(set(labels.values())) == len(labels) > 2
+
+
+@pytest.mark.parametrize("name", tasks.GROUPS["easy_rules"])
+def test_easy_rules_are_the_lines_of_a_note_in_their_order_and_the_rest_of_the_prompt_has_none(name):
+    made = sample(name)
+    told = re.findall(r"^\d+\. (.*)$", made.system, re.MULTILINE)
+    number = int(name.removeprefix("easy_rules_"))
+    kinds = [answer.partition(": ")[0] for answer in made.answers]
+    assert len(told) == number == len(made.answers) - 1 and kinds[0] == "first" and kinds[-2:] == ["last", "secret"]
+    assert kinds.count("lacks") == number // 5
+    lines = [rule.partition("line: ")[2] for rule in told if "line: " in rule]
+    assert "\n".join(lines) == made.target and "Code: secret" in lines
+    assert not any(line in made.context + made.question for line in lines)
+    assert made.answers[-1][8:] in made.system and made.answers[-1][8:] not in made.context + made.question
+    for at in range(1, len(lines) - 1):
+        without = "\n".join(lines[:at] + lines[at + 1 :])
+        assert tasks.score(name, without, made.answers) == pytest.approx(1 - 1 / number)
+    # Without the rules a note keeps what it must lack, and nothing else.
+    assert tasks.score(name, "NOTE\nAll is well.\nThe end", made.answers) == pytest.approx(0.2)
+
+
 def test_questions_that_refer_back_are_asked_in_turns_alone():
     with pytest.raises(
         ValueError, match="file_turns asks questions that refer to earlier ones: expected question='turns'"
