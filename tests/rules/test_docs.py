@@ -18,7 +18,7 @@ import pytest
 
 import kvjax
 import models
-from experiments.evaluation import examples
+from experiments.evaluation import examples, load
 from experiments.site import method_costs, method_pages, method_scores, operations, pages, record_pages, record_tables
 from kvjax import registry
 from kvjax.testing import laws
@@ -198,6 +198,16 @@ def test_tables_equal_their_records():
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
         assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+
+
+def test_scores_equal_the_means_of_their_examples():
+    """A row and its examples come from one run, so that a score and its difference to Full cannot disagree."""
+    folders = [file.parent for file in sorted(RECORDS.glob("results/*/examples.npz"))]
+    entries = [entry for folder in folders for entry in load([folder]) if entry.row["unit"] == "percent"]
+    assert len(folders) > 20 and len(entries) > 2000
+    for entry in entries:
+        mean = 100 * sum(entry.scores.values()) / len(entry.scores)
+        assert abs(mean - entry.row["value"]) < 0.02, (entry.folder.name, entry.row["predictions"])
 
 
 def test_the_figures_that_pages_show_are_known_and_there():
