@@ -219,7 +219,9 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
     rule = RULES[kind]
     names = [field.name for field in dataclasses.fields(rule)]
     _refuse_others(kind, rope, names)
-    absent = [name for name in _REQUIRED[kind] or names if rope.get(name) is None]
+    # A yarn that says "factor": null takes it from the two lengths, as in transformers; one that says nothing is refused.
+    stated = {name for name, value in rope.items() if value is not None or kind == "yarn"}
+    absent = [name for name in _REQUIRED[kind] or names if name not in stated]
     if absent:
         raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
     given = {name: rope[name] for name in names if rope.get(name) is not None}

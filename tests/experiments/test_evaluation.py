@@ -481,7 +481,8 @@ def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
         == decode(made.wholes[0])[-len("<bot>..." + made.examples[0].answer_prefix) :]
     )
     assert all(len(ids) + example.max_new_tokens <= 512 for ids, example in zip(made.wholes, made.examples))
-    assert make(directory, tmp_path / "bare", **given, template="none").folder.results.settings["template"] is None
+    given |= {"system": None, "template": "none"}
+    assert make(directory, tmp_path / "bare", **given).folder.results.settings["template"] is None
 
 
 @pytest.mark.thorough
