@@ -37,8 +37,8 @@ def distances(docs: pathlib.Path, name: str) -> str:
     record = read_record(docs / folder)
     settings = record["settings"]
     told = (
-        f"Model `{settings['model']}`, {settings['dtype']}, {' and '.join(device_kinds(record))}; {settings['samples']} texts "
-        f"of a stream, up to {settings['tokens']} steps along each."
+        f"Model `{settings['model']}`, {settings['dtype']}, {' and '.join(device_kinds(record))}; {settings['samples']} "
+        f"texts of a stream, up to {settings['tokens']} steps along each."
     )
     made = [told]
     for stream in dict.fromkeys(row["stream"] for row in record["metrics"]):
