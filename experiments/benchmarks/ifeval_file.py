@@ -31,9 +31,7 @@ def _instructions(record: Record) -> tuple[str, ...]:
         made.append(json.dumps({"id": name, "kwargs": known}, sort_keys=True))
         try:
             follows(_RESPONSE, made[-1])
-        except (
-            Exception
-        ) as error:  # any: the checks take the arguments as they are, and a run must not end after its answers
+        except Exception as error:  # of any kind: checks take arguments as they are, and no run may end after its answers
             raise record.error(f"expected arguments that {name} can check, got {shown(known)} ({error})") from error
     return tuple(made)
 

@@ -6,7 +6,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -122,11 +122,15 @@ def tasks(runs: Runs) -> str:
 def questions(runs: Runs) -> str:
     """Show scores with the question in the prompt that is compressed, and with the question after it."""
     (length,) = runs.lengths("extend")
-    body = []
-    for method in runs.ranked("prefill", length):
-        before, after = (runs.mean(method, question, length) for question in ("prefill", "extend"))
-        body.append((method_title(method), mean_score(before), against(before), mean_score(after), against(after)))
-    return table(("method", "question in the prompt", "against Full", "question after", "against Full"), body)
+    both = {x: tuple(runs.mean(x, asked, length) for asked in ("prefill", "extend")) for x in runs.ranked("prefill", length)}
+    return question_table(both)
+
+
+def question_table(means: Mapping[str, tuple[Row | None, Row | None]]) -> str:
+    """Format the means of each method with the question in the prompt, and with the question after it."""
+    scored = {method: [cell for mean in both for cell in (mean_score(mean), against(mean))] for method, both in means.items()}
+    head = ("method", "question in the prompt", "against Full", "question after", "against Full")
+    return table(head, [(method_title(method), *cells) for method, cells in scored.items()])
 
 
 def budgets(runs: Runs) -> str:

@@ -14,7 +14,7 @@ from experiments.answering import PAPERS, without_effect
 from experiments.evaluation import COUNTED, Compared, averages, beside_full, other_reading
 from experiments.records import method_title, token_label
 from experiments.site.marks import command_of, missing
-from experiments.site.quality import mean_score, short, table
+from experiments.site.quality import mean_score, question_table, short, table
 from experiments.site.runs import Row, Runs, against, megabytes, read, share, wrapped
 from experiments.tasks import GROUPS, TASKS
 
@@ -161,18 +161,13 @@ def questions(runs: Runs, after: Runs) -> str:
     names = after.counted[length]
     asked = [x for x in runs.compared if (x.row["question"], x.row["length"]) == ("prefill", length)]
     before = {mean["method"]: mean for mean in averages([x for x in asked if x.row["name"] in names])}
-    body = []
-    for method in after.ranked("extend", length):
-        mean = after.mean(method, "extend", length)
-        first = before.get(method)
-        body.append((method_title(method), mean_score(first), against(first), mean_score(mean), against(mean)))
-    counts = [mean["samples"] if mean else 0 for mean in (before.get("full"), after.mean("full", "extend", length))]
+    both = {x: (before.get(x), after.mean(x, "extend", length)) for x in after.ranked("extend", length)}
+    counts = [mean["samples"] if mean else 0 for mean in both["full"]]
     told = (
         f"Means of {', '.join(map(short, sorted(names, key=_place)))} at {token_label(length)}, with {counts[0]} samples of "
         f"each with the question in the prompt, and {counts[1]} with the question after it."
     )
-    head = ("method", "question in the prompt", "against Full", "question after", "against Full")
-    return f"{wrapped(told)}\n\n{table(head, body)}"
+    return f"{wrapped(told)}\n\n{question_table(both)}"
 
 
 def checks(runs: Runs) -> str:

@@ -53,33 +53,25 @@ EASY_PROCEDURES = tuple(
         ("lookup", easy.lookup, easy.score_lines, "the values of words, in the order asked"),
     )
 )
-RULES = tuple(
-    Task(
-        f"rules_{count}",
-        functools.partial(rules.rules, count),
-        rules.score_rules,
-        "prose",
-        rules.most_tokens(count),
-        takes_depth=False,
-        max_questions=1,
-        about=f"a note that keeps {count} rules of the system turn, and not its secret",
-        measures={"secret_kept": rules.score_secret},
+RULES, EASY_RULES = (
+    tuple(
+        Task(
+            f"{name}_{count}",
+            functools.partial(make, count),
+            rules.score_rules,
+            "prose",
+            rules.most_tokens(count),
+            takes_depth=False,
+            max_questions=1,
+            about=f"a note that keeps {count} rules of the system turn{each}, and not its secret",
+            measures={"secret_kept": rules.score_secret},
+        )
+        for count in counts
     )
-    for count in rules.COUNTS
-)
-EASY_RULES = tuple(
-    Task(
-        f"easy_rules_{count}",
-        functools.partial(rules.easy_rules, count),
-        rules.score_rules,
-        "prose",
-        rules.most_tokens(count),
-        takes_depth=False,
-        max_questions=1,
-        about=f"a note that keeps {count} rules of the system turn, each a line of it, and not its secret",
-        measures={"secret_kept": rules.score_secret},
+    for name, make, counts, each in (
+        ("rules", rules.rules, rules.COUNTS, ""),
+        ("easy_rules", rules.easy_rules, rules.EASY_COUNTS, ", each a line of it"),
     )
-    for count in rules.EASY_COUNTS
 )
 WORD_PROBLEMS = tuple(
     Task(

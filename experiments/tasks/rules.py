@@ -152,12 +152,8 @@ def rules(count: int, request: Request) -> Document:
         made.append((f"Write a line that begins with {field}: and names {noun}.", f"line: {field}: {noun}"))
         lines.append(f"{field}: {noun}")
     rng.shuffle(made)
-    listed = "\n".join(f"{at}. {told}" for at, (told, _) in enumerate(made, 1))
-    system = SYSTEM.format(count=count, rules=listed, secret=number)
     target = "\n".join([first, *lines, last])
-    references = (*(rule for _, rule in made), f"{SECRET}: {number}")
-    question = Question(QUESTION.format(count=count), PREFIX, references, target)
-    return _document(f"rules_{count}", count, request, system, question)
+    return _document(f"rules_{count}", request, made, number, target, (SYSTEM, QUESTION, PREFIX))
 
 
 def easy_rules(count: int, request: Request) -> Document:
@@ -181,19 +177,29 @@ def easy_rules(count: int, request: Request) -> Document:
     rng.shuffle(inner)
     first, last = f"NOTE {rng.randint(100, 999)}", f"End of note, {rng.choice(_DAYS)}"
     made = [(f"Begin with the line: {first}", f"first: {first}"), *inner, (f"End with the line: {last}", f"last: {last}")]
-    listed = "\n".join(f"{at}. {told}" for at, (told, _) in enumerate(made, 1))
     number = request.words.number(rng, 4)
-    references = (*(rule for _, rule in made), f"{SECRET}: {number}")
-    target = "\n".join(rule.partition(": ")[2] for rule in references[:-1] if not rule.startswith("lacks"))
-    system = EASY_SYSTEM.format(count=count, rules=listed, secret=number)
-    question = Question(EASY_QUESTION.format(count=count), EASY_PREFIX, references, target)
-    return _document(f"easy_rules_{count}", count, request, system, question)
+    target = "\n".join(rule.partition(": ")[2] for _, rule in made if not rule.startswith("lacks"))
+    return _document(f"easy_rules_{count}", request, made, number, target, (EASY_SYSTEM, EASY_QUESTION, EASY_PREFIX))
 
 
-def _document(task: str, count: int, request: Request, system: str, question: Question) -> Document:
-    """Put text between the rules and the question until the length is filled."""
-    rng, count_tokens = request.rng, request.count_tokens
-    most = min(2 * count_tokens(question.target) + 64, most_tokens(count))
+def _document(
+    task: str,
+    request: Request,
+    made: Sequence[tuple[str, str]],
+    secret: str,
+    target: str,
+    texts: tuple[str, str, str],
+) -> Document:
+    """Write a document: rules (as told, as checked) in the system turn, text until the length is filled, and the question.
+
+    ``texts`` are the forms of the system turn and of the question, and the prefix of the answer.
+    """
+    rng, count_tokens, count = request.rng, request.count_tokens, len(made)
+    listed = "\n".join(f"{at}. {told}" for at, (told, _) in enumerate(made, 1))
+    system = texts[0].format(count=count, rules=listed, secret=secret)
+    references = (*(rule for _, rule in made), f"{SECRET}: {secret}")
+    question = Question(texts[1].format(count=count), texts[2], references, target)
+    most = min(2 * count_tokens(target) + 64, most_tokens(count))
     room = request.answer_room([question], most)
     fixed = room + request.question_tokens([question]) + count_tokens(system + "\n\n" + CONTEXT.format(context=""))
 
