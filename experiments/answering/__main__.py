@@ -12,7 +12,7 @@ import jax
 import kvjax
 import models
 from experiments.answering.mesh import make_mesh
-from experiments.answering.model import LoadedModel, MeshSettings, load_model
+from experiments.answering.model import LoadedModel, MeshSettings, check_system, load_model
 from experiments.answering.presets import read_files
 from experiments.cli import option, run
 from experiments.records import CompileClock, Timer
@@ -146,6 +146,7 @@ def _generate(settings: GenerateSettings) -> None:
 def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list[int]:
     """Encode the prompt, in the chat template if it is wanted and there is one."""
     template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    check_system(template, settings.system)
     if template is None:
         if settings.template == "auto":
             _say(f"{model.name} has no chat template: the text is continued as it is")

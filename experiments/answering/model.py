@@ -160,6 +160,12 @@ def load_model(
     return of_loaded(models.load(model, dtype, offline=offline, mesh=mesh, weight_dtype=weight_dtype))
 
 
+def check_system(template: models.ChatTemplate | None, system: str | None) -> None:
+    """Raise ``ValueError`` if there is a text of a system turn, and no chat template that could hold it."""
+    if template is None and system is not None:
+        raise ValueError(f"system belongs to a chat template, which this run does not have, got {system!r:.60}")
+
+
 def of_loaded(model: models.Loaded) -> LoadedModel:
     """Convert a model that `models.load` has loaded."""
     tokenizer_file = model.directory / "tokenizer.json"

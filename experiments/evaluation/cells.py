@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import models
+from experiments.answering import check_system
 from experiments.benchmarks import Cell, Example, Reading, files_of, parse, read
 from experiments.evaluation.settings import CellSettings
 from experiments.tasks import expand, get_task
@@ -63,9 +64,8 @@ def make_reading(
         ValueError: the settings have a system turn, and there is no template.
     """
     reading = Reading(tokenizer_file, None, limit, settings.truncation, settings.max_new_tokens)
+    check_system(template, settings.system)
     if template is None:
-        if settings.system is not None:
-            raise ValueError(f"system belongs to a chat template, which this run does not have, got {settings.system!r:.60}")
         return reading
     around, again = template.around(settings.system, **settings.template_variables), ""
     if settings.question == "turns":

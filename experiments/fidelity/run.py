@@ -22,6 +22,7 @@ from experiments.answering import (
     Setting,
     account,
     batch_rows,
+    check_system,
     chess_thresholds,
     needs_thresholds,
     reads_all,
@@ -112,8 +113,8 @@ class Runner:
                     )
         asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
-        if asks and template is None and settings.system is not None:
-            raise ValueError(f"system belongs to a chat template, which this run does not have, got {settings.system!r:.60}")
+        if asks:
+            check_system(template, settings.system)
         said = (settings.system, settings.template_variables)
         self._around = template.around(said[0], **said[1]) if template else None
         self._again = template.between(said[0], **said[1]) if template and "tools" in settings.streams else ""

@@ -239,6 +239,8 @@ def test_a_text_is_given_and_put_into_the_template(directory, tmp_path, capsys, 
     assert "got both" in fails("generate", "--model", directory, "--prompt", "a", "--prompt-file", "-")
     assert "--prompt must be a text, got ' '" in fails("generate", "--model", directory, "--prompt", " ")
     assert "add --template auto" in fails("generate", "--model", directory, "--prompt", "a", "--system", "b")
+    asked = ("--prompt", "a", "--template", "auto", "--system", "b")
+    assert "system belongs to a chat template, which" in fails("generate", "--model", directory, *asked)
 
 
 def test_generate_under_a_wrapper(directory, prompt, capsys):
