@@ -176,8 +176,9 @@ def load_cache(
     if str(structure) != made and given != maker:
         raise ValueError(f"the cache in {source} was made by {maker}, got {given}")
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(blank)[0]]
-    # A field whose meaning changes gets another name.
-    if str(structure) != made or names != [leaf["name"] for leaf in leaves]:
+    # A field whose meaning changes gets another name, or another number of axes.
+    axes = [x.ndim for x in jax.tree.leaves(blank)] == [len(leaf["shape"]) for leaf in leaves]
+    if str(structure) != made or names != [leaf["name"] for leaf in leaves] or not axes:
         raise ValueError(
             f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; "
             "prefill again with this version"

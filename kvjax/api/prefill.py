@@ -120,7 +120,7 @@ def prefill(
             `kvjax.decoding.prefill`.
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
         kv_dtype: of the stored keys and values: "int8", "float8_e4m3fn", "int4", or "k8v4" (keys in 8 bits, values in 4),
-            with a scale for each token and KV head; None keeps the model's dtype. See `kvjax.cache.quantised`.
+            with scales for each token and KV head; None keeps the model's dtype. See `kvjax.cache.quantised`.
 
     Raises:
         ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions. Or heads or rows that

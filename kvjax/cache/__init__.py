@@ -16,7 +16,7 @@ The other forms:
   Kernels read each row where it is. A step writes only to the ring, and `sync` writes the ring to the host, every 32 steps
   (fewer where the ring is smaller) and at the end of every call. While a prompt chunk attends, one layer at a time is
   staged back.
-* ``quantised``: codes of 8 or 4 bits, a scale for each token and KV head (``kv_dtype``). `LayerStorage.stored` has the codes,
+* ``quantised``: codes of 8 or 4 bits with scales for each token and KV head (``kv_dtype``). `LayerStorage.stored` has codes
   for operations that multiply them; ``key`` and ``value`` dequantise where they are used. An operation that wants the
   newest key gets a copy (`newest_key`), because a kernel's operand is written to memory first. An offloaded cache of codes
   has them in host memory and the scales [B, H, S] on the device.

@@ -7,9 +7,10 @@ only the values are in host memory.
 
 A row of codes in host memory has the codes of key and value, at most 2 * D bytes, and the scales of all slots are on the
 device. A row costs one look-up on the bus, whatever its bytes (docs/offload.md): scales in an array of their own in host
-memory would double the look-ups. Scales inside the rows would make rows 4 bytes longer, which begin in the middle of a memory
-line and take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the position, and
-1.6 % of the row's bytes in 8 bits at D = 128. And a kernel finds the scales at the slot, wherever it reads the row.
+memory would double the look-ups. Scales inside the rows would make rows 4 bytes longer or more, which begin in the middle of
+a memory line and take one line more. On the device the scales take 4 bytes for each token and KV head, as many as the
+position, and 1.6 % of the row's bytes in 8 bits at D = 128; with values in 4 bits they take 10 bytes. And a kernel finds the
+scales at the slot, wherever it reads the row.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from jax import Array, lax
 
 from kvjax.cache.divided import PartCache, empty_part
 from kvjax.cache.latent import LatentCache
-from kvjax.cache.quantised import KV_DTYPES, empty_resident, resident_of
+from kvjax.cache.quantised import empty_codes, empty_resident, resident_of
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
 from kvjax.typing import EMPTY, not_none, pytree, static
-from pallas_kernels.formats.quantised import Quantised, numbers, stored_like, vectors, whole, with_vectors, zeros
+from pallas_kernels.formats.quantised import Quantised, numbers, stored_like, vectors, whole, with_vectors
 from pallas_kernels.host import (
     Rows,
     copied_slots,
@@ -260,11 +261,9 @@ def empty_storage(
     once = spec.value_is_key and not values_only
 
     def near(rows: int, which: int) -> Array | Quantised:
-        of_rows = (*shape[:2], rows, spec.head_dim)
         if spec.kv_dtype is None:
-            return jnp.zeros(of_rows, spec.dtype)
-        kinds, mixed = KV_DTYPES[spec.kv_dtype]
-        return dataclasses.replace(zeros(of_rows, spec.dtype, kinds[which], mixed), scale=jnp.zeros(shape[:3], jnp.bfloat16))
+            return jnp.zeros((*shape[:2], rows, spec.head_dim), spec.dtype)
+        return dataclasses.replace(empty_codes(spec, rows, which), scale=empty_codes(spec, slots, which).scale)
 
     key, value = near(slots if values_only else 0, 0), near(0, 1)
     width = _width(key) * (not values_only) + _width(value) * (not once)

@@ -1,7 +1,7 @@
 """Caches in 8 or 4 bits: `QuantisedCache`, what ``kv_dtype`` may be, and which methods can run on such a cache.
 
 ``kv_dtype`` is a property of a cache, whatever its method: keys, rotated, and values are stored as codes
-(`pallas_kernels.formats.quantised`) with a scale for each token and KV head, in the kinds of `KV_DTYPES`. They are rounded
+(`pallas_kernels.formats.quantised`) with scales for each token and KV head, in the kinds of `KV_DTYPES`. They are rounded
 once, when they are stored. Every reader, prompt chunks included, gets the rounded values. So chunks change nothing, and a
 method does exactly what it would do in a model whose keys and values were the rounded values. Attention of decode steps
 multiplies the codes themselves. All other computations of a method use `QuantisedCache.key` and ``value``, which are
@@ -34,13 +34,20 @@ from kvjax.fields import shown
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions
 from kvjax.typing import EMPTY, not_none, pytree, static, traced
-from pallas_kernels.formats.quantised import Quantised, code_bytes, dequantise, numbers_at, stored_like, zeros
+from pallas_kernels.formats.quantised import (
+    Quantised,
+    code_bytes,
+    dequantise,
+    numbers_at,
+    scale_bytes,
+    stored_like,
+    zeros,
+)
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored
 
-_SCALE_BYTES = 2  # bytes of a scale; each key and each value has one
 # What ``kv_dtype`` may be: the kinds of codes of keys and of values, and whether their channels are mixed before they are
-# rounded (`pallas_kernels.formats.mixing`).
+# rounded (`pallas_kernels.formats.mixing`). Values in 4 bits have a scale for each group of channels (`has_groups`).
 KV_DTYPES = {
     "int8": (("int8", "int8"), False),
     "float8_e4m3fn": (("float8_e4m3fn", "float8_e4m3fn"), False),
@@ -149,17 +156,31 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
         return cast("Any", empty_latent(jnp.zeros((*shape, spec.head_dim), spec.dtype)))
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
-    kinds, mixed = KV_DTYPES[spec.kv_dtype]
     if once:
-        return cast("Any", empty_latent(zeros((*shape, spec.head_dim), spec.dtype, kinds[0], mixed)))
-    key, value = (zeros((*shape, spec.head_dim), spec.dtype, kind, mixed) for kind in kinds)
+        return cast("Any", empty_latent(empty_codes(spec, slots, 0)))
     made = QuantisedCache(
-        codes=(key, value),
+        codes=(empty_codes(spec, slots, 0), empty_codes(spec, slots, 1)),
         position=jnp.full(shape, EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
         parts=parts,
     )
     return cast("Any", made)
+
+
+def empty_codes(spec: LayerSpec, slots: int, which: int) -> Quantised:
+    """Make the codes of ``slots`` empty slots in the layer's ``kv_dtype``: of keys (``which`` 0) or of values (1)."""
+    kinds, mixed = KV_DTYPES[not_none("kv_dtype", spec.kv_dtype)]
+    shape = spec.batch, spec.num_kv_heads, slots, spec.head_dim
+    # Where a value is its key, it is rounded as its key.
+    return zeros(shape, spec.dtype, kinds[which], mixed, has_groups(kinds, which) and not spec.value_is_key)
+
+
+def has_groups(kinds: tuple[str, str], which: int) -> bool:
+    """Tell whether keys (``which`` 0) or values (1) of these ``kinds`` have a scale for each group of channels.
+
+    Keys have one scale, which a kernel multiplies after the product over all channels.
+    """
+    return which == 1 and kinds[which] == "int4"
 
 
 def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None, value_is_key: bool = False) -> int:
@@ -168,7 +189,8 @@ def row_bytes(head_dim: int, dtype: str, kv_dtype: str | None, value_is_key: boo
     if kv_dtype is None:
         return stored * head_dim * jnp.dtype(dtype).itemsize
     kinds, _ = KV_DTYPES[kv_dtype]
-    return sum(code_bytes(head_dim, kind) + _SCALE_BYTES for kind in kinds[:stored])
+    parts = ((code_bytes(head_dim, kinds[i]), scale_bytes(head_dim, has_groups(kinds, i))) for i in range(stored))
+    return sum(map(sum, parts))
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:

@@ -86,7 +86,7 @@ def _soiled(x: Quantised, empty: jax.Array) -> Quantised:
     """Set scales to NaN and codes to the largest where ``empty`` bool [B, H, S]."""
     largest = jnp.asarray(MOST[x.kind], x.codes.dtype)
     codes = jnp.where(empty[..., None], pack(largest, largest) if x.packed else largest, x.codes)
-    return dataclasses.replace(x, codes=codes, scale=jnp.where(empty, jnp.nan, x.scale))
+    return dataclasses.replace(x, codes=codes, scale=jnp.where(empty[..., None] if x.grouped else empty, jnp.nan, x.scale))
 
 
 @functools.partial(jax.jit, static_argnames=("prompt", "chunk", "kv_dtype"))

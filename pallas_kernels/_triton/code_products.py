@@ -12,7 +12,9 @@ Half the bytes leave half the time for every code, and a conversion of each code
 
 Two codes of 4 bits share a byte, of channels that are D / 2 apart. Keys are multiplied as int8 too: the 4 bits at the top of
 a byte are a code times 16, so two instructions at most make four of them. Each half of a query is multiplied by the codes of
-its channels. Of values, 16 bits have four channels, and each becomes bfloat16 in three instructions at most for two slots.
+its channels. Of values, 16 bits have four channels, and each becomes bfloat16 in three instructions at most for two slots. So
+values are four arrays, and each of them is a group of channels that can have a scale of its own: then each array has weights
+of its own, which is a few instructions for each slot and query head, and none for each code.
 
 A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has an instruction for it, and the query float16
 times a power of two; its values become bfloat16 like those in int8, because weights need the range.
@@ -21,6 +23,7 @@ times a power of two; its values become bfloat16 like those in int8, because wei
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,6 +68,23 @@ _KEYS = "{{.reg .b32 x; .reg .b16 h; prmt.b32 x, $1, 0, {}; cvt.u16.u32 h, x; cv
 def pairs(codes: Array) -> Array:
     """View codes of D bytes as int16 [..., D / 2], outside of a kernel; the bytes stay."""
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2), jnp.int16)
+
+
+def words(x: Array) -> Array:
+    """View numbers of 16 bits as int32 [..., N / 2], outside of a kernel: two neighbours are one word."""
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int32)
+
+
+def both_of(word: Array) -> tuple[Array, Array]:
+    """Take the two bfloat16 of each of the `words`, as float32: of the even, and of the odd places."""
+    even, odd = (lax.bitcast_convert_type(x, jnp.float32) for x in (word << 16, word & -65536))
+    return even, odd
+
+
+def scales_of(pair: Sequence[Array]) -> list[Array]:
+    """Take the scales of the groups from each slot's two `words` int32 [N], in the order of `values`: float32 [N] each."""
+    (even, odd), (even_behind, odd_behind) = map(both_of, pair)
+    return [even, even_behind, odd, odd_behind]
 
 
 def key_operand(codes: Array) -> Array:

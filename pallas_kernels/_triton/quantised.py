@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.offsets import check_bytes
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import Quantised, group_of
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import KERNELS_FROM, current_machine
 
@@ -26,7 +26,7 @@ def check_codes(*stores: Any, rows: Rows | None = None, packed: bool = False) ->
     capability = current_machine().capability or KERNELS_FROM
     for store in stores:
         if isinstance(store, Quantised):
-            if not packed and (store.packed or store.mixed):
+            if not packed and (store.packed or store.mixed or store.grouped):
                 raise NotImplementedError(f"got {store.name} codes, expected codes of 8 bits that are not mixed")
             if store.kind == "float8_e4m3fn" and capability < _FLOAT8_FROM:
                 raise NotImplementedError(f"got {store.kind} on compute capability {capability}, expected {_FLOAT8_FROM}")
@@ -43,18 +43,30 @@ def refuse_codes(*stores: Any) -> None:
 
 
 def rows_and_scale(ref: Any, at: tuple, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Load ``at`` of a ref [B, H, S, D], codes as ``dtype``, and the codes' scales or None; ``at[:3]`` selects the slots."""
+    """Load ``at`` of a ref [B, H, S, D], codes as ``dtype``, and the codes' scales or None; ``at[:3]`` selects the slots.
+
+    Codes of which each group has a scale are multiplied by it, so the numbers themselves are returned, and None.
+    """
     if not isinstance(ref, Quantised):
         return ref[at], None
-    if not ref.packed:
-        return ref.codes[at].astype(dtype), ref.scale[at[:3]]
     *before, slots, part = at
-    first, size = (0, ref.shape[3]) if part == slice(None) else (part.start, part.size)
-    slot = slots.start + jnp.arange(slots.size, dtype=jnp.int32)
-    byte, shift = nibbles(first, size, ref.shape[3])
-    shape = slots.size, size
-    at_byte = jnp.broadcast_to(slot[:, None], shape), jnp.broadcast_to(byte[None], shape)
-    return unpacked(ref.codes[*before, *at_byte], shift, dtype), ref.scale[at[:3]]
+    dim = ref.shape[3]
+    first, size = (0, dim) if part == slice(None) else (part.start, part.size)
+
+    def taken(x, column):
+        slot = slots.start + jnp.arange(slots.size, dtype=jnp.int32)
+        shape = slots.size, size
+        return x[*before, jnp.broadcast_to(slot[:, None], shape), jnp.broadcast_to(column[None], shape)]
+
+    if ref.packed:
+        byte, shift = nibbles(first, size, dim)
+        codes = unpacked(taken(ref.codes, byte), shift, dtype)
+    else:
+        codes = ref.codes[at].astype(dtype)
+    if not ref.grouped:
+        return codes, ref.scale[at[:3]]
+    scale = taken(ref.scale, group_of(first + jnp.arange(size, dtype=jnp.int32), dim))
+    return (codes.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype), None
 
 
 def nibbles(first: int, size: int, dim: int) -> tuple[jax.Array, jax.Array]:

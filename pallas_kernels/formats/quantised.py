@@ -1,4 +1,4 @@
-"""Quantised keys and values: codes of 8 or 4 bits, and a scale for each token and KV head.
+"""Quantised keys and values: codes of 8 or 4 bits, and one scale or four for each token and KV head.
 
 A vector x of D numbers is stored as ``codes`` and a ``scale`` with x about ``codes * scale``: int8 codes go from -127 to 127,
 float8_e4m3fn codes from -448 to 448, the largest number of that format, and int4 codes from -7 to 7. The scale is the largest
@@ -6,6 +6,10 @@ size in the vector divided by the largest code, so nothing is clipped, however l
 before the vector is divided by it, so dequantisation multiplies by exactly the same scale.
 
 Two int4 codes share a byte of an int8 array: channel i has the four low bits, channel i + D/2 the four high bits.
+
+A vector may have a scale for each of four groups of channels instead: the even and the odd channels of the first half, then
+of the second half. A number is then its code times the scale of its group. These groups are what a GPU's kernels have apart
+anyway: 16 bits of int4 codes are two neighbouring channels of either half.
 
 A vector may be mixed before it is rounded (`pallas_kernels.formats.mixing`): each channel becomes a sum of all channels with
 signs, which is a rotation. Then one large channel no longer decides the steps of all other channels. Dequantisation mixes
@@ -31,6 +35,7 @@ from pallas_kernels.formats.mixing import mix, mix_few
 from pallas_kernels.host import take_rows
 
 MOST = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}  # the largest code of each kind
+GROUPS = 4  # groups of channels that can have a scale each
 _LEAST = 2.0**-120  # a scale below it counts as 0, so that its inverse is finite
 
 
@@ -41,8 +46,8 @@ class Quantised:
 
     Attributes:
         codes: int8 or float8_e4m3fn [..., D]; or int8 [..., D / 2] with two int4 codes in each byte.
-        scale: bfloat16 [...]. In an offloaded cache (`pallas_kernels.host.Rows`) the codes are the copies on the device, and
-            the scales cover all slots.
+        scale: bfloat16 [...], or [..., 4] with a scale for each of the `GROUPS`. In an offloaded cache
+            (`pallas_kernels.host.Rows`) the codes are the copies on the device, and the scales cover all slots.
         of: the dtype of the array before quantisation.
         packed: whether the codes are int4.
         mixed: whether the array was mixed before it was rounded.
@@ -75,16 +80,26 @@ class Quantised:
         return "int4" if self.packed else str(self.codes.dtype)
 
     @property
+    def grouped(self) -> bool:
+        """Whether each of the `GROUPS` has a scale."""
+        return self.scale.ndim == self.codes.ndim
+
+    @property
     def name(self) -> str:
         """The kind in words, for messages."""
-        return f"mixed {self.kind}" if self.mixed else self.kind
+        return f"{'grouped ' * self.grouped}{'mixed ' * self.mixed}{self.kind}"
 
 
-def quantise(x: Array, kind: str, mixed: bool = False) -> Quantised:
-    """Quantise ``x`` [..., D]; ``kind`` is a key of `MOST`. A vector with a NaN dequantises to NaN."""
+def quantise(x: Array, kind: str, mixed: bool = False, grouped: bool = False) -> Quantised:
+    """Quantise ``x`` [..., D]; ``kind`` is a key of `MOST`. A vector, or a group, with a NaN dequantises to NaN.
+
+    With ``grouped`` each of the `GROUPS` gets a scale, if D is a multiple of 4.
+    """
     wide = mix(x.astype(jnp.float32)) if mixed else x.astype(jnp.float32)
-    scale = scale_of(jnp.max(jnp.abs(wide), axis=-1), kind)
-    codes, packed = codes_of(wide, scale[..., None], kind), kind == "int4"
+    grouped = grouped and can_group(x.shape[-1])
+    most = jnp.max(jnp.abs(_in_groups(wide) if grouped else wide), axis=-2 if grouped else -1)
+    scale = scale_of(most.reshape(*x.shape[:-1], GROUPS) if grouped else most, kind)
+    codes, packed = codes_of(wide, _of_channels(scale, x.shape[-1]) if grouped else scale[..., None], kind), kind == "int4"
     return Quantised(
         codes=pack(*jnp.split(codes, 2, axis=-1)) if packed else codes,
         scale=scale.astype(jnp.bfloat16),
@@ -97,8 +112,31 @@ def quantise(x: Array, kind: str, mixed: bool = False) -> Quantised:
 def dequantise(x: Quantised) -> Array:
     """Dequantise ``x``: [..., D] in the dtype from before quantisation."""
     codes = jnp.concatenate(unpack(x.codes), axis=-1) if x.packed else x.codes
-    wide = codes.astype(jnp.float32) * x.scale.astype(jnp.float32)[..., None]
+    scale = x.scale.astype(jnp.float32)
+    wide = codes.astype(jnp.float32) * (_of_channels(scale, codes.shape[-1]) if x.grouped else scale[..., None])
     return (mix(wide) if x.mixed else wide).astype(x.dtype)
+
+
+def can_group(dim: int) -> bool:
+    """Tell whether vectors of ``dim`` channels have the `GROUPS`: halves with as many even as odd channels."""
+    return dim % GROUPS == 0
+
+
+def group_of(channel: Array, dim: int) -> Array:
+    """Tell which of the `GROUPS` each ``channel`` int32 of ``dim`` is in, int32."""
+    return 2 * (channel >= dim // 2).astype(jnp.int32) + (channel & 1)
+
+
+def _in_groups(x: Array) -> Array:
+    # [..., D] as halves, pairs of neighbours, and the channels of a pair: [..., 2, D / 4, 2].
+    return x.reshape(*x.shape[:-1], 2, x.shape[-1] // GROUPS, 2)
+
+
+def _of_channels(scale: Array, dim: int) -> Array:
+    """Give each of ``dim`` channels the scale of its group, from scales [..., 4]: [..., D]."""
+    lead = scale.shape[:-1]
+    halves = jnp.broadcast_to(scale.reshape(*lead, 2, 1, 2), (*lead, 2, dim // GROUPS, 2))
+    return halves.reshape(*lead, dim)
 
 
 def pack(low: Array, high: Array) -> Array:
@@ -118,7 +156,7 @@ def whole(x: Array | Quantised) -> Array:
 
 def stored_like(x: Array, store: Array | Quantised) -> Array | Quantised:
     """Convert ``x`` [..., D] to the form that ``store`` has: quantise it if ``store`` is quantised."""
-    return quantise(x, store.kind, store.mixed) if isinstance(store, Quantised) else x
+    return quantise(x, store.kind, store.mixed, store.grouped) if isinstance(store, Quantised) else x
 
 
 def vectors(x: Array | Quantised) -> Array:
@@ -135,7 +173,7 @@ def numbers(x: Array | Quantised, taken: Array, slots: Array) -> Array:
     """Dequantise ``taken`` [B, H, K, ...], the `vectors` of ``x`` at ``slots`` int32 [B, H or 1, K]: [B, H, K, D]."""
     if not isinstance(x, Quantised):
         return taken
-    scale = take_rows(x.scale[..., None], slots)[..., 0]
+    scale = take_rows(x.scale, slots) if x.grouped else take_rows(x.scale[..., None], slots)[..., 0]
     return dequantise(dataclasses.replace(x, codes=taken, scale=scale))
 
 
@@ -144,11 +182,12 @@ def numbers_at(x: Array | Quantised, slots: Array) -> Array:
     return numbers(x, take_rows(vectors(x), slots), slots)
 
 
-def zeros(shape: tuple[int, ...], dtype: str, kind: str, mixed: bool = False) -> Quantised:
-    """Make the codes of zeros [..., D]."""
+def zeros(shape: tuple[int, ...], dtype: str, kind: str, mixed: bool = False, grouped: bool = False) -> Quantised:
+    """Make the codes of zeros [..., D], as `quantise` does."""
+    groups = (GROUPS,) * (grouped and can_group(shape[-1]))
     return Quantised(
         codes=jnp.zeros((*shape[:-1], code_bytes(shape[-1], kind)), "int8" if kind == "int4" else kind),
-        scale=jnp.zeros(shape[:-1], jnp.bfloat16),
+        scale=jnp.zeros((*shape[:-1], *groups), jnp.bfloat16),
         of=dtype,
         packed=kind == "int4",
         mixed=mixed,
@@ -162,8 +201,13 @@ def code_bytes(dim: int, kind: str) -> int:
 
 def vector_bytes(x: Array | Quantised) -> int:
     """Count the bytes of one vector of ``x`` [..., D]: of its numbers, or of its codes and its scale."""
-    scale = x.scale.dtype.itemsize if isinstance(x, Quantised) else 0
-    return vectors(x).shape[-1] * vectors(x).dtype.itemsize + scale
+    codes = vectors(x).shape[-1] * vectors(x).dtype.itemsize
+    return codes + scale_bytes(x.shape[-1], x.grouped) if isinstance(x, Quantised) else codes
+
+
+def scale_bytes(dim: int, grouped: bool) -> int:
+    """Count the bytes of the scales of a vector of ``dim`` numbers."""
+    return jnp.dtype(jnp.bfloat16).itemsize * (GROUPS if grouped and can_group(dim) else 1)
 
 
 def mixed_problem(

@@ -11,7 +11,7 @@ import functools
 import jax
 import pytest
 
-from kvjax.cache.quantised import KV_DTYPES
+from kvjax.cache.quantised import KV_DTYPES, has_groups
 from pallas_kernels.attend.cluster_estimate import CLUSTER_ESTIMATE
 from pallas_kernels.attend.dense_decode import DENSE_DECODE
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION
@@ -104,9 +104,21 @@ def gather(group, dim, dtype, page_size=1):
 
 def gather_codes(group, dim, dtype, kv_dtype):
     operation, (query, *_, slots, mask), where, static = gather(group, dim, dtype)
+    return operation, (query, *codes_of(kv_dtype, dim, dtype), slots, mask), where, static
+
+
+def dense_codes(group, dim, dtype, kv_dtype):
+    operation, (query, *_), where, static = dense(group, dim, dtype)
+    return operation, (query, *codes_of(kv_dtype, dim, dtype)), where, static
+
+
+def codes_of(kv_dtype, dim, dtype):
+    """Keys and values as a cache in ``kv_dtype`` stores them."""
     kinds, mixed = KV_DTYPES[kv_dtype]
-    stored = (jax.eval_shape(functools.partial(zeros, (1, 2, 4096, dim), dtype, kind, mixed)) for kind in kinds)
-    return operation, (query, *stored, slots, mask), where, static
+    make = functools.partial(zeros, (1, 2, 4096, dim), dtype, mixed=mixed)
+    return [
+        jax.eval_shape(functools.partial(make, kind=kind, grouped=has_groups(kinds, i))) for i, kind in enumerate(kinds)
+    ]
 
 
 def window(group, dim, dtype, queries=32):
@@ -230,6 +242,7 @@ KERNELS = {
     "dense_decode of int8": functools.partial(dense_of_codes, kind="int8"),
     "dense_decode of float8": functools.partial(dense_of_codes, kind="float8_e4m3fn"),
     "dense_decode of int4": functools.partial(dense_of_codes, kind="int4"),
+    "dense_decode of k8v4": functools.partial(dense_codes, kv_dtype="k8v4"),
     "dense_decode of 8 queries": dense_of_queries,
     "dense_decode of 4 queries": functools.partial(dense_of_queries, queries=4),
     "dense_decode of 8 queries in int8": functools.partial(dense_of_queries, kind="int8"),

@@ -18,7 +18,7 @@ import pytest
 from experiments.speed import uneven_scores
 from kvjax import Pattern, Prefill, registry
 from kvjax.attention.patterns import KINDS
-from kvjax.cache.quantised import KV_DTYPES
+from kvjax.cache.quantised import KV_DTYPES, has_groups
 from kvjax.decoding.decode import run_decode, run_extend, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
@@ -170,10 +170,9 @@ def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     machine, shape = needs("h100"), jax.ShapeDtypeStruct
     heads, dim = CONFIG.num_kv_heads, CONFIG.head_dim
     kinds, mixed = KV_DTYPES[kind]
-    scale = shape((1, heads, PROMPT), "bfloat16")
     sizes = (1, heads, 128, dim), "bfloat16"
-    made = jax.eval_shape(lambda: [zeros(*sizes, one, mixed) for one in kinds])
-    copies = [dataclasses.replace(x, scale=scale) for x in made]
+    made = jax.eval_shape(lambda: [zeros(*sizes, one, mixed, has_groups(kinds, i)) for i, one in enumerate(kinds)])
+    copies = [dataclasses.replace(x, scale=shape((1, heads, PROMPT, *x.scale.shape[3:]), "bfloat16")) for x in made]
     width = sum(x.codes.shape[3] for x in copies)
     host, newest = shape((1, heads, PROMPT, width), copies[0].codes.dtype), shape((1,), "int32")
     query, position = shape((1, heads, 4, dim), "bfloat16"), shape((1, heads, PROMPT), "int32")

@@ -69,7 +69,7 @@ def normal(seed, *shape, dtype="float32"):
 def soiled(x: Quantised, empty) -> Quantised:
     """Scales of NaN and the largest codes where ``empty``."""
     codes = jnp.where(empty[..., None], largest(x.kind), x.codes)
-    return dataclasses.replace(x, codes=codes, scale=jnp.where(empty, jnp.nan, x.scale))
+    return dataclasses.replace(x, codes=codes, scale=jnp.where(empty[..., None] if x.grouped else empty, jnp.nan, x.scale))
 
 
 def largest(kind):

@@ -31,6 +31,8 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
+        and not key.grouped
+        and (value.packed or not value.grouped)
         and query.dtype == jnp.bfloat16
         and group <= MOST_ROWS
         and not width & (width - 1)
@@ -42,8 +44,8 @@ def takes(query: jax.Array, key: Any, value: Any) -> bool:
 def needed(group: int, width: int, dim: int, stages: int, block: int) -> int:
     """Estimate the bytes of shared memory that the kernel needs."""
     rows = pl.cdiv(group, TILE) * _tile_rows(group)
-    # The pipeline's blocks, with two scales and a position for each slot; the queries; the weights of a block.
-    return block * (stages - 1) * (width + dim + 8) + 2 * rows * 2 * (width + block)
+    # The pipeline's blocks, with scales and a position for each slot; the queries; the weights of a block.
+    return block * (stages - 1) * (width + dim + 14) + 2 * rows * 2 * (width + block)
 
 
 def _tile_rows(group: int) -> int:
@@ -53,7 +55,8 @@ def _tile_rows(group: int) -> int:
 
 def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
     """Prepare the operands that `kernel` takes for keys and values."""
-    return codes.key_operand(key.codes), key.scale, codes.pairs(value.codes), value.scale
+    scale = codes.words(value.scale) if value.grouped else value.scale
+    return codes.key_operand(key.codes), key.scale, codes.pairs(value.codes), scale
 
 
 def kernel(*refs, structure, scale, block, kinds, interpret):
@@ -65,6 +68,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
     heads, group = query_ref.shape[1:3]
     slots, splits, dim = key_ref.shape[2], out_ref.shape[1], out_ref.shape[3]
     key_kind, value_kind = kinds
+    grouped = len(value_scale_ref.shape) > len(key_scale_ref.shape)
     rows = _tile_rows(group)
     fold = 2 if rows == codes.ROWS else 1  # the output has 16 rows at least, too
 
@@ -96,22 +100,26 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
             return logits
 
         every = [hidden(x, head, asked) for x, (head, _, _, asked) in zip(products, tiles, strict=True)]
-        value_scale = jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)
+        if grouped:
+            value_scales = codes.scales_of([jnp.where(held, value_scale_ref[*at, i], 0) for i in (0, 1)])
+        else:
+            value_scales = [jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)]
 
         def weighted(logits, maximum):
             risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
             shift = finite_or_zero(risen)
             decay = codes.exp2(maximum - shift, interpret)
             weight = codes.exp2(logits - shift[:, None], interpret)
-            share = codes.folded((weight * value_scale[None, :]).astype(jnp.bfloat16), fold)
-            return risen, decay, weight, share
+            shares = [codes.folded((weight * x[None, :]).astype(jnp.bfloat16), fold) for x in value_scales]
+            return risen, decay, weight, shares
 
         found = [weighted(logits, maximum) for logits, (_, maximum, _) in zip(every, sums, strict=True)]
         channels = codes.values(value_ref[*at, :], value_kind, interpret)
 
-        def added(total, outs, risen, decay, weight, share):
+        def added(total, outs, risen, decay, weight, shares):
             kept = codes.folded(decay, fold)[:, None]
-            outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, channels, strict=True))
+            shares = shares if grouped else shares * len(channels)
+            outs = tuple(out * kept + plt.dot(share, x) for out, share, x in zip(outs, shares, channels, strict=True))
             return total * decay[:, None] + weight, risen, outs
 
         return [added(total, outs, *more) for (total, _, outs), more in zip(sums, found, strict=True)]

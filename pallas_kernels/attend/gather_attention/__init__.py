@@ -70,7 +70,7 @@ def gather_attention(
         inv_freq: float32 [D/2], radians per place; given exactly with ``place``.
         rows: the rows of an offloaded cache; only listed rows are read from host memory. ``value`` is then the
             copies [B, H, R, D] on the device, and so is ``key`` unless it has all slots. A row with a copy is read
-            from the device. If they are codes, so are the host's rows, and their scales are [B, H, S].
+            from the device. If they are codes, so are the host's rows, and their scales have all slots.
         partials: N parts of attention to other tokens, which enter the same softmax: float32 [B, H, N, G, D], and the logs of
             their denominators, float32 [B, H, N, G].
         logits: True: the result has the logits too. Only with ``page_size`` 1.
@@ -167,7 +167,7 @@ def _check(query, key, value, lists, position, inv_freq, rows):
         )
     kinds = {str(vectors(x).dtype) for x in (key, value)} | {str(host.dtype)}
     scales = [x.scale.shape for x in (key, value) if isinstance(x, Quantised)]
-    if len(kinds) > 1 or any(shape != rows_of[:3] for shape in scales):
+    if len(kinds) > 1 or any(shape[:3] != rows_of[:3] for shape in scales):
         raise ValueError(
             f"gather_attention: got key, value and host of {sorted(kinds)} with scales {scales}, expected one dtype, and "
             f"scales of all slots, {rows_of[:3]}"

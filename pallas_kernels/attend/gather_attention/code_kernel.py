@@ -33,6 +33,8 @@ def takes(query: jax.Array, key: Any, value: Any, place: Any, rows: Any) -> bool
     return (
         isinstance(key, Quantised)
         and isinstance(value, Quantised)
+        and not key.grouped
+        and (value.packed or not value.grouped)
         and query.dtype == jnp.bfloat16
         and place is None
         and rows is None
@@ -43,21 +45,12 @@ def takes(query: jax.Array, key: Any, value: Any, place: Any, rows: Any) -> bool
 
 def operands(query: jax.Array, key: Quantised, value: Quantised) -> dict[str, jax.Array]:
     """Prepare the operands that `kernel` takes for a query, keys and values: their bytes, seen in other units."""
-
-    def words(x):  # two neighbours of 16 bits are one word
-        return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int32)
-
-    found = {"query": words(query)}
+    found = {"query": codes.words(query)}
     for name, x in (("key", key), ("value", value)):
-        found |= {name: codes.pairs(x.codes), f"{name}_scale": words(x.scale.reshape(-1))}
+        found |= {name: codes.pairs(x.codes), f"{name}_scale": codes.words(x.scale if x.grouped else x.scale.reshape(-1))}
         if x.mixed:  # a constant, which takes fewer instructions to load than to compute
             found[f"{name}_signs"] = signs(codes.channels(x.kind, x.shape[3])[0].shape[0]).astype(jnp.bfloat16)
     return found
-
-
-def _halves(word: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Take the two bfloat16 of each word, as float32."""
-    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (word << 16, word & -65536))
 
 
 def _mixed(pieces: Sequence[jax.Array], matrix: jax.Array) -> list[jax.Array]:
@@ -82,7 +75,7 @@ def _queries(ref: Any, at: tuple, head: jax.Array, kind: str, matrix: Any) -> li
     size, rows = ref.shape[-1] // (2 if kind == "int4" else 1), head.shape[0]
     row = jnp.arange(max(2 * codes.ROWS, rows), dtype=jnp.int32)
     of = codes.folded(head, row.shape[0] // rows)
-    pieces = [_halves(ref[*at, of, pl.ds(first, size)]) for first in range(0, ref.shape[-1], size)]
+    pieces = [codes.both_of(ref[*at, of, pl.ds(first, size)]) for first in range(0, ref.shape[-1], size)]
     held = (row < rows)[:, None]
     found = [jnp.where(held, x, 0) for which in (0, 1) for x in (piece[which] for piece in pieces)]
     return [x.astype(jnp.bfloat16) for x in (found if matrix is None else _mixed(found, matrix))]
@@ -104,9 +97,11 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
     queries = _queries(ref["query"], (b, h), head, key_kind, key_signs)
 
     def scales(name, row, asked):
+        if len(ref[name].shape) > 1:  # each slot has a scale for each group
+            return codes.scales_of([plt.load(ref[name].at[b, h, row, i], mask=asked, other=0) for i in (0, 1)])
         at = (b * heads + h) * slots + row
-        even, odd = _halves(plt.load(ref[name].at[at >> 1], mask=asked, other=0))
-        return jnp.where((at & 1) == 0, even, odd)
+        even, odd = codes.both_of(plt.load(ref[name].at[at >> 1], mask=asked, other=0))
+        return [jnp.where((at & 1) == 0, even, odd)]
 
     def read(name, row, asked):
         channel = jnp.arange(ref[name].shape[3], dtype=jnp.int32)
@@ -117,7 +112,7 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
         entry = (step * splits + split) * block + jnp.arange(block, dtype=jnp.int32)
         row, item, asked, listed = entries.listed_rows(ref, b, h, entry, page_size)
         keys, values = read("key", row, asked), read("value", row, asked)
-        key_scale, value_scale = scales("key_scale", row, asked), scales("value_scale", row, asked)
+        (key_scale,), value_scales = scales("key_scale", row, asked), scales("value_scale", row, asked)
         keys = codes.values(keys, key_kind, interpret)
         product = functools.reduce(jnp.add, (plt.dot(q, k, trans_b=True) for q, k in zip(queries, keys, strict=True)))
         product = product if fold == 1 else jnp.sum(product.reshape(2, rows, block), axis=0)
@@ -132,10 +127,11 @@ def kernel(*refs, names, structure, scale, block, splits, page_size, kinds, inte
         shift = finite_or_zero(risen)
         decay = codes.exp2((maximum - shift) * LOG2_E, interpret)
         weight = codes.exp2((logits - shift[:, None]) * LOG2_E, interpret)
-        share = (weight * jnp.where(listed, value_scale, 0)[None, :]).astype(jnp.bfloat16)
-        share, kept = codes.folded(share, fold), codes.folded(decay, fold)[:, None]
+        shares = [(weight * jnp.where(listed, x, 0)[None, :]).astype(jnp.bfloat16) for x in value_scales]
+        shares, kept = [codes.folded(x, fold) for x in shares], codes.folded(decay, fold)[:, None]
         values = codes.values(values, value_kind, interpret)
-        outs = tuple(out * kept + plt.dot(share, x) for out, x in zip(outs, values, strict=True))
+        shares = shares * (len(values) // len(shares))  # one scale is that of all channels
+        outs = tuple(out * kept + plt.dot(share, x) for out, share, x in zip(outs, shares, values, strict=True))
         return total * decay[:, None] + weight, risen, outs
 
     total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block

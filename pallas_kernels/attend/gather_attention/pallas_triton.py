@@ -25,7 +25,7 @@ from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config, partial_shapes
 from pallas_kernels.attend.gather_attention import code_kernel, entries
 from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
-from pallas_kernels.formats.quantised import Quantised, mixed_problem, vectors
+from pallas_kernels.formats.quantised import Quantised, group_of, mixed_problem, vectors
 from pallas_kernels.host import copy_row, has_copy, sinks_of
 from pallas_kernels.numerics import merge_with, product_precision
 
@@ -53,6 +53,11 @@ def fitted(config: Config, query: jax.Array) -> Config:
     return dataclasses.replace(config, block=fitting_block(config.block, needed))
 
 
+def _grouped(x):
+    """Tell whether keys or values are codes of which each group has a scale."""
+    return isinstance(x, Quantised) and x.grouped
+
+
 def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, interpret):
     # Operands: a tree of refs in the order of `names`, in the shapes of the public function; keys and values may be codes
     # with scales. Results: out [B*H, N, G, D], lse [B*H, N, G] and, if they are wanted, logits [B, H, G, K].
@@ -70,7 +75,15 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
     precision = product_precision(queries[0].dtype)
 
     def read(name, row, asked, part):
-        """Read channels ``part`` of the keys or values at slots ``row`` [block]; codes are cast, but not scaled."""
+        """Read channels ``part`` of the keys or values at slots ``row`` [block]; codes are cast, and scaled if `_grouped`."""
+        numbers = unscaled(name, row, asked, part)
+        if not _grouped(ref[name]):
+            return numbers
+        group = group_of(part.start + jnp.arange(part.size, dtype=jnp.int32), dim)
+        scale = entries.load_rows(ref[name].scale, (b, h), row, asked, group).astype(jnp.float32)
+        return (numbers.astype(jnp.float32) * scale).astype(numbers.dtype)
+
+    def unscaled(name, row, asked, part):
         near, packed = vectors(ref[name]), isinstance(ref[name], Quantised) and ref[name].packed
 
         def load(x, row, asked, behind=0):
@@ -102,7 +115,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         logits = (
             sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
         )
-        if isinstance(ref["key"], Quantised):
+        if isinstance(ref["key"], Quantised) and not _grouped(ref["key"]):
             logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:
             logits = logits + entries.bias_of(ref["bias"], b, h, repeated, item)
@@ -113,7 +126,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
             values = kept(values, listed, interpret)
         online_softmax.store_logits(logits_ref, (b, h), repeated, entry, logits, entry < ref["slots"].shape[2])
         value_scale = None
-        if isinstance(ref["value"], Quantised):
+        if isinstance(ref["value"], Quantised) and not _grouped(ref["value"]):
             value_scale = jnp.where(listed, ref["value"].scale[b, h, row].astype(jnp.float32), 0)
         return online_softmax.add_block(sums, logits, values, precision, value_scale)
 

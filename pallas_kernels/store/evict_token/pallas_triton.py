@@ -25,8 +25,8 @@ _NEVER = jnp.iinfo(jnp.int32).max
 
 def _kernel(*refs, tokens, scored, gained, first, any_age):
     # Of all rows: limits [2] (budget and recent), cursor [B]. Of one head: `tokens` arrays of keys and values [S, D] (and
-    # scales [S]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain and a score of all
-    # heads, and the cursor [B], in the same memory.
+    # scales [S] or [S, 4]), position [S], and score [S] and gain [S] if given. Results: all of these but the gain and a
+    # score of all heads, and the cursor [B], in the same memory.
     limits_ref, cursor_ref, *refs = refs
     count = tokens + 1 + scored + gained
     given, written = refs[:count], refs[count:]

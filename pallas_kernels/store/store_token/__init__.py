@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.formats.quantised import GROUPS, Quantised
 from pallas_kernels.host import Rows
 from pallas_kernels.store.store_token import pallas_triton, reference
 
@@ -68,7 +68,7 @@ def store_token(
         inv_freq: float32 [D/2], radians per position: query and key are rotated (halves layout: pairs (i, i + D/2)) at
             ``place`` first. None stores the key as it is.
         rows: the rows of an offloaded cache. ``cache_key`` and ``cache_value`` are then its copies [B, H, R, D], and the
-            token is only written there; codes have the scales of all slots [B, H, S]. None if the cache has all slots on the
+            token is only written there; codes have the scales of all slots. None if the cache has all slots on the
             device.
         implementation: "pallas_triton" (GPU, D a power of two: one kernel), "xla", or None for the first that runs.
         platform: see ``Operation.run``.
@@ -90,7 +90,8 @@ def store_token(
     }
     for name, x in (("cache_key", cache_key), ("cache_value", cache_value)):
         if isinstance(x, Quantised):
-            shapes[f"{name}.scale"] = (x.scale, (batch, heads, slots), jnp.bfloat16)
+            groups = (GROUPS,) * x.grouped
+            shapes[f"{name}.scale"] = (x.scale, (batch, heads, slots, *groups), jnp.bfloat16)
     if inv_freq is not None:
         shapes["inv_freq"] = (inv_freq, (dim // 2,), jnp.float32)
     if query is not None:

@@ -71,8 +71,9 @@ def _kernel(*refs, structure, group, rotating, sinks):
         key, value = ([packed_ref[b, head, group + i, part] for part in halves] for i in (0, 1))
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):
-                new, scale = _quantised(_mixed(*new) if ref.mixed else new, ref.kind)
-                ref.scale[b, head, at] = scale  # all slots have their scales on the device
+                new, scales = _quantised(_mixed(*new) if ref.mixed else new, ref.kind, ref.grouped)
+                for of, scale in enumerate(scales):  # all slots have their scales on the device
+                    ref.scale[(b, head, at, *(of,) * ref.grouped)] = scale
                 if ref.packed:
                     ref.codes[b, head, row, :] = pack(*new)
                     continue
@@ -82,11 +83,20 @@ def _kernel(*refs, structure, group, rotating, sinks):
         position_ref[b, head, at] = jnp.full(head.shape, place, jnp.int32)
 
 
-def _quantised(halves, kind):
-    """Quantise rows that are given as halves [N, D/2]: codes in halves too, and scales [N]."""
+def _quantised(halves, kind, grouped):
+    """Quantise rows that are given as halves [N, D/2]: codes in halves too, and the scales [N] of each group, one or four."""
     halves = [x.astype(jnp.float32) for x in halves]
-    scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
-    return [codes_of(x, scale[:, None], kind) for x in halves], scale.astype(jnp.bfloat16)
+    if not grouped:
+        scale = scale_of(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in halves)), kind)
+        return [codes_of(x, scale[:, None], kind) for x in halves], [scale.astype(jnp.bfloat16)]
+    odd = ((jnp.arange(halves[0].shape[1], dtype=jnp.int32) & 1) == 1)[None, :]
+    codes, scales = [], []
+    for x in halves:
+        most = (jnp.max(jnp.where(odd == which, jnp.abs(x), 0), axis=1) for which in (False, True))
+        of_even, of_odd = (scale_of(each, kind) for each in most)
+        codes.append(codes_of(x, jnp.where(odd, of_odd[:, None], of_even[:, None]), kind))
+        scales += [of_even.astype(jnp.bfloat16), of_odd.astype(jnp.bfloat16)]
+    return codes, scales
 
 
 def _mixed(first, second):

@@ -99,6 +99,16 @@ def test_a_cache_whose_arrays_have_other_names_is_refused(tmp_path, monkeypatch)
         kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv"))
 
 
+def test_values_in_4_bits_with_one_scale_are_refused(tmp_path):
+    """An earlier version gave a value one scale, where each of four groups of channels has one now."""
+    cache = read("full", kv_dtype="k8v4")
+    one = [dataclasses.replace(x, scale=x.scale[..., 0]) if x.grouped else x for x in cache.layers[0].cache.codes]
+    old = dataclasses.replace(cache.layers[0], cache=dataclasses.replace(cache.layers[0].cache, codes=tuple(one)))
+    kvjax.save_cache(tmp_path / "cache", dataclasses.replace(cache, layers=(old, *cache.layers[1:])))
+    with pytest.raises(ValueError, match=r"saved by another version of kvjax, in which Full.*; prefill again"):
+        kvjax.load_cache(tmp_path / "cache", config=TINY, method="full")
+
+
 def test_an_existing_directory_is_not_overwritten(tmp_path):
     (tmp_path / "cache").mkdir()
     with pytest.raises(ValueError, match="new directory, got .*cache, which exists already"):

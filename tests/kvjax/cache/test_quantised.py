@@ -14,7 +14,7 @@ import kvjax
 from kvjax import registry
 from kvjax.cache import LayerSpec
 from kvjax.cache.offload import Near, empty_storage, offload
-from kvjax.cache.quantised import KV_DTYPES, QuantisedCache, empty_resident, row_bytes
+from kvjax.cache.quantised import KV_DTYPES, QuantisedCache, empty_resident, has_groups, row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.testing.subject import STEPS
 from pallas_kernels.formats.quantised import dequantise, quantise
@@ -62,7 +62,7 @@ def rows():
 def rounded(x, kv_dtype, which):
     """The keys (``which`` 0) or values (1) that a cache reads back."""
     kinds, mixed = KV_DTYPES[kv_dtype]
-    return np.asarray(dequantise(quantise(jnp.asarray(x), kinds[which], mixed)))
+    return np.asarray(dequantise(quantise(jnp.asarray(x), kinds[which], mixed, has_groups(kinds, which))))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,8 @@ def test_a_slot_takes_its_codes_and_two_scales():
     assert pieces.device == small and pieces.staged == row
     cache = jax.eval_shape(lambda: kvjax.decoding.layers.blank_cache(kvjax.make("full"), config, kv_dtype="int8"))
     assert {state.cache.slot_bytes for state in cache.layers} == {260} == {row_bytes(128, "bfloat16", "int8")}
-    assert [row_bytes(128, "bfloat16", kind) for kind in (None, "k8v4", "int4")] == [512, 196, 132]
+    assert [row_bytes(128, "bfloat16", kind) for kind in (None, "k8v4", "int4")] == [512, 202, 138]
+    assert [row_bytes(dim, "bfloat16", "k8v4") for dim in (64, 6)] == [64 + 32 + 2 + 8, 6 + 3 + 4]  # 6: one scale each
     paris = kvjax.make("pariskv", offload=True)
     wide, codes = (
         kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8")
