@@ -58,7 +58,11 @@ def shape_of(path: str, value: Any) -> tuple[int, ...]:
 
 
 def product(
-    x: jax.Array, kernel: Any, dense: Callable[[jax.Array, jax.Array], jax.Array], bias: jax.Array | None = None
+    x: jax.Array,
+    kernel: Any,
+    dense: Callable[[jax.Array, jax.Array], jax.Array],
+    bias: jax.Array | None = None,
+    **passing: Any,
 ) -> jax.Array:
     """Multiply ``x`` [B, T, K] with a kernel [K, ...], and add a bias: every product with a kernel of the layers.
 
@@ -67,12 +71,13 @@ def product(
         kernel: an array in any dtype, or its codes.
         dense: multiplies with a kernel in the dtype of ``x``.
         bias: of the shape of a result's row.
+        **passing: what a product with codes does in passing, see `coded_product`.
 
     Returns:
         [B, T, ...] in the dtype of ``x``.
     """
     if isinstance(kernel, CodedMatrix):
-        made = coded_product(x, kernel)
+        made = coded_product(x, kernel, **passing)
         return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
     matrix = kernel.astype(x.dtype)
 
@@ -118,12 +123,12 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]."""
+    def __call__(self, x: jax.Array, **passing: Any) -> jax.Array:
+        """Project ``x`` [B, T, K], in the dtype of computation, to [B, T, N]; ``passing`` as in `product`."""
         config, wide = self.config, (self.features,)
         kernel = stored(self, f"{self.name}/kernel", config, (x.shape[-1], *wide))
         bias = stored(self, f"{self.name}/bias", config, wide).astype(config.dtype) if self.use_bias else None
-        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias)
+        return product(x, kernel, lambda x, kernel: jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ()))), bias, **passing)
 
 
 class Kernel(nn.Module):
@@ -145,14 +150,20 @@ class MLP(nn.Module):
     inner: int | None = None  # F; None: the model's
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the MLP to ``x`` [B, T, d]; return [B, T, d]."""
+    def __call__(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+        """Apply the MLP to ``x`` [B, T, d]; return [B, T, d].
+
+        With the ``scale`` [d] of a norm ``x`` is the stream before the norm, and the result is the stream after the MLP.
+        """
         config, act = self.config, ACTIVATIONS[self.config.activation]
         width = config.intermediate_size if self.inner is None else self.inner
         if not config.mlp_gate:
             inner = Dense(config, width, name="inner")(x.astype(config.dtype))
             return axes.total(Dense(config, config.hidden_size, name="down")(act(inner)))
         kernel = Kernel(config, (config.hidden_size, 2, width), name="gate_up")()
+        if scale is not None:
+            gated = coded_product(x, kernel, scale=scale, eps=config.rms_norm_eps, gated=True)
+            return Dense(config, config.hidden_size, name="down")(gated, residual=x)
         both = product(x.astype(config.dtype), kernel, lambda x, kernel: jnp.einsum("btd,dgf->btgf", x, kernel))
         gated = act(both[..., 0, :]) * both[..., 1, :]
         return axes.total(Dense(config, config.hidden_size, name="down")(gated))

@@ -69,6 +69,13 @@ def check_rope(owner: str, scaling: RopeRule | None, rotated: int) -> None:
         )
 
 
+def plain_layer(config: Any) -> bool:
+    """Tell whether a layer is norm, attention, norm and MLP, gated by silu, with nothing between products and the stream."""
+    norms = config.norm == "rms" and config.norm_place == "before" and config.residual_multiplier == 1
+    others = config.experts, config.latent, config.linear
+    return norms and config.mlp_gate and config.activation == "silu" and not config.out_bias and others == (None,) * 3
+
+
 def check_parts(config: Any) -> None:
     """Refuse parts of a `ModelConfig` that no layer can have.
 

@@ -47,14 +47,14 @@ import jax.numpy as jnp
 from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 from pallas_kernels.layer.add_norm import rms_norm
-from pallas_kernels.layer.coded_product import coded_product
+from pallas_kernels.layer.coded_product import MOST_VECTORS, coded_product
 
 from .config import ModelConfig
 from .experts import Experts, mix, mixed_bias, route
 from .latent_layers import LatentAttention, RoutedMLP
 from .linear.layer import GatedDelta
 from .modules import MLP, Dense, Kernel, Norm, Scale, stored
-from .parts import final_logits, wide_qk_norm, without_gates
+from .parts import final_logits, plain_layer, wide_qk_norm, without_gates
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
@@ -67,18 +67,25 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None
+        self,
+        x: jax.Array,
+        attend: Attend,
+        state: Any,
+        before: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
 
-        ``before`` [B, T, d] is the ``x`` of the previous layer, if ``attend`` is to get this layer's query for it.
+        ``before`` [B, T, d] is the ``x`` of the previous layer, if ``attend`` is to get this layer's query for it. With the
+        ``scale`` [d] of a norm ``x`` is the stream before the norm, and the stream is returned with the update added.
         """
         config = self.config
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
         batch, length, _ = x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)  # one product, which reads the weights once
         wide = heads * (group * (2 if config.output_gate else 1) + 2) * dim
-        qkv = Dense(config, wide, config.qkv_bias, name="qkv")(rows.astype(config.dtype))
+        normed = {} if scale is None else {"scale": scale, "eps": config.rms_norm_eps}
+        qkv = Dense(config, wide, config.qkv_bias, name="qkv")(rows.astype(config.dtype), **normed)
         qkv, gate = without_gates(qkv.reshape(batch, rows.shape[1], heads, -1, dim), group)
         if config.qk_norm:
             # All heads are normalised in one pass, because norms of slices would be five launches. The pass comes before the
@@ -112,7 +119,8 @@ class Attention(nn.Module):
         out = out.astype(config.dtype)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate[:, :length].reshape(out.shape))
-        out = axes.total(Dense(config, config.hidden_size, name="out")(out))
+        added = {} if scale is None else {"residual": x}
+        out = axes.total(Dense(config, config.hidden_size, name="out")(out, **added))
         if config.out_bias:
             out = out + Kernel(config, (config.hidden_size,), "bias", name="out_bias")().astype(out.dtype)[None, None]
         return out, state
@@ -159,21 +167,28 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any, before: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, Any, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None, Any, jax.Array]:
         """Run the layer on a residual stream to which the last update of the previous layer is not added yet.
 
         Args:
             x: [B, T, d], the stream.
-            update: [B, T, d], the last update of the previous layer; None in the first layer.
+            update: [B, T, d], the last update of the previous layer; None if there is none.
             attend: the caller's attention.
             state: the caller's state of this layer.
             before: [B, T, d], the attention input of the previous layer, if ``attend`` is to get a guessed query.
 
         Returns:
             The stream after this layer's attention, this layer's own last update, the new state, and this layer's attention
-            input. The last update is not added yet: one launch in the next layer computes the sum and its norm.
+            input. The last update is not added yet: one launch in the next layer computes the sum and its norm. It is None
+            where products add their results to the stream.
         """
         config, layer, experts = self.config, self.layer, self.config.experts
+        if before is None and self._in_passing(x):
+            x = x if update is None else x + update
+            scale, of_mlp = (Scale(config, config.hidden_size, name=name)() for name in ("attention_norm", "mlp_norm"))
+            given = rms_norm(x, scale, config.rms_norm_eps)  # computed only if the next layer's query is guessed from it
+            x, state = Attention(config, layer, name="attention")(x, attend, state, scale=scale)
+            return MLP(config, name="mlp")(x, of_mlp), None, state, given
         x, given = self._enter("attention_norm", x, update)
         if config.linear is not None and layer in config.linear.layers:
             update, state = GatedDelta(config, layer, name="linear")(given, attend, state)
@@ -187,6 +202,21 @@ class Block(nn.Module):
             return x, self._leave("", update + mlp(given)), state, given
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))
         return x, self._leave("mlp_out_norm", mlp(normed)), state, given
+
+    def _in_passing(self, x: jax.Array) -> bool:
+        """Tell whether products compute norms, gates and sums of the layer in passing: with codes, for a few rows ``x``."""
+        stored = self.variables.get("params", {})
+        places = (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down"))
+        kernels = [stored.get(part, {}).get(name, {}).get("kernel") for part, name in places]
+        scales = [stored.get(name, {}).get("scale") for name in ("attention_norm", "mlp_norm")]
+        return (
+            all(isinstance(kernel, CodedMatrix) for kernel in kernels)
+            and all(scale is not None and scale.dtype == x.dtype for scale in scales)
+            and math.prod(x.shape[:-1]) <= MOST_VECTORS
+            and x.dtype == jnp.dtype(self.config.dtype)
+            and plain_layer(self.config)
+            and not axes.is_split(axes.MODEL)
+        )
 
     def _enter(self, name: str, x: jax.Array, update: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Add the last update to the stream; return the sum, and what attention or MLP reads."""
@@ -296,7 +326,8 @@ class Transformer(nn.Module):
             new_states.append(state)
         if last is not None:
             at = last[:, None, None]
-            x, update = (None if y is None else jnp.take_along_axis(y, at, axis=1)[:, 0] for y in (x, update))
-        _, x = Norm(config, name="final_norm")(x, update)
+            x, update = jax.tree.map(lambda y: jnp.take_along_axis(y, at, axis=1)[:, 0], (x, update))
+        norm = Norm(config, name="final_norm")
+        x = norm(x) if update is None else norm(x, update)[1]
         head = table if config.tie_word_embeddings else Table(config, name="lm_head")
         return head.logits(x), tuple(new_states)

@@ -108,6 +108,15 @@ def device_bytes(compiled: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
+def launches(compiled: Any) -> list[tuple[str, str]]:
+    """What the entry of a GPU program launches, in its order: the kind of instruction, and the operation it comes from."""
+    entry = compiled.as_text().partition("\nENTRY ")[2]
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+    found = re.findall(r"^ +(?:ROOT )?\S+ = .*? ([a-z][\w-]*)\((.*)$", entry, re.MULTILINE)
+    named = ((kind, re.search(r'op_name="([^"]*)"', rest)) for kind, rest in found if kind not in free)
+    return [(kind, name[1] if name else "") for kind, name in named]
+
+
 def crossing(compiled: Any, within: str = "") -> list[int]:
     """Elements of each array that a program sends between devices, in the instructions whose names have ``within``."""
     sizes: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,7 @@ from kvjax.decoding.prefill import run_prefill
 from models import param_shapes, shapes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
+from tests.compile_only.compiling import launches
 from tests.compile_only.test_methods import needs
 
 COUNT, WIDTH = 14336, 4096
@@ -42,6 +44,37 @@ def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
     compiled = needs("h100").compile(coded_product, jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), matrix(bits))
     held = 0 if rows <= few_vectors.MOST_VECTORS else 2 * rows * WIDTH  # the vectors in another order
     assert f"coded_product_{bits}" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes == held
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.thorough
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_norm_gates_and_sum_in_passing_spill_nothing_either(bits, rows):
+    x, scale = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16)
+    gates = jax.tree.map(lambda part: jax.ShapeDtypeStruct((2, COUNT // 2, part.shape[1]), part.dtype), matrix(bits))
+
+    def run(x, gates, scale, residual):
+        return coded_product(x, gates, scale=scale, eps=1e-5, gated=True, residual=residual)
+
+    residual = jax.ShapeDtypeStruct((rows, COUNT // 2), jnp.bfloat16)
+    assert held(needs("h100"), run, x, gates, scale, residual) == 0
+
+
+@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
+def test_a_layer_of_a_step_launches_four_products_and_three_kernels_of_attention(weight_dtype):
+    """A launch takes more than a microsecond: see `docs/notebook/weights.md`."""
+    machine, config = needs("h100"), dataclasses.replace(shapes.llama31_8b(), num_layers=2)
+    params, one = param_shapes(config, weight_dtype), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    prompt = jax.ShapeDtypeStruct((1, 32768), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    run = functools.partial(run_prefill, method=registry.make("snapkv"), model=config, max_new_tokens=64, chunk_size=4096)
+    with machine.assumed():
+        cache = jax.eval_shape(run, params, *prompt)
+    step = machine.compile(run_step, params, cache, one, jax.ShapeDtypeStruct((1, 1), bool), donate_argnums=1)
+    product = f"coded_product_{weight_dtype[-1]}"
+    attention = [product, "store_token", "dense_decode", "merge_splits", product]
+    assert [name.split("/")[-2] for _, name in launches(step) if "layers_1" in name] == [*attention, product, product]
 
 
 @pytest.mark.xdist_group("compile_only")

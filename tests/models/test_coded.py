@@ -86,11 +86,28 @@ def test_a_model_in_codes_computes_what_its_numbers_compute(directory, weight_dt
     params = loaded(directory, weight_dtype)
     shapes = param_shapes(CONFIG, weight_dtype)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
-    np.testing.assert_allclose(run(CONFIG, params, TOKENS), run(CONFIG, floats(params), TOKENS), atol=2e-5)
+    for tokens in (TOKENS, TOKENS[:, :3]):  # of few tokens products compute norms, gates and sums in passing
+        np.testing.assert_allclose(run(CONFIG, params, tokens), run(CONFIG, floats(params), tokens), atol=2e-5)
     whole = from_pretrained(directory)[0]
     off = np.abs(run(CONFIG, params, TOKENS) - run(CONFIG, whole, TOKENS)).max()
     assert 0 < off < {"int8": 0.02, "int4": 0.12}[weight_dtype]
     assert CONFIG.weight_bytes(params, 1) < {"int8": 0.27, "int4": 0.17}[weight_dtype] * CONFIG.weight_bytes(whole, 1)
+
+
+@pytest.mark.parametrize("guess", [(), (1,)])
+def test_layers_of_few_tokens_in_passing_ask_and_guess_as_layers_of_many(directory, guess):
+    """The queries, keys, values and guessed queries of each layer."""
+    seen = []
+
+    def attend(layer, state, q, *rest):
+        seen.append((q, *rest))
+        return q, state
+
+    for tokens in (TOKENS[:, :3], TOKENS[:, :5]):
+        CONFIG.apply(loaded(directory, "int8"), tokens, attend, (None, None), guess=guess)
+    assert [len(arrays) for arrays in seen] == [3, 3 + len(guess)] * 2
+    for few, many in zip(jax.tree.leaves(seen[:2]), jax.tree.leaves(seen[2:]), strict=True):
+        np.testing.assert_allclose(few, many[..., :3, :], atol=1e-6)
 
 
 @every_dtype

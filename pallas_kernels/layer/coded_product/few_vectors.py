@@ -9,11 +9,17 @@ is exact; sums of pieces are in float32.
 
 In 4 bits the low codes of four bytes are multiplied at a time, and then the high codes, which stay in their high bits and so
 count 16 times.
+
+What lies between two products of a layer is done in passing, because a launch takes about as long as reading 5 MB. A program
+reads whole vectors, so it knows their norm: it multiplies their numbers by the scale of the norm before they become
+integers, and the finished products by the factor of the norm. Half of the rows of a program can be gates, and the other half
+what they multiply. A residual is added to what is written.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -68,23 +74,28 @@ def _pieces(x):
     return x.reshape(*x.shape[:-1], x.shape[-1] // _PIECE, _PIECE)
 
 
-def _integers(x_ref, vector, places, interpret):
-    """Read the numbers that words [S] multiply, four for each word and for each of ``places``, int32 [S] in pairs.
+def _numbers(ref, lead, places):
+    # For each place the four bfloat16 numbers from word ``at`` [S] on, float32 [S].
+    words = [(ref[*lead, at], ref[*lead, at + 1]) for at in places]
+    halves = [[half for word in two for half in (word << 16, word & -65536)] for two in words]
+    return [[lax.bitcast_convert_type(half, jnp.float32) for half in four] for four in halves]
+
+
+def _integers(stored, interpret):
+    """Write the numbers that words [S] multiply, four for each word and for each place, float32 [S], in pairs.
 
     Returns:
         For each place two pairs of integers, int32 [S], and the sum of a piece's numbers, float32 [S / 4]; and the unit of
         each piece, float32 [S / 4], which is NaN if a number is not finite.
     """
-    stored = [(x_ref[vector, at], x_ref[vector, at + 1]) for at in places]
-    sizes = [half & 0x7FFF for words in stored for word in words for half in (word, word >> 16)]
+    sizes = [lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF for numbers in stored for x in numbers]
     largest = jnp.max(_pieces(functools.reduce(jnp.maximum, sizes)), axis=-1)
-    exponent = jnp.maximum(largest >> 7, _LEAST)
+    exponent = jnp.maximum(largest >> 23, _LEAST)
     units = lax.bitcast_convert_type((254 + _TOP - exponent) << 23, jnp.float32)  # how many units are 1
-    units = jnp.broadcast_to(units[:, None], (units.shape[0], _PIECE)).reshape(places[0].shape)
+    units = jnp.broadcast_to(units[:, None], (units.shape[0], _PIECE)).reshape(stored[0][0].shape)
     unit = jnp.where(exponent == _NONE, jnp.nan, lax.bitcast_convert_type((exponent - _TOP) << 23, jnp.float32))
     made = []
-    for words in stored:
-        numbers = [lax.bitcast_convert_type(bits, jnp.float32) for word in words for bits in (word << 16, word & -65536)]
+    for numbers in stored:
         shifted = [_fused(x, units, jnp.full_like(x, _EXACT), interpret) for x in numbers]
         whole = [lax.bitcast_convert_type(x, jnp.int32) for x in shifted]
         pairs = [
@@ -95,13 +106,20 @@ def _integers(x_ref, vector, places, interpret):
     return made, unit
 
 
-def _kernel(x_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, interpret):
-    # x int32 [B, K / 2]; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale, minimum int32 [N, G / 2]; out [B, N].
-    least_ref, out_ref = refs if bits == 4 else (None, *refs)
-    row = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-    safe = jnp.minimum(row, codes_ref.shape[0] - 1)
+def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
+    # x int32 [B, K / 2]; scale of a norm int32 [K / 2], or none; codes int32 [N, W]; 8 bits: scale [N, G]; 4 bits: scale,
+    # minimum int32 [N, G / 2]; residual like out, or none; out [B, N], or with gates [B, N / 2].
+    *refs, out_ref = refs
+    residual_ref = refs.pop() if residual else None
+    least_ref = refs.pop() if bits == 4 else None
+    x_ref, *norm_ref, codes_ref, scale_ref = refs
+    norm_ref = norm_ref[0] if norm_ref else None
+    count, width = out_ref.shape[1], 2 * x_ref.shape[1]
+    lane, wide = jnp.arange(block, dtype=jnp.int32), block // 2 if gated else block  # gates come first
+    out = pl.program_id(0) * wide + jnp.arange(wide, dtype=jnp.int32)
+    safe = jnp.minimum(pl.program_id(0) * wide + lane % wide, count - 1) + lane // wide * count
 
-    def added(i, totals):
+    def added(i, carried):
         word = i * span + jnp.arange(span, dtype=jnp.int32)
         words = codes_ref[safe[:, None], word[None, :]]
         places = [2 * word]
@@ -115,9 +133,15 @@ def _kernel(x_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, inter
             scales[1] = scales[1] * (1 / 16)
         else:
             scales, minima = [] if by_row else [scale_ref[at].astype(jnp.float32)], []
+        factors = None if norm_ref is None else _numbers(norm_ref, (), places)
         made = []
-        for vector, total in enumerate(totals):
-            parts, unit = _integers(x_ref, vector, places, interpret)
+        for vector, (total, *squares) in enumerate(carried):
+            stored = _numbers(x_ref, (vector,), places)
+            for x in itertools.chain(*stored):
+                squares = [_fused(x, x, square, interpret) for square in squares]
+            if factors is not None:
+                stored = [[x * y for x, y in zip(*two, strict=True)] for two in zip(stored, factors, strict=True)]
+            parts, unit = _integers(stored, interpret)
             products = [
                 _products(words, pairs, *each, interpret) for (pairs, _), each in zip(parts, _BYTES[bits], strict=True)
             ]
@@ -128,17 +152,25 @@ def _kernel(x_ref, codes_ref, scale_ref, *refs, bits, block, span, by_row, inter
             total = _fused(scaled, unit[None], total, interpret)
             for (_, number), least in zip(parts, minima, strict=bits == 4):
                 total = _fused(number[None], least, total, interpret)
-            made.append(total)
+            made.append((total, *squares))
         return tuple(made)
 
-    none = (jnp.zeros((block, span // _PIECE), jnp.float32),) * x_ref.shape[0]
-    steps = codes_ref.shape[1] // span
-    totals = added(0, none) if steps == 1 else lax.fori_loop(0, steps, added, none)
-    for vector, total in enumerate(totals):
+    none = jnp.zeros((block, span // _PIECE), jnp.float32)
+    none = (none,) if norm_ref is None else (none, jnp.zeros((span,), jnp.float32))
+    steps, none = codes_ref.shape[1] // span, (none,) * x_ref.shape[0]
+    for vector, (total, *squares) in enumerate(added(0, none) if steps == 1 else lax.fori_loop(0, steps, added, none)):
         made = jnp.sum(total, axis=-1)
         if by_row:
             made = made * scale_ref[safe, 0].astype(jnp.float32)
-        plt.store(out_ref.at[vector, row], made.astype(out_ref.dtype), mask=row < codes_ref.shape[0])
+        if squares:
+            made = made * lax.rsqrt(jnp.sum(squares[0]) / width + eps)
+        if gated:
+            both, first = made.reshape(2, wide), jnp.arange(2)[:, None] == 0
+            gate, other = (jnp.sum(jnp.where(first == which, both, 0), axis=0) for which in (True, False))
+            made = gate / (1 + jnp.exp(-gate)) * other
+        if residual:
+            made = made + residual_ref[vector, jnp.minimum(out, count - 1)].astype(jnp.float32)
+        plt.store(out_ref.at[vector, out], made.astype(out_ref.dtype), mask=out < count)
 
 
 def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
@@ -148,26 +180,41 @@ def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
     return {"block": 8, "span": 256 if bits == 4 else 512 if rows < MANY_ROWS else 1024}
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "interpret"))
-def coded_product(x, matrix, *, dtype, block: int, span: int, num_warps: int = 4, interpret=False):
+_STATIC = ("dtype", "eps", "gated", "block", "span", "num_warps", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def coded_product(
+    x, matrix, scale, residual, *, dtype, eps, gated, block: int, span: int, num_warps: int = 4, interpret=False
+):
     """Multiply x [B, K] with a matrix of one axis N, ``block`` rows of it per program, ``span`` words at a time: [B, N].
 
     Equal calls of a program are one call under `jax.jit`: they are lowered once.
     """
     count, bits = matrix.codes.shape[0], matrix.bits
     words = lax.bitcast_convert_type(matrix.codes.reshape(count, -1, 4), jnp.int32)
-    operands = [lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.int32), words, matrix.scales]
+    parts = [matrix.scales]
     if bits == 4:
         minima = jnp.zeros_like(matrix.scales) if matrix.minima is None else matrix.minima
         halves = (part.astype(jnp.float16).reshape(count, -1, 2) for part in (matrix.scales, minima))
-        operands[2:] = (lax.bitcast_convert_type(part, jnp.int32) for part in halves)
+        parts = [lax.bitcast_convert_type(part, jnp.int32) for part in halves]
+    vectors = [lax.bitcast_convert_type(a.reshape(*a.shape[:-1], -1, 2), jnp.int32) for a in (x, scale) if a is not None]
+    operands = [*vectors, words, *parts, *([] if residual is None else [residual])]
     kernel = functools.partial(
-        _kernel, bits=bits, block=block, span=math.gcd(span, words.shape[1]), by_row=matrix.by_row, interpret=interpret
+        _kernel,
+        bits=bits,
+        block=block,
+        span=math.gcd(span, words.shape[1]),
+        by_row=matrix.by_row,
+        eps=eps,
+        gated=gated,
+        residual=residual is not None,
+        interpret=interpret,
     )
     return triton_call(
         kernel,
         grid=(pl.cdiv(count, block),),
-        out_shape=jax.ShapeDtypeStruct((len(x), count), dtype),
+        out_shape=jax.ShapeDtypeStruct((len(x), count // 2 if gated else count), dtype),
         num_warps=num_warps,
         interpret=interpret,
         name=f"coded_product_{bits}",

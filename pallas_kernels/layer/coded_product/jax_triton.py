@@ -17,7 +17,7 @@ _SPAN = 128  # bytes of a row that are loaded at once, if the row has one scale
 _SPANS = 4  # groups or chunks of a step, if it has several
 
 
-def coded_product(x, matrix, *, dtype):
+def coded_product(x, matrix, *, dtype, **_):
     """Multiply up to 16 vectors x [..., K]: codes become bfloat16, products and what scales them are float32."""
     from pallas_kernels.layer.coded_product import jax_triton_body
 
@@ -45,7 +45,9 @@ def coded_product(x, matrix, *, dtype):
     return made.reshape(*x.shape[:-1], *matrix.lead)
 
 
-def check(x, matrix, *, dtype):
-    """Raise ``NotImplementedError`` where "pallas_triton" does, and where the package is missing."""
+def check(x, matrix, *, dtype, scale=None, eps=0.0, gated=False, residual=None):
+    """Raise ``NotImplementedError`` where "pallas_triton" does, for more than a product, and without the package."""
     pallas_triton.check(x, matrix, dtype=dtype)
+    if gated or scale is not None or residual is not None:
+        raise NotImplementedError("got a norm, gates or a residual, expected a product alone")
     package()

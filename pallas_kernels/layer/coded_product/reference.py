@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
+from pallas_kernels.layer.add_norm.reference import rms_norm
 from pallas_kernels.machine import current_machine
 
 _TILE = 1 << 22  # decoded numbers at a time, at most
@@ -16,13 +17,24 @@ _LEAST = 16  # rows of the matrix in a tile, at least; a matrix whose rows no ti
 _LAST = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 
 
-def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
+def coded_product(
+    x: Array,
+    matrix: CodedMatrix,
+    *,
+    dtype: jnp.dtype,
+    scale: Array | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Array | None = None,
+) -> Array:
     """Multiply in plain JAX, tile by tile; see `pallas_kernels.layer.coded_product.coded_product`.
 
     Compilers for TPUs and for GPUs with bfloat16 fuse the conversion of int8 into a product. They do not fuse what 4 bits
     need, and compilers for CPUs and older GPUs fuse neither: there a loop decodes and multiplies some rows of the matrix at
     a time.
     """
+    if scale is not None:
+        x = rms_norm(x, scale, eps)
     rows, flat = x.reshape(-1, x.shape[-1]), matrix.flat
     if flat.by_row:
         machine = current_machine()
@@ -30,7 +42,11 @@ def coded_product(x: Array, matrix: CodedMatrix, *, dtype: jnp.dtype) -> Array:
         made = _by_row(rows, flat) if fused else _tiled(_by_row, rows, flat)
     else:
         made = _tiled(_by_group, rows, flat)
-    return made.astype(dtype).reshape(*x.shape[:-1], *matrix.lead)
+    made = made.astype(dtype).reshape(*x.shape[:-1], *matrix.lead)
+    if gated:
+        gates, others = jnp.moveaxis(made, x.ndim - 1, 0)
+        made = jax.nn.silu(gates) * others
+    return made if residual is None else residual + made
 
 
 def _by_row(rows: Array, matrix: CodedMatrix) -> Array:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, taken
-from pallas_kernels.layer.coded_product import CODED_PRODUCT, coded_product, pallas_triton
-from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, one_shape
+from pallas_kernels.layer.coded_product import CODED_PRODUCT, MOST_VECTORS, coded_product, pallas_triton
+from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, one_shape
 
 RUN = {
     "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
@@ -69,6 +69,43 @@ def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
     expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
     error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
     assert (error < 2e-5).all()
+
+
+def passed(x, *, numbers, scale=None, gated=False, residual=None):
+    """In float64: a norm, the product with ``numbers``, gates, and a sum."""
+    x, scale, residual = (None if a is None else np.asarray(a, np.float64) for a in (x, scale, residual))
+    x = x if scale is None else x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * scale
+    made = x @ numbers.T
+    if gated:
+        gates, others = np.split(made, 2, axis=-1)
+        made = gates / (1 + np.exp(-np.maximum(gates, -700))) * others
+    return made if residual is None else residual + made
+
+
+@every_body
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", one_shape([3, 22, 192], [1, 22, 448], [4, 32, 2048]))
+@pytest.mark.parametrize("names", one_shape(["scale gated residual"], ["scale"], ["gated"], ["residual"]))
+def test_norm_gates_and_sum_in_passing_equal_float64_and_nan_stays_in_its_row(name, kind, shape, names):
+    (rows, count, width), rng = shape, np.random.default_rng(1)
+    matrix, numbers, _ = draw(kind, count, width)
+    gated = "gated" in names[0]
+    small = 0.1 / width**0.5  # gates are numbers of about 1
+    x = jnp.asarray(rng.normal(size=(rows, width)) * small, jnp.bfloat16)
+    arrays = {
+        "scale": jnp.asarray(rng.normal(size=width) * small, jnp.bfloat16),
+        "residual": jnp.asarray(rng.normal(size=(rows, count // 2 if gated else count)), jnp.float32),
+    }
+    arrays = {key: value for key, value in arrays.items() if key in names[0]}
+    expected = passed(x, numbers=numbers, gated=gated, **arrays)
+    if gated:
+        matrix = jax.tree.map(lambda part: part.reshape(2, count // 2, -1), matrix)
+    if rows > 1:
+        x = x.at[1, 7].set(jnp.nan)
+    got = np.asarray(compiled(RUN[name], eps=1e-6, gated=gated)(x, matrix, **arrays))
+    assert rows == 1 or np.isnan(got[1]).all()
+    error = np.abs(got - expected)[np.arange(rows) != 1].max() / np.abs(expected).max()
+    assert error < (2e-2 if name == "xla" else 2e-4)  # plain JAX rounds the norm to bfloat16, as a norm of its own does
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,6 +165,13 @@ def test_a_derivative_goes_through_plain_jax():
 def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     with pytest.raises(ValueError, match=r"got x float32 \(2, 64\) and a matrix \(40, 128\), expected floats \[..., 128\]"):
         coded_product(jnp.zeros((2, 64)), draw("8 bits")[0])
+    x = jnp.zeros((2, 128))
+    with pytest.raises(ValueError, match=r"got a scale float32 \(64,\), expected float32 \(128,\)"):
+        coded_product(x, draw("8 bits")[0], scale=jnp.ones(64))
+    with pytest.raises(ValueError, match=r"got a residual float32 \(2, 128\), expected float32 \(2, 40\)"):
+        coded_product(x, draw("8 bits")[0], residual=x)
+    with pytest.raises(ValueError, match=r"got gates and a matrix \(40, 128\), expected \[2, N, 128\]"):
+        coded_product(x, draw("8 bits")[0], gated=True)
     for rows, dtype, width, chosen in (
         (1, "bfloat16", 128, "pallas_triton"), (16, "bfloat16", 128, "pallas_triton"), (17, "bfloat16", 128, "xla"),
         (1, "float32", 128, "xla"), (1, "bfloat16", 96, "xla"),
@@ -135,6 +179,8 @@ def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
         codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
         x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
         assert CODED_PRODUCT.resolve(x, matrix, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
+        chosen = chosen if rows <= MOST_VECTORS else "xla"
+        assert CODED_PRODUCT.resolve(x, matrix, gated=True, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
 
 
 def test_jax_triton_takes_what_the_first_implementation_takes_and_names_what_is_missing(monkeypatch):
