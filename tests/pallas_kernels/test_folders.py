@@ -151,10 +151,12 @@ def test_every_implementation_is_named_in_a_test(name):
 UNREAD = {
     ("bucket_matches", "pallas_triton"): {"num_bits"},  # a bound of the ids, which are compared as they are
     ("bucket_matches", "xla"): {"num_bits"},
+    ("kth_select", "jax_triton"): {"lse"},  # refused by its check
     ("match_select", "pallas_triton"): {"num_bits"},
     ("match_select", "xla"): {"num_bits"},
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
     ("dense_attention", "cudnn"): {"limit", "block"},
+    ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
     ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check

@@ -10,8 +10,8 @@ from pallas_kernels._triton.pallas import pl
 from pallas_kernels.choose.kth_select import pallas_triton
 
 
-def kth_select(score, budget, capacity):
-    """Return slots, keep and count, as the operation does."""
+def kth_select(score, budget, capacity, lse=None):
+    """Return slots, keep and count, as the operation does; ``check`` refuses ``lse``."""
     from pallas_kernels.choose.kth_select import jax_triton_body
 
     shape, slots = score.shape[:2], score.shape[2]
