@@ -11,7 +11,8 @@ from kvjax.method import Method
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # order of the tables; other baselines follow
-POSITIONS = ("ntk", "pi", "selfextend")  # Full for texts beyond the length that the model was trained for
+_DIVIDED = ("ntk", "pi")  # methods whose positions or frequencies are divided by a factor
+POSITIONS = (*_DIVIDED, "selfextend")  # Full for texts beyond the length that the model was trained for
 _ALL_READ = ("full", *POSITIONS, "prefill")  # methods whose steps read all tokens on purpose
 MEASURED = ("duoattention", "headkv")  # methods that need a file of scores of a model's heads: `--set headkv.scores=PATH`
 _OTHERS = tuple(name for name in registry.builtin() if name not in ("full", *PAPERS, *_ORDER, *POSITIONS, *MEASURED))
@@ -50,7 +51,7 @@ def paper_method(
         name: the method's name, its path, or a text with brackets; see `kvjax.registry.parse_method`.
         length: tokens of context, question and answer.
         tokenizer: the model's tokenizer, for methods that need one.
-        config: the model; None if there is no tokenizer.
+        config: the model, with the length that it was made for; None if it is not known.
         given: knobs that replace the paper's knobs. Budgets may be shares of the length such as "1/8", and methods inside of
             a wrapper may be names or ``{name: knobs}``.
 
@@ -76,6 +77,8 @@ def paper_method(
         return paper_method(inner_name, length, tokenizer=tokenizer, config=config, given=knobs).method
 
     knobs, note = _SCALED[name](length) if name in _SCALED else ({}, "")
+    if name in _DIVIDED and config is not None:
+        knobs, note = _factor(length, config.max_position_embeddings)
     if name not in ("full", *_SCALED) and "budget" in cls.__dataclass_fields__ and not inner:
         knobs, note = {"budget": length // BASELINE_SHARE}, f"1/{BASELINE_SHARE} of the context"
     if knobs.keys() & asked.keys():  # the note describes knobs that are replaced
@@ -103,6 +106,8 @@ def preset_knobs(name: str) -> set[str]:
     """List the knobs that `paper_method` sets where they are not given."""
     if name in _SCALED:
         return {*_SCALED[name](1 << 17)[0]}
+    if name in _DIVIDED:
+        return {"factor"}
     cls = registry.find(name)
     return {"budget"} & {*cls.__dataclass_fields__} if not registry.inner_fields(cls) else set()
 
@@ -170,6 +175,13 @@ def _share(total: int, length: int) -> tuple[float, str]:
         return 1.0, ""
     share = length / 4 / total
     return share, f"the paper's {total} tokens scaled by {share:.3f} to fit {length}"
+
+
+def _factor(length: int, window: int) -> tuple[dict[str, Any], str]:
+    """Divide by the length over the model's window, as the papers do, and by 1 within the window, which changes nothing."""
+    factor = max(1.0, length / window)
+    told = f"{length} tokens over the model's {window}" if factor > 1 else f"as Full: {length} tokens fit the model's {window}"
+    return {"factor": factor}, told
 
 
 def _tokenselect(length: int) -> tuple[dict[str, Any], str]:

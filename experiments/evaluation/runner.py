@@ -93,11 +93,12 @@ class Runner:
                 f"max_length={longest} uses positions that it was not trained for, so take a method that re-numbers them "
                 f"({', '.join(registry.extrapolating())})"
             )
+        self._made_for = model.config  # NTK and PI divide by the length over what the model was made for, not over max_length
         if limit > model.config.max_position_embeddings:
             model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=limit))
         model = dataclasses.replace(model, kv_dtype=settings.kv_dtype)
         for choice in settings.choices if settings.kv_dtype else ():  # before anything runs
-            method = choice.at(longest or limit, model.tokenizer, model.config, {}).method
+            method = choice.at(longest or limit, model.tokenizer, self._made_for, {}).method
             check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
         self.settings, self.model, self._limit = settings, model, limit
         mesh = mesh_text(mesh_axes(settings.mesh))
@@ -339,7 +340,7 @@ class Runner:
         extra: Mapping[str, Any] = {}
         if needs_thresholds(choice.name, choice.knobs):
             extra = self._chess()
-        return choice.at(length, self.model.tokenizer, self.model.config, extra)
+        return choice.at(length, self.model.tokenizer, self._made_for, extra)
 
     def _chess(self) -> dict[str, float]:
         """Calibrate CHESS' thresholds, once for a folder, on other prompts of the tasks that the shipped models know.

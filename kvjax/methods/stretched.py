@@ -22,6 +22,9 @@ class Stretched(LayerMethod):
 
     The divisors apply on top of a rule that the model has itself, if that rule does not change with the length. Where it does
     (dynamic NTK, longrope), the model keeps the frequencies for short texts.
+
+    The factor holds for every text. A text that fits the model's window needs 1, which changes nothing; a larger factor costs
+    answers there. `kvjax eval` takes 1 within the window, and beyond it the length over the window.
     """
 
     factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for

@@ -104,6 +104,16 @@ def test_a_note_of_a_budget_goes_with_it():
         assert paper_method("quest", 4096, tokenizer=None, config=CONFIG, given=given).note == note
 
 
+@pytest.mark.parametrize("name", ["pi", "ntk"])
+def test_positions_are_divided_by_no_more_than_the_length_needs(name):
+    window = CONFIG.max_position_embeddings
+    for times, factor in ((0.5, 1.0), (1, 1.0), (1.5, 1.5), (4, 4.0)):
+        made = paper_method(name, int(times * window), tokenizer=None, config=CONFIG)
+        assert made.method.factor == factor
+        assert made.note.startswith("as Full") == (factor == 1)  # within the window nothing is to be divided
+    assert paper_method(name, window, tokenizer=None, config=CONFIG, given={"factor": 2.0}).method.factor == 2.0
+
+
 @pytest.mark.parametrize("attended, read, full", [(100, 500, 500), (100, 520, 500), (100, 400, 500), (99.9, 500, 500)])
 def test_what_reads_fewer_bytes_of_all_tokens_has_an_effect(attended, read, full):
     tokens = {"attended_tokens": attended, "length_tokens": 100}
