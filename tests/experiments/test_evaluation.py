@@ -978,6 +978,14 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     )
 
 
+def test_a_raised_limit_does_not_hide_how_long_the_model_was_trained(tiny, tmp_path):
+    one = make(tiny, tmp_path, lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["ntk", "pi"])
+    settings = [one.setting(choice, one.cells[0]) for choice in one.settings.choices]
+    assert {made.name: vars(made.method).get("factor") for made in settings} == {
+        "full": None, "ntk": 2100 / 2048, "pi": 2100 / 2048,
+    }  # fmt: skip
+
+
 def test_a_grid_takes_a_knob_once():
     with pytest.raises(ValueError, match="budget is given one value and a grid of values"):
         Grid("snapkv", {"budget": 48}, {"budget": [64, 128]})
