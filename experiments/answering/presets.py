@@ -180,8 +180,8 @@ def _share(total: int, length: int) -> tuple[float, str]:
 def _factor(length: int, window: int) -> tuple[dict[str, Any], str]:
     """Divide by the length over the model's window, as the papers do, and by 1 within the window, which changes nothing."""
     factor = max(1.0, length / window)
-    told = f"{length} tokens over the model's {window}" if factor > 1 else f"as Full: {length} tokens fit the model's {window}"
-    return {"factor": factor}, told
+    told = "{} tokens over the model's {}" if factor > 1 else "as Full: {} tokens fit the model's {}"
+    return {"factor": factor}, told.format(length, window)
 
 
 def _tokenselect(length: int) -> tuple[dict[str, Any], str]:
