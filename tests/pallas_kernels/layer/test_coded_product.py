@@ -131,11 +131,12 @@ def test_one_vector_has_the_sizes_that_were_fastest_for_its_matrix(name):
     sorted({(f"{bits} bits", *each[place][:2]) for each in FASTEST.values() for bits, place in ((8, 2), (4, 3))}),
 )
 def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_is_not_full(kind, block, span):
-    count, width = 2 * (block // 2 + 1), 2 * span * (4 if kind == "8 bits" else 8)  # two steps
+    count, width = 2 * (block // 2 + 1), span * (4 if kind == "8 bits" else 8)
     matrix, numbers, _ = draw(kind, count, width)
-    rng, small = np.random.default_rng(1), 0.1 / width**0.5
-    x = jnp.asarray(rng.normal(size=(1, width)) * small, jnp.bfloat16)
-    scale, residual = jnp.asarray(rng.normal(size=width) * small, jnp.bfloat16), jnp.ones((1, count // 2), jnp.float32)
+    rng, small = np.random.default_rng(1), 1 / (numbers.std() * width**0.5)  # gates are numbers of about 1
+    x = jnp.asarray(rng.normal(size=(1, width)), jnp.bfloat16)
+    scale = jnp.asarray(rng.normal(size=width) * small, jnp.bfloat16)
+    residual = jnp.asarray(rng.normal(size=(1, count // 2)), jnp.float32)
     expected = passed(x, numbers=numbers, gated=True, scale=scale, residual=residual)
     how = {"dtype": jnp.float32, "eps": 1e-6, "gated": True, "interpret": True}
     got = few_vectors.coded_product(x, matrix, scale, residual, block=block, span=span, **how)
