@@ -180,7 +180,7 @@ def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
 def _for_one_vector(bits, rows, width):
     # Rows of a program, words of a step and warps.
     if width > _LONGEST:
-        return 8, 512, 8
+        return 8, 512 if bits == 8 else 256, 8
     if rows >= _MOST_ROWS:
         return 8, 1024 if bits == 8 else 256, 4
     if rows >= MANY_ROWS:
