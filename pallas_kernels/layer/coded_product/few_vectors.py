@@ -193,8 +193,8 @@ def _for_one_vector(bits, rows, width):
 def sizes(vectors: int, bits: int, rows: int, width: int) -> dict[str, int]:
     """Return the rows of a program, the words of a step and the warps for a matrix of ``rows`` rows of ``width`` numbers.
 
-    For one vector they are the fastest that were tried in whole steps of an 8B model on an H200, and for two to four
-    vectors in single products on an H100 (docs/notebook/weights.md).
+    For one vector they were the fastest in whole steps of an 8B model on an H200. For two to four vectors they were the
+    fastest in single products on an H100 (docs/notebook/weights.md).
     """
     if vectors > 1:
         block, span = (16, 256) if vectors == 2 else (32, 128)
