@@ -33,8 +33,12 @@ from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
 
 MOST_VECTORS = 4
 _PIECE = 4  # words of 32 bits, which a thread loads at once
+_LANES = 32  # threads of a warp
 _WORDS = {8: GROUP // 4, 4: CHUNK // 8}  # of a group in 8 bits, and of a chunk in 4 bits
 MANY_ROWS = 16384  # of a matrix: they fill a GPU with larger programs
+_FEW_ROWS = 5120  # between the product behind attention and qkv of an 8B model
+_MOST_ROWS = 65536  # between gate and up and the head
+_LONGEST = 8192  # numbers of a row: between the hidden size and what the product down multiplies
 _EXACT = 1.5 * 2.0**23  # a float32 of about this size is a whole number, which its low bits spell
 _TOP = 14  # the largest number of a piece is about 2^14 units
 _LEAST, _NONE = 15, 255  # exponents of float32: the least whose unit is a normal number, and infinity's and NaN's
@@ -173,11 +177,31 @@ def _kernel(*refs, bits, block, span, by_row, eps, gated, residual, interpret):
         plt.store(out_ref.at[vector, out], made.astype(out_ref.dtype), mask=out < count)
 
 
-def sizes(vectors: int, bits: int, rows: int) -> dict[str, int]:
-    """Return the rows of a program and the words of a step that were fastest on an H100 (docs/notebook/weights.md)."""
+def _for_one_vector(bits, rows, width):
+    # Rows of a program, words of a step and warps.
+    if width > _LONGEST:
+        return 8, 512 if bits == 8 else 256, 8
+    if rows >= _MOST_ROWS:
+        return 8, 1024 if bits == 8 else 256, 4
+    if rows >= MANY_ROWS:
+        return 16, 256, 8
+    if bits == 8:
+        return 4 if rows < _FEW_ROWS else 8, 512, 4
+    return 8 if rows < _FEW_ROWS else 16, 256, 8
+
+
+def sizes(vectors: int, bits: int, rows: int, width: int) -> dict[str, int]:
+    """Return the rows of a program, the words of a step and the warps for a matrix of ``rows`` rows of ``width`` numbers.
+
+    For one vector they were the fastest in whole steps of an 8B model on an H200. For two to four vectors they were the
+    fastest in single products on an H100 (docs/notebook/weights.md).
+    """
     if vectors > 1:
-        return {"block": 16, "span": 256} if vectors == 2 else {"block": 32, "span": 128}
-    return {"block": 8, "span": 256 if bits == 4 else 512 if rows < MANY_ROWS else 1024}
+        block, span = (16, 256) if vectors == 2 else (32, 128)
+        return {"block": block, "span": span, "num_warps": 4}
+    block, span, warps = _for_one_vector(bits, rows, width)
+    narrow = block * math.gcd(span, width * bits // 32) < warps * _LANES * _PIECE  # no piece for each thread
+    return {"block": block, "span": span, "num_warps": 4 if narrow else warps}
 
 
 _STATIC = ("dtype", "eps", "gated", "block", "span", "num_warps", "interpret")

@@ -19,7 +19,7 @@ def coded_product(x, matrix, *, dtype, scale=None, eps=0.0, gated=False, residua
     flat, rows = matrix.flat, x.reshape(-1, matrix.width)
     count = flat.codes.shape[0]
     if len(rows) <= few_vectors.MOST_VECTORS:
-        sizes = few_vectors.sizes(len(rows), flat.bits, count)
+        sizes = few_vectors.sizes(len(rows), flat.bits, count, matrix.width)
         residual = None if residual is None else residual.reshape(len(rows), -1)
         passing = {"eps": eps, "gated": gated, "interpret": interpret}
         made = few_vectors.coded_product(rows, flat, scale, residual, dtype=dtype, **passing, **sizes)

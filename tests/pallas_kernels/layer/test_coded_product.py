@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import sys
 
 import jax
@@ -10,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix, decoded, levels, packed, taken
-from pallas_kernels.layer.coded_product import CODED_PRODUCT, MOST_VECTORS, coded_product, pallas_triton
+from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
+from pallas_kernels.layer.coded_product import CODED_PRODUCT, MOST_VECTORS, coded_product, few_vectors, pallas_triton
 from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, one_shape
 
 RUN = {
@@ -106,6 +108,49 @@ def test_norm_gates_and_sum_in_passing_equal_float64_and_nan_stays_in_its_row(na
     assert rows == 1 or np.isnan(got[1]).all()
     error = np.abs(got - expected)[np.arange(rows) != 1].max() / np.abs(expected).max()
     assert error < (2e-2 if name == "xla" else 2e-4)  # plain JAX rounds the norm to bfloat16, as a norm of its own does
+
+
+# Of the products of Llama-3.1-8B: rows, width, and the sizes of programs in 8 and in 4 bits.
+FASTEST = {
+    "qkv": (6144, 4096, (8, 512, 4), (16, 256, 8)),
+    "out": (4096, 4096, (4, 512, 4), (8, 256, 8)),
+    "gate_up": (28672, 4096, (16, 256, 8), (16, 256, 8)),
+    "down": (4096, 14336, (8, 512, 8), (8, 256, 8)),
+    "head": (128256, 4096, (8, 1024, 4), (8, 256, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FASTEST)
+def test_one_vector_has_the_sizes_that_were_fastest_for_its_matrix(name):
+    rows, width, *fastest = FASTEST[name]
+    assert [tuple(few_vectors.sizes(1, bits, rows, width).values()) for bits in (8, 4)] == fastest
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "span"),
+    sorted({(f"{bits} bits", *each[place][:2]) for each in FASTEST.values() for bits, place in ((8, 2), (4, 3))}),
+)
+def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_is_not_full(kind, block, span):
+    count, width = 2 * (block // 2 + 1), span * (4 if kind == "8 bits" else 8)
+    matrix, numbers, _ = draw(kind, count, width)
+    rng, small = np.random.default_rng(1), 1 / (numbers.std() * width**0.5)  # gates are numbers of about 1
+    x = jnp.asarray(rng.normal(size=(1, width)), jnp.bfloat16)
+    scale = jnp.asarray(rng.normal(size=width) * small, jnp.bfloat16)
+    residual = jnp.asarray(rng.normal(size=(1, count // 2)), jnp.float32)
+    expected = passed(x, numbers=numbers, gated=True, scale=scale, residual=residual)
+    how = {"dtype": jnp.float32, "eps": 1e-6, "gated": True, "interpret": True}
+    got = few_vectors.coded_product(x, matrix, scale, residual, block=block, span=span, **how)
+    np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4 * np.abs(expected).max())
+
+
+def test_sizes_of_any_matrix_are_powers_of_two_with_halves_for_gates_and_whole_pieces():
+    for vectors, bits, rows, chunks in itertools.product(
+        (1, 2, 3, 4), (8, 4), (1, 2, 5119, 5120, 16384, 65536, 151936), (1, 3, 14, 24, 76, 128, 129, 140, 224)
+    ):
+        block, span, warps = few_vectors.sizes(vectors, bits, rows, width := chunks * CHUNK).values()
+        step = math.gcd(span, width * bits // 32)
+        assert block >= 2 and all(number.bit_count() == 1 for number in (block, step, warps)) and step % 4 == 0
+        assert warps == 4 or warps == 8 and block * step // 4 >= 8 * 32  # a piece of four words for each thread
 
 
 @pytest.mark.parametrize("kind", KINDS)
