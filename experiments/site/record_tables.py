@@ -21,6 +21,7 @@ _TABLES = {
     "speed": speed_tables,
     "speed-four": speed_tables,
     "speed-h200": speed_tables,
+    "speed-long-answers": speed_tables,
     "speed-mesh": speed_tables,
     "speed-mesh-h100": speed_tables,
     "speed-qwen3": speed_tables,
