@@ -31,9 +31,9 @@ class Rows:
     The arrays ``key`` and ``value`` that an operation takes as well are then the copies on the device, [B, H, R, D]. Slot s
     has the row ``copy_row(s, sinks, R)`` there, if it has a copy. An array that holds all S slots has R = S rows in order.
 
-    If keys and values are codes (`pallas_kernels.formats.quantised`), the copies and the rows of ``host`` have codes, and the
-    scales of all slots [B, H, S] are on the device, beside the codes of the copies. So a row has 2 * D bytes and no scale to
-    look up.
+    If keys and values are codes (`pallas_kernels.formats.quantised`), the copies and the rows of ``host`` have codes. The
+    scales of all slots, [B, H, S] or [B, H, S, 4], are on the device, beside the codes of the copies. So a row has at most
+    2 * D bytes and no scale to look up.
 
     Attributes:
         host: the rows of all slots, in pinned host memory: [B, H, S, 2 * D] with key and value side by side, so that a page

@@ -19,7 +19,7 @@ The other forms:
 * ``quantised``: codes of 8 or 4 bits with scales for each token and KV head (``kv_dtype``). `LayerStorage.stored` has codes
   for operations that multiply them; ``key`` and ``value`` dequantise where they are used. An operation that wants the
   newest key gets a copy (`newest_key`), because a kernel's operand is written to memory first. An offloaded cache of codes
-  has them in host memory and the scales [B, H, S] on the device.
+  has them in host memory and the scales of all slots on the device.
 * ``packed_keys``: the first slots have some channels of their keys, packed, and the later slots have whole keys (ThinK).
   Attention to all slots multiplies packed keys as they are; attention to chosen slots copies these rows, with zeros for
   dropped channels. A method can choose from it if it declares `thin_block`.

@@ -62,7 +62,7 @@ class OffloadedLayerCache(LayerStorage):
     """
 
     near_key: Array | Quantised  # [B, H, R, D], copies; [B, H, S, D] if only values are in host memory
-    # [B, H, R, D], copies; if they are codes, `scale` has all slots, [B, H, S]. With `once` nothing: [B, H, 0, D].
+    # [B, H, R, D], copies; if they are codes, `scale` has all slots, [B, H, S] or [B, H, S, 4]. With `once`: [B, H, 0, D].
     near_value: Array | Quantised
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token

@@ -160,7 +160,8 @@ def test_host_memory_has_the_codes_of_a_resident_cache(kind, key_bytes, value_by
         np.testing.assert_array_equal(a, b)
     hosted = value_bytes if values_only else key_bytes + value_bytes
     assert cache.host.dtype == (kind if kind == "float8_e4m3fn" else "int8") and cache.rows.host.shape[3] == hosted
-    assert (cache.slot_bytes, cache.slot_bus_bytes) == (key_bytes + value_bytes + 4, hosted)
+    scales = 2 + (8 if value_bytes == 8 else 2)  # of a key one, of a value in 4 bits four
+    assert (cache.slot_bytes, cache.slot_bus_bytes) == (key_bytes + value_bytes + scales, hosted)
     row = copied_slots(cache.cursor, cache.sinks, 8)[:, None, :, None]  # copies read back under the scales of their slots
     value = np.take_along_axis(np.asarray(got[1].value), np.minimum(row, 39), axis=2)
     copied = np.asarray(row < cache.cursor[:, None, None, None])
@@ -202,7 +203,7 @@ def test_a_sweep_gives_what_single_runs_give():
         np.testing.assert_array_equal(result.stats.kv_bytes, once.stats.kv_bytes)
 
 
-def test_a_slot_takes_its_codes_and_two_scales():
+def test_a_slot_takes_its_codes_and_their_scales():
     """A slot of D numbers takes D bytes and a scale of 2, for the key and for the value."""
     config = dataclasses.replace(TINY, head_dim=128, dtype="bfloat16")
     full, small = (kvjax.memory_needed("full", config, **SIZES, kv_dtype=kind).device for kind in (None, "int8"))
@@ -227,6 +228,20 @@ def test_a_slot_takes_its_codes_and_two_scales():
     assert codes.device - wide.device == slots * 4 - copies  # scales of all slots, and half as many bytes of copies
     sizes = {**SIZES, "chunk_size": 1024, "spare": 0, "kv_dtype": "int8"}
     assert kvjax.offload_share(paris, config, **sizes, device_bytes=codes.device + codes.staged) == 1
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize("dim", [6, 8])
+def test_the_memory_that_is_said_is_the_size_of_the_arrays(dim, kind):
+    """A value in 4 bits of 6 channels has one scale, of 8 channels four."""
+    spec = LayerSpec(
+        batch=3, num_kv_heads=TINY.num_kv_heads, group_size=2, head_dim=dim, dtype=TINY.dtype, prompt_slots=40,
+        max_new_tokens=8, kv_dtype=kind,
+    )  # fmt: skip
+    cache = jax.eval_shape(functools.partial(empty_resident, spec, 48))
+    config = dataclasses.replace(TINY, head_dim=dim)
+    needed = kvjax.memory_needed("full", config, batch=3, prompt_slots=40, max_new_tokens=8, kv_dtype=kind)
+    assert needed.device == config.num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 @pytest.mark.parametrize("name", NAMES)
