@@ -258,13 +258,13 @@ def _rate(
         both = jnp.concatenate([key, value], axis=2)
         groups = both[..., : layout.channels].reshape(*both.shape[:3], -1, size)
         best, _ = lax.top_k(energy(groups), layout.rank // size)
-        lost_key, lost_value = jnp.split(_lost(jnp.cumsum(best, axis=-1), energy(both)[..., None]), 2, axis=2)
-        loss = 0.5 * (lost_key + lost_value)  # [B, H, S, kept groups - 1]
-        mean = loss.sum(axis=2) / jnp.maximum(tokens, 1).astype(jnp.float32)[:, None, None]
+        total = energy(both)
         for share in SHARES:
             rank = share * layout.dim // 8
             if rank % size == 0:
-                losses[rank, size] = mean[..., rank // size - 1]
+                lost_key, lost_value = jnp.split(_lost(best[..., : rank // size].sum(axis=-1), total), 2, axis=2)
+                loss = 0.5 * (lost_key + lost_value).sum(axis=2)  # [B, H]
+                losses[rank, size] = loss / jnp.maximum(tokens, 1).astype(jnp.float32)[:, None]
     shape = key.shape[:2]
     rank, group = jnp.full(shape, layout.rank, jnp.int32), jnp.ones(shape, jnp.int32)
     for candidate in sorted(losses, key=lambda pair: (-pair[0], pair[1])):  # the cheapest is written last
