@@ -116,8 +116,8 @@ def prune(
     The vectors are packed in one call: on a GPU a sort takes long to compile, and every layer has its own.
 
     Returns:
-        The keys and the values [B, H, T, ...], and the blocks as in `_block_means`; float32 values. And the loss of each token,
-        float32 [B, H, T]: the pruned share of a vector's energy, averaged over key and value. A zero vector has no loss.
+        The keys and the values [B, H, T, ...], and the blocks as in `_block_means`; float32 values. And the loss of each
+        token, float32 [B, H, T]: the pruned share of a vector's energy, averaged over key and value. A zero vector has none.
     """
     bases = segment.basis_key, segment.basis_value, segment.basis_key
     channels = segment.channels_key, segment.channels_value, segment.channels_key
