@@ -112,7 +112,7 @@ def ask_in_turn(
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
-    tell: Callable[[str, float], None] | None = None,
+    tell: Callable[[str, float, range, int], None] | None = None,
     ready: Callable[[int], None] | None = None,
 ) -> Iterator[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
@@ -129,8 +129,9 @@ def ask_in_turn(
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
         kv_dtype: as in `kvjax.prefill`.
-        tell: is called with "reading" before contexts are prefilled, with "asking" before they are asked under a method, and
-            with the part of the work that is done, 0 to 1.
+        tell: is called with "reading" before contexts are prefilled, and with "asking" before they are asked under a method.
+            Its other arguments are the part of the work that is done, 0 to 1, the indices of these contexts, and the number
+            of the method, which counts from 1 and is 0 while contexts are prefilled.
         ready: waits for the compiler. It is called before contexts are prefilled and before they are asked under a method,
             with the number of `programs` that run until then. The seconds in it count as compilation.
 
@@ -149,11 +150,12 @@ def ask_in_turn(
 
     def step(phase: str, number: int) -> None:
         if tell is not None:
-            tell(phase, (start // shape.rows * (1 + len(methods)) + number) / steps)
+            share = (start // shape.rows * (1 + len(methods)) + number) / steps
+            tell(phase, share, range(start, start + real), number)
 
     for start in range(0, len(contexts), shape.rows):
-        step("reading", 0)
         real = min(shape.rows, len(contexts) - start)
+        step("reading", 0)
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
         with Timer(clock) as waiting:

@@ -75,6 +75,13 @@ class CompileAhead:
                         return place
                 self._changed.wait()
 
+    def describe(self) -> str:
+        """Tell how many programs are compiled and how many are not, of the programs that are traced so far."""
+        traced = [one for programs in list(self._compiling.values()) for one in list(programs)]
+        ready = sum(one.done() for one in traced)
+        more = " and more to trace" if any(not one.done() for one in list(self._traced.values())) else ""
+        return f"{ready} of {len(traced)} programs are ready{more}" if traced or more else ""
+
     def _is_ready(self, key: Hashable, programs: int | None) -> bool:
         traced = self._traced[key].done()  # asked first: the list grows until then
         compiling = self._compiling[key][:programs]

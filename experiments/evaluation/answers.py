@@ -143,7 +143,7 @@ def answer_cell(
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
-    tell: Callable[[str, float], None] | None = None,
+    tell: Callable[[str, float, str], None] | None = None,
     ready: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
@@ -156,7 +156,8 @@ def answer_cell(
         batches: see `make_batches`.
         clock: counts compilation.
         new_tokens: most tokens of an answer; None takes the examples' own.
-        tell: is called with "reading" or "asking", and the part of the cell's work that is done, 0 to 1.
+        tell: is called with "reading" or "asking", the part of the cell's work that is done, 0 to 1, and a text that says
+            which of the cell's prompts, and under which method.
         ready: is called with the index of a batch and a number of its programs, and waits until they are compiled; see
             `experiments.answering.ask_in_turn`.
 
@@ -167,7 +168,7 @@ def answer_cell(
     asked: list[list[Asked]] = [[] for _ in methods]  # asked[method][batch]
     total, done = sum(len(batch.units) for batch in batches), 0
     for index, batch in enumerate(batches):
-        part = None if tell is None else functools.partial(_tell_part, tell, done / total, len(batch.units) / total)
+        part = None if tell is None else functools.partial(_tell_part, tell, done, len(batch.units), total, len(methods))
         texts = encoded.wholes if question == "prefill" else encoded.heads
         made = ask_in_turn(
             model.params,
@@ -189,9 +190,22 @@ def answer_cell(
         done += len(batch.units)
 
 
-def _tell_part(tell: Callable[[str, float], None], first: float, part: float, phase: str, share: float) -> None:
-    """Tell the share of a cell, given the share of one of its parts."""
-    tell(phase, first + part * share)
+def _tell_part(
+    tell: Callable[[str, float, str], None],
+    before: int,
+    part: int,
+    total: int,
+    methods: int,
+    phase: str,
+    share: float,
+    contexts: range,
+    method: int,
+) -> None:
+    """Tell what is done in a cell of ``total`` prompts, given the share of a part of it that follows ``before`` prompts."""
+    what = f"prompts {before + contexts.start + 1} to {before + contexts.stop} of {total}"
+    if method and methods > 1:
+        what = f"{what} under method {method} of {methods}"
+    tell(phase, (before + part * share) / total, what)
 
 
 def _scored(

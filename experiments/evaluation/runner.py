@@ -156,7 +156,7 @@ class Runner:
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
-            with Progress(len(jobs), self.progress and is_drawn()) as bar:  # a log has a line for each cell
+            with Progress(len(jobs), self.progress, is_drawn(), ahead.describe) as bar:
                 while waiting:
                     bar.waits()
                     with Timer(clock) as waited:
@@ -244,6 +244,7 @@ class Runner:
             row |= self.placed | told
             self.folder.add(row, job.identity, predictions)
             self._tell(job, row)
+            bar.said()
 
     def _tell(self, job: Job, row: Mapping[str, Any]) -> None:
         """Show a line for a finished cell, and count its seconds."""
@@ -304,7 +305,7 @@ class Runner:
         self,
         group: Group,
         clock: CompileClock,
-        tell: Callable[[str, float], None],
+        tell: Callable[[str, float, str], None],
         ready: Callable[[int, int], None],
     ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Answer a cell under the methods of a group; yield rows without the methods' names, and predictions."""

@@ -261,7 +261,7 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
 def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
     found, told = {}, []
-    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share: told.append((phase, round(share, 2))))
+    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share, *_: told.append((phase, round(share, 2))))
     for most in (8, 1):
         make(tiny, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.mosaickv.packing import words_of
-from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune_blocks, prune_tokens, put, stack
+from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune, put, stack
 from kvjax.selection import page_slots
 from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels import axes
@@ -119,9 +119,9 @@ def _pack_prompt(
         valid = jnp.arange(first, stop)[None] < packed[:, None]
         k, v = (_padded(x[:, :, first:stop], valid).astype(jnp.float32) for x in (key, value))
         segment = fit(layout, k, v, valid, max_loss, max_variance)
-        *tokens, lost = prune_tokens(layout, segment, k, v)
+        *pruned, lost = prune(layout, segment, k, v, k)
         segments.append(segment)
-        rows.append(tuple(_stored(x, dtype) for x in (*tokens, prune_blocks(layout, segment, k))))
+        rows.append(tuple(_stored(x, dtype) for x in pruned))
         loss = loss + axes.mean(lost.mean(axis=1).sum(axis=1))
     slots = prompt + room
     stored = [
@@ -172,7 +172,6 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
     here = active[:, None, :, None]
     segment = pick(store.segments, _current(store))
     tokens = (jnp.where(here, x, 0).astype(jnp.float32) for x in (key, value))
-    packed_key, packed_value, loss = prune_tokens(layout, segment, *tokens)
     slot = jnp.where(active, position, slots)
 
     count = position.shape[1]
@@ -185,7 +184,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
     source = jnp.minimum(page_slots(window, layout.window), cache.num_slots - 1)
     held = jnp.take_along_axis(cache.valid, source[:, None], axis=2)[..., None]
     keys = jnp.where(held, jnp.take_along_axis(cache.key, source[:, None, :, None], axis=2), 0)
-    mean = prune_blocks(layout, segment, keys.astype(jnp.float32))
+    packed_key, packed_value, mean, loss = prune(layout, segment, *tokens, keys.astype(jnp.float32))
     per_window = layout.window // layout.granule
     block = page_slots(window, per_window) + store.packed[:, None] // layout.granule
     block = jnp.where(jnp.repeat(inside, per_window, axis=1), block, means)
@@ -274,7 +273,7 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: float | Array, ma
     exact = to_device(output.key), to_device(output.value)
     key, value = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in exact)
     segment = fit(layout, key, value, valid, max_loss, max_variance)
-    packed_key, packed_value, _ = prune_tokens(layout, segment, key, value)
+    packed_key, packed_value, mean, _ = prune(layout, segment, key, value, key)
     write_slot = jnp.where(valid & when[:, None], slot, slots)
     first = write_slot[:, :: layout.granule]
     block = jnp.where(first < slots, first // layout.granule, means)
@@ -285,7 +284,7 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: float | Array, ma
         store,
         key=_put_packed(store.key, packed_key, write_slot),
         value=_put_packed(store.value, packed_value, write_slot),
-        block=_put_packed(store.block, prune_blocks(layout, segment, key), block),
+        block=_put_packed(store.block, mean, block),
         segments=put(store.segments, jnp.where(when, index, store.num_segments), segment),
         output=dataclasses.replace(
             output,

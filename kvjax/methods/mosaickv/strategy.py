@@ -108,37 +108,46 @@ def to_basis(basis: Array, x: Array) -> Array:
     return product("bhsd,bhed->bhse", x, basis)
 
 
-def prune(layout: Layout, segment: Segment, y: Array, channels: Array | None) -> Packed:
-    """Keep the best channels of rotated vectors y float32 [B, H, S, D], or the given ``channels``; float32 values."""
-    if channels is not None:
-        score = jnp.broadcast_to(channels[:, :, None], y.shape).astype(jnp.float32)
-    else:
-        score = channel_score(y, 1)
-        if segment.group is not None:
-            for size in GROUPS[:-1]:
-                score = jnp.where(segment.group[..., None, None] == size, channel_score(y, size), score)
-        score = _eligible(layout, score)
-    kept = None if segment.rank is None else segment.rank[..., None, None]
-    values, bitmap = pack_channels(y, score, layout.rank, jnp.float32, kept)
-    return Packed(values=values, bitmap=bitmap)
+def prune(
+    layout: Layout, segment: Segment, key: Array, value: Array, stored: Array
+) -> tuple[Packed, Packed, Packed, Array]:
+    """Pack keys and values float32 [B, H, T, D], and the means of blocks of keys ``stored`` float32 [B, H, S, D].
 
+    The vectors are packed in one call: on a GPU a sort takes long to compile, and every layer has its own.
 
-def prune_tokens(layout: Layout, segment: Segment, key: Array, value: Array) -> tuple[Packed, Packed, Array]:
-    """Pack keys and values float32 [B, H, S, D], and compute the loss of each token, float32 [B, H, S].
-
-    The loss is the pruned share of a vector's energy, averaged over key and value. A zero vector has no loss.
+    Returns:
+        The keys and the values [B, H, T, ...], and the blocks as in `_block_means`; float32 values. And the loss of each
+        token, float32 [B, H, T]: the pruned share of a vector's energy, averaged over key and value. A zero vector has none.
     """
-    rotated = to_basis(segment.basis_key, key), to_basis(segment.basis_value, value)
-    packed = [
-        prune(layout, segment, y, c)
-        for y, c in zip(rotated, (segment.channels_key, segment.channels_value), strict=True)
-    ]
-    lost = [_lost(energy(p.values), energy(y)) for p, y in zip(packed, rotated, strict=True)]
-    return packed[0], packed[1], 0.5 * (lost[0] + lost[1])
+    bases = segment.basis_key, segment.basis_value, segment.basis_key
+    channels = segment.channels_key, segment.channels_value, segment.channels_key
+    given = key, value, _block_means(layout, segment, stored)
+    rotated = [to_basis(basis, x) for basis, x in zip(bases, given, strict=True)]
+    scores = [_score(layout, segment, y, own) for y, own in zip(rotated, channels, strict=True)]
+    kept = None if segment.rank is None else segment.rank[..., None, None]
+    packed = pack_channels(
+        jnp.concatenate(rotated, axis=2), jnp.concatenate(scores, axis=2), layout.rank, jnp.float32, kept
+    )
+    ends = [key.shape[2], 2 * key.shape[2]]
+    parts = zip(*(jnp.split(x, ends, axis=2) for x in packed), strict=True)
+    keys, values, blocks = (Packed(values=own, bitmap=bits) for own, bits in parts)
+    lost = [_lost(energy(one.values), energy(y)) for one, y in zip((keys, values), rotated[:2], strict=True)]
+    return keys, values, blocks, 0.5 * (lost[0] + lost[1])
 
 
-def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
-    """Pack the means of blocks of keys float32 [B, H, S, D], S a multiple of the window: [B, H, S/granule, ...].
+def _score(layout: Layout, segment: Segment, y: Array, channels: Array | None) -> Array:
+    """Score the channels of rotated vectors y float32 [B, H, S, D], or mark the given ``channels`` bool [B, H, D]."""
+    if channels is not None:
+        return jnp.broadcast_to(channels[:, :, None], y.shape).astype(jnp.float32)
+    score = channel_score(y, 1)
+    if segment.group is not None:
+        for size in GROUPS[:-1]:
+            score = jnp.where(segment.group[..., None, None] == size, channel_score(y, size), score)
+    return _eligible(layout, score)
+
+
+def _block_means(layout: Layout, segment: Segment, key: Array) -> Array:
+    """Compute the means of blocks of keys float32 [B, H, S, D], S a multiple of the window: [B, H, S/granule, D].
 
     The mean is rotated, which equals the mean of rotated keys. A block of several granules has its mean in each of them.
     """
@@ -147,7 +156,7 @@ def prune_blocks(layout: Layout, segment: Segment, key: Array) -> Packed:
         for size in BLOCKS[1:]:
             wide = jnp.repeat(_means(key, size), size // layout.granule, axis=2)
             mean = jnp.where((segment.block == size)[..., None, None], wide, mean)
-    return prune(layout, segment, to_basis(segment.basis_key, mean), segment.channels_key)
+    return mean
 
 
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
@@ -245,18 +254,17 @@ def _rate(
     for size in GROUPS:
         if layout.channels % size or layout.rank < size:
             continue
-        shares = []
-        for y in (key, value):
-            groups = y[..., : layout.channels].reshape(*y.shape[:3], -1, size)
-            best, _ = lax.top_k(energy(groups), layout.rank // size)
-            shares.append((jnp.cumsum(best, axis=-1), energy(y)[..., None]))
-        lost_key, lost_value = (_lost(kept, total) for kept, total in shares)
-        loss = 0.5 * (lost_key + lost_value)  # [B, H, S, kept groups - 1]
-        mean = loss.sum(axis=2) / jnp.maximum(tokens, 1).astype(jnp.float32)[:, None, None]
+        # Key and value are sorted in one call, as in `prune`.
+        both = jnp.concatenate([key, value], axis=2)
+        groups = both[..., : layout.channels].reshape(*both.shape[:3], -1, size)
+        best, _ = lax.top_k(energy(groups), layout.rank // size)
+        total = energy(both)
         for share in SHARES:
             rank = share * layout.dim // 8
             if rank % size == 0:
-                losses[rank, size] = mean[..., rank // size - 1]
+                lost_key, lost_value = jnp.split(_lost(best[..., : rank // size].sum(axis=-1), total), 2, axis=2)
+                loss = 0.5 * (lost_key + lost_value).sum(axis=2)  # [B, H]
+                losses[rank, size] = loss / jnp.maximum(tokens, 1).astype(jnp.float32)[:, None]
     shape = key.shape[:2]
     rank, group = jnp.full(shape, layout.rank, jnp.int32), jnp.ones(shape, jnp.int32)
     for candidate in sorted(losses, key=lambda pair: (-pair[0], pair[1])):  # the cheapest is written last
