@@ -76,7 +76,8 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
     legend = _LEGEND + _ACCEPTED * _has_accepted(record["metrics"])
     if other := settings.get("reference"):
         about += f" Full is the reference's: {other['model']}, {other['dtype']}."
-    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}, {settings['samples']} texts", about, legend]
+    texts = f"{settings['samples']} texts of {settings['tokens']:,} steps"
+    parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}, {texts}", about, legend]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
         if any("by_turn" in row for row in rows):

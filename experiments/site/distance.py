@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from experiments.site.marks import missing
 from experiments.site.runs import Row, share
 
 RECORDS = {"fidelity": "base", "qwen-fidelity": "qwen"}  # parts of pages, and their folders of docs/records/fidelity
+LONG = {"qwen-fidelity-1024": "qwen-1024"}  # the same for records of so many steps that a method may drift
+_END = 128  # steps at the beginning and at the end of a text that are compared
 _STREAMS = {
     "prose": "Along prose",
     "code": "Along files of Python's library",
@@ -25,9 +28,10 @@ _STREAMS = {
 def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """Return the functions that make the parts, by name; see `experiments.site.marks`."""
     made = {}
-    for name, record in RECORDS.items():
-        there = (docs / "records" / "fidelity" / record / "metrics.json").is_file()
-        made[name] = functools.partial(distances, docs, record) if there else functools.partial(missing, docs, (name,))
+    for write, records in ((distances, RECORDS), (drift, LONG)):
+        for name, record in records.items():
+            there = (docs / "records" / "fidelity" / record / "metrics.json").is_file()
+            made[name] = functools.partial(write, docs, record) if there else functools.partial(missing, docs, (name,))
     return made
 
 
@@ -35,12 +39,7 @@ def distances(docs: pathlib.Path, name: str) -> str:
     """Write a table for each stream of a record, the figures, and a link to the table with intervals."""
     folder = f"records/fidelity/{name}"
     record = read_record(docs / folder)
-    settings = record["settings"]
-    told = (
-        f"Model `{settings['model']}`, {settings['dtype']}, {' and '.join(device_kinds(record))}; {settings['samples']} "
-        f"texts of a stream, up to {settings['tokens']} steps along each."
-    )
-    made = [told]
+    made = [_about(record)]
     for stream in dict.fromkeys(row["stream"] for row in record["metrics"]):
         rows = [row for row in record["metrics"] if row["stream"] == stream]
         made += [f"{_STREAMS[stream]}, KL in nats and the share of steps with Full's most likely token:", _table(rows)]
@@ -50,6 +49,47 @@ def distances(docs: pathlib.Path, name: str) -> str:
         f"[With intervals, perplexities, and the nearest method of no more bytes]({folder}/table.md).",
     ]
     return "\n\n".join(made)
+
+
+def drift(docs: pathlib.Path, name: str) -> str:
+    """Write a table for each stream of a record, with the distances at both ends of the texts, and the figure."""
+    folder = f"records/fidelity/{name}"
+    record = read_record(docs / folder)
+    made = [
+        f"{_about(record)} Read: the share of what Full reads, in the last step. The last two columns are ratios of KL: of "
+        f"the last {_END} steps to the first {_END}, and of the second half of the steps to the first half. They have no "
+        "intervals, because the record holds each step's mean over the texts."
+    ]
+    for stream in dict.fromkeys(row["stream"] for row in record["metrics"]):
+        rows = [row for row in record["metrics"] if row["stream"] == stream and row["method"] != "full"]
+        told = "KL in nats and the share of steps with Full's most likely token"
+        length = token_label(max(row["length"] for row in rows))
+        made += [f"{_STREAMS[stream]} at {length} tokens, {told}:", _drift_table(rows)]
+    made += [f"![KL along the text]({folder}/along.png)", f"[With intervals and perplexities]({folder}/table.md)."]
+    return "\n\n".join(made)
+
+
+def _about(record: Mapping[str, Any]) -> str:
+    """Tell the model, the devices, and how much text a record is of."""
+    settings = record["settings"]
+    return (
+        f"Model `{settings['model']}`, {settings['dtype']}, {' and '.join(device_kinds(record))}; {settings['samples']} "
+        f"texts of a stream, up to {settings['tokens']:,} steps along each."
+    )
+
+
+def _drift_table(rows: Sequence[Row]) -> str:
+    """Write a row for each method, the nearest to Full first."""
+    body = []
+    for row in sorted(rows, key=lambda row: row["value"]):
+        kl, agrees = (np.asarray(row["by_step"][name]) for name in ("kl", "agrees"))
+        ends = [f"{kl[at].mean():.2g} ({100 * agrees[at].mean():.0f} %)" for at in (slice(_END), slice(-_END, None))]
+        half = len(kl) // 2
+        ratios = kl[-_END:].mean() / kl[:_END].mean(), kl[half:].mean() / kl[:half].mean()
+        every = f"{row['value']:.2g} ({row['agreement']:.0f} %)"
+        body.append((method_title(row["method"]), share(row), every, *ends, *(f"{ratio:.1f}" for ratio in ratios)))
+    head = ("method", "read", "all steps", f"first {_END}", f"last {_END}", "last to first", "halves")
+    return "\n".join(markdown_rows([head, *body]))
 
 
 def _table(rows: Sequence[Row]) -> str:

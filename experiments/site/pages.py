@@ -34,6 +34,7 @@ FIGURES = {
     "fidelity/base/along.png": ("fidelity/base", "along"),
     "fidelity/base/fidelity.png": ("fidelity/base", "fidelity"),
     "fidelity/qwen/along.png": ("fidelity/qwen", "along"),
+    "fidelity/qwen-1024/along.png": ("fidelity/qwen-1024", "along"),
     "fidelity/qwen/fidelity.png": ("fidelity/qwen", "fidelity"),
     "insight.png": ("insight.json", "insight"),
     "results/long-answers-4k/memory.png": ("results/long-answers-4k", "memory"),

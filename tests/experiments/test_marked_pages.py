@@ -163,7 +163,7 @@ def test_tables_of_the_untouched_model(docs):
     write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
     write_folder(docs, "qwen-16k-question-after", qwen_cells("extend", 16384, own), "qwen2.5-coder-1.5b")
     texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
-    assert texts["quality.md"].count("has not been measured") == 1  # the distance from Full has a record of its own
+    assert texts["quality.md"].count("has not been measured") == 2  # the distances from Full have records of their own
     assert "Qwen2.5-Coder" not in texts["quality-twin.md"]
     front = pages.parts(docs)["quality"]()
     told = front.replace("\n", " ")
@@ -236,6 +236,30 @@ def test_distances_have_a_row_for_each_method(docs):
     assert lines.index("| Quest | 12.5 % | 0.25 (90 %) | 0.25 (90 %) |") < lines.index(
         "| H2O | 12.5 % | 0.5 (90 %) | 0.5 (90 %) |"
     )
+
+
+def test_drift_compares_the_ends_of_long_texts(docs):
+    """Ends of 128 steps: KL 0.1 and 0.4 at the ends of 512 steps and 0.2 between, so the halves' means are 0.15 and 0.3."""
+    folder = docs / "records" / "fidelity" / distance.LONG["qwen-fidelity-1024"]
+    by_step = {"kl": [*[0.1] * 128, *[0.2] * 256, *[0.4] * 128], "agrees": [*[1.0] * 384, *[0.5] * 128]}
+    rows = [
+        {"method": method, "stream": stream, "length": 4096, "value": kl, "agreement": 87.5, "bytes_read_per_step": 1.0,
+         "full_bytes_read_per_step": 8.0, "by_step": by_step}
+        for method, kl in (("full", 0.0), ("h2o", 0.9), ("quest", 0.225))
+        for stream in ("prose", "code")
+    ]  # fmt: skip
+    settings = {"model": "smollm2", "dtype": "bfloat16", "samples": 4, "tokens": 512}
+    folder.mkdir(parents=True)
+    record = {"experiment": "fidelity", "settings": settings, "device": {"kind": "H100"}, "metrics": rows}
+    (folder / "metrics.json").write_text(json.dumps(record))
+    text = distance.parts(docs)["qwen-fidelity-1024"]()
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[2:4] == [
+        "| Quest | 12.5 % | 0.23 (88 %) | 0.1 (100 %) | 0.4 (50 %) | 4.0 | 2.0 |",
+        "| H2O | 12.5 % | 0.9 (88 %) | 0.1 (100 %) | 0.4 (50 %) | 4.0 | 2.0 |",
+    ]
+    assert "Along prose at 4K tokens" in text and "Along files of Python's library at 4K tokens" in text
+    assert "| Full" not in text and "up to 512 steps" in text
 
 
 def test_unmarked_text_stays():
