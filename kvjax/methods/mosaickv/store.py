@@ -171,7 +171,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
     active = position >= 0
     here = active[:, None, :, None]
     segment = pick(store.segments, _current(store))
-    tokens = (jnp.where(here, x, 0).astype(jnp.float32) for x in (key, value))
+    new_key, new_value = (jnp.where(here, x, 0).astype(jnp.float32) for x in (key, value))
     slot = jnp.where(active, position, slots)
 
     count = position.shape[1]
@@ -184,7 +184,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
     source = jnp.minimum(page_slots(window, layout.window), cache.num_slots - 1)
     held = jnp.take_along_axis(cache.valid, source[:, None], axis=2)[..., None]
     keys = jnp.where(held, jnp.take_along_axis(cache.key, source[:, None, :, None], axis=2), 0)
-    packed_key, packed_value, mean, loss = prune(layout, segment, *tokens, keys.astype(jnp.float32))
+    packed_key, packed_value, mean, loss = prune(layout, segment, new_key, new_value, keys.astype(jnp.float32))
     per_window = layout.window // layout.granule
     block = page_slots(window, per_window) + store.packed[:, None] // layout.granule
     block = jnp.where(jnp.repeat(inside, per_window, axis=1), block, means)
