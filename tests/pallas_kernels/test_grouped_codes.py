@@ -95,18 +95,17 @@ def test_what_has_no_groups_keeps_one_scale():
     np.testing.assert_array_equal(bad, [np.nan, 0, np.nan, 0, 0, 0, 0, 0])
 
 
+MORE = [("k8v4", 12, 128), ("plain", 1, 64), ("plain", 17, 256), ("k8v4", 17, 256)]
+SHAPES = [
+    ("k8v4", 3, 64, "bfloat16"),
+    ("k8v4", 3, 32, "float32"),
+    *(pytest.param(*x, "bfloat16", marks=pytest.mark.thorough) for x in MORE),
+]
+every_shape = pytest.mark.parametrize(("kind", "group", "dim", "dtype"), SHAPES)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("kind", "group", "dim", "dtype"),
-    [
-        ("k8v4", 3, 64, "bfloat16"),
-        ("k8v4", 3, 32, "float32"),
-        *(
-            pytest.param(*x, marks=pytest.mark.thorough)
-            for x in (("k8v4", 12, 128, "bfloat16"), ("plain", 1, 64, "bfloat16"), ("plain", 17, 256, "bfloat16"))
-        ),
-    ],
-)
+@every_shape
 def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
     slots = 37
     query = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, group, dim)), dtype)
@@ -123,17 +122,7 @@ def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("kind", "group", "dim", "dtype"),
-    [
-        ("k8v4", 3, 64, "bfloat16"),
-        ("k8v4", 3, 32, "float32"),
-        *(
-            pytest.param(*x, marks=pytest.mark.thorough)
-            for x in (("k8v4", 12, 128, "bfloat16"), ("plain", 1, 64, "bfloat16"), ("k8v4", 17, 256, "bfloat16"))
-        ),
-    ],
-)
+@every_shape
 @pytest.mark.parametrize("page", [1, 4])
 def test_gather_attention_equals_float64(name, kind, group, dim, dtype, page):
     slots, rng = 48, np.random.default_rng(6)
