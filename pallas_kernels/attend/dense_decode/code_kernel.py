@@ -59,6 +59,13 @@ def operands(key: Quantised, value: Quantised) -> tuple[jax.Array, ...]:
     return codes.key_operand(key.codes), key.scale, codes.pairs(value.codes), scale
 
 
+def _value_scales(ref, at, held, grouped):
+    """Read the scales of a block's values, float32, one for a slot or for each group of channels; 0 where not ``held``."""
+    if grouped:
+        return codes.scales_of([jnp.where(held, ref[*at, i], 0) for i in (0, 1)])
+    return [jnp.where(held, ref[at].astype(jnp.float32), 0)]
+
+
 def kernel(*refs, structure, scale, block, kinds, interpret):
     """Do what `pallas_triton`'s kernel does, on the `operands` of keys and values, whose codes have these ``kinds``."""
     refs, (out_ref, lse_ref, *logits_ref) = refs[: structure.num_leaves], refs[structure.num_leaves :]
@@ -100,10 +107,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
             return logits
 
         every = [hidden(x, head, asked) for x, (head, _, _, asked) in zip(products, tiles, strict=True)]
-        if grouped:
-            value_scales = codes.scales_of([jnp.where(held, value_scale_ref[*at, i], 0) for i in (0, 1)])
-        else:
-            value_scales = [jnp.where(held, value_scale_ref[at].astype(jnp.float32), 0)]
+        value_scales = _value_scales(value_scale_ref, at, held, grouped)
 
         def weighted(logits, maximum):
             risen = jnp.maximum(maximum, jnp.max(logits, axis=1))
@@ -125,8 +129,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         return [added(total, outs, *more) for (total, _, outs), more in zip(sums, found, strict=True)]
 
     places = [codes.folded(head, fold)[:, None] for head, *_ in tiles]
-    pieces = [x[None, :] for x in codes.channels(value_kind, dim)]
-    unit = codes.UNIT[value_kind]
+    pieces, unit = [x[None, :] for x in codes.channels(value_kind, dim)], codes.UNIT[value_kind]
 
     def begun(head, row):
         total = jnp.zeros((rows, block), jnp.float32)  # a sum for each place in a block
@@ -135,8 +138,7 @@ def kernel(*refs, structure, scale, block, kinds, interpret):
         if partials is not None:
             out_partial, lse_partial = partials
             maximum = jnp.where(split == 0, lse_partial[b, h, head], -jnp.inf) * LOG2_E
-            place = jnp.arange(block, dtype=jnp.int32)[None, :]
-            total = jnp.where((maximum > -jnp.inf)[:, None] & (place == 0), 1.0, 0.0)
+            total = jnp.where((maximum > -jnp.inf)[:, None] & (jnp.arange(block, dtype=jnp.int32)[None, :] == 0), 1.0, 0.0)
             some = codes.folded(maximum, fold)[:, None] > -jnp.inf  # elsewhere the partial may hold anything
             outs = tuple(jnp.where(some, out_partial[b, h, row, piece].astype(jnp.float32) * unit, 0) for piece in pieces)
         return total, maximum, outs
