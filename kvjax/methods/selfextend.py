@@ -9,6 +9,11 @@ sees the key at j as if the two stood at
 under one softmax. A text of n tokens then has no distance above w + (n - w) / g, so a model that was trained for L tokens
 can process (L - w) * g + w tokens. The paper's authors advise to stay below two thirds of L.
 
+A chunk of a prompt attends in two parts, which are merged by their denominators. True positions: the slots that some window
+of the chunk reaches, at most ``max_window`` - 1 and the chunk. Grouped positions: causal attention of a chunk that begins w
+slots earlier. So a prompt costs about as much as Full's, and the window's attention besides. ``window`` is traced up to
+``max_window``, which is the window itself unless a sweep shares one program.
+
 **Source**: Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (arXiv:2401.01325, section 3 and
 algorithm 1); datamllab/LongLM cdbbb06.
 
