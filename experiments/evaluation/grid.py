@@ -55,11 +55,12 @@ class Grid:
         """List the settings.
 
         The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
-        room is fixed: `capacity` for budgets, fractions and ratios, `max_beta` for beta, `pool` for keep factors.
+        room is fixed: `capacity` for budgets, fractions and ratios, `max_beta` for beta, `max_window` for windows, `pool`
+        for keep factors.
         """
         known = [knob.name for knob in registry.knobs(registry.find(self.name))]
         fixed = dict(self.fixed)
-        free = {"capacity", "max_beta", "pool"} & set(known) - set(fixed) - set(self.varied)
+        free = {"capacity", "max_beta", "max_window", "pool"} & set(known) - set(fixed) - set(self.varied)
         if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):
             fixed["capacity"] = max(sizes, key=lambda size: budget_tokens(size, _LONG))
         if "capacity" in free and (ratios := self.varied.get("ratios")):
@@ -67,6 +68,8 @@ class Grid:
             fixed["capacity"] = tuple(max(shares) for shares in zip(*named, strict=True))
         if "max_beta" in free and "beta" in self.varied:
             fixed["max_beta"] = max(self.varied["beta"])
+        if "max_window" in free and "window" in self.varied:
+            fixed["max_window"] = max(self.varied["window"])
         if "pool" in free and (factors := self.varied.get("keep_factor")):
             largest = fixed.get("capacity", fixed.get("budget"))
             if not isinstance(largest, int):

@@ -95,11 +95,11 @@ def entry_of(method: Method) -> dict[str, Any]:
     cls = type(method)
     if cls not in (*registry.classes().values(), *registry.WRAPPERS.values()):
         plugins.register(cls)
-    knobs, preset = {}, preset_knobs(cls.__name__.lower())
+    knobs, preset, bounded = {}, preset_knobs(cls.__name__.lower()), {"capacity": "budget", "max_window": "window"}
     for field in dataclasses.fields(cls):
         value = vars(method)[field.name]
-        budget = vars(method).get("budget")
-        filled_in = field.name == "capacity" and type(budget) is int and value == budget
+        size = vars(method).get(bounded.get(field.name, ""))
+        filled_in = type(size) is int and value == size
         if field.name in preset or (value is not field.default and not filled_in):
             value = _plain(f"{cls.__name__}: {field.name}", value)
             knobs |= {field.name: value} if field.name in preset or value != field.default else {}

@@ -9,6 +9,11 @@ sees the key at j as if the two stood at
 under one softmax. A text of n tokens then has no distance above w + (n - w) / g, so a model that was trained for L tokens
 can process (L - w) * g + w tokens. The paper's authors advise to stay below two thirds of L.
 
+A chunk of a prompt attends in two parts, which are merged by their denominators. True positions: the slots that some window
+of the chunk reaches, at most ``max_window`` - 1 and the chunk. Grouped positions: causal attention of a chunk that begins w
+slots earlier. So a prompt costs about as much as Full's, and the window's attention besides. ``window`` is traced up to
+``max_window``, which is the window itself unless a sweep shares one program.
+
 **Source**: Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (arXiv:2401.01325, section 3 and
 algorithm 1); datamllab/LongLM cdbbb06.
 
@@ -21,6 +26,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -32,11 +38,11 @@ from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.rope import rotate
 from kvjax.slots import cost_of_all
-from kvjax.typing import pytree, static, traced
+from kvjax.typing import not_none, pytree, static, traced
+from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
-from pallas_kernels.attend.past_attention import past_attention
-from pallas_kernels.numerics import bounded_loop, finite_or_zero, merge_pair, product_precision
-from pallas_kernels.soft_cap import capped
+from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.numerics import merge_pair
 
 
 @pytree
@@ -44,9 +50,10 @@ class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
     group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    window: int | Array = traced(default=1024, least=1)  # newest tokens at their true distance, a multiple of group_size
-    chunk: int = static(default=256, least=1)  # prompt tokens read at once; changes memory, not results
-    block: int = static(default=1024, least=1)  # stored tokens read at once; changes memory, not results
+    # newest tokens at their true distance, a multiple of group_size
+    window: int | Array = traced(default=1024, least=1, within="max_window")
+    max_window: int | None = static(default=None, least=1)  # longest window that the program reads; None = window
+    chunk: int = static(default=1024, least=1)  # prompt tokens read at once; changes memory, not results
 
     PAPER: ClassVar[str] = "arXiv:2401.01325"
 
@@ -67,7 +74,7 @@ class SelfExtend(LayerMethod):
         query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         if position.shape[1] > 1:
             cache = state.append(key, value, position, inputs.start)
-            return self._attend(query, cache, state.cursor, position, inputs), cache
+            return self._attend(query, cache, position, inputs), cache
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
         return self._attend_one(query, cache, position, inputs), cache
@@ -105,65 +112,71 @@ class SelfExtend(LayerMethod):
         )
         return with_sinks(out, lse, inputs.sinks)[0][..., None, :]
 
-    def _attend(self, query: Array, cache: LayerCache, stored: Array, position: Array, inputs: Inputs) -> Array:
-        """Attend with queries [B, H, G, T, D] at ``position`` int32 [B, T], to the first ``stored`` slots and the new tokens.
+    def _attend(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
+        """Attend with queries [B, H, G, T, D] at ``position`` int32 [B, T], whose tokens are stored; 0 for padding."""
+        key, value, start = cache.key, cache.value, inputs.start
+        begin = jnp.maximum(position[:, 0], 0) if start is None else start  # the slot of the first query's token
+        near = self._near(query, key, value, cache.position, position, begin, inputs)
+        out, lse = merge_pair(*near, *self._grouped(query, key, value, position, begin, inputs))
+        return with_sinks(out, lse, inputs.sinks)[0]
 
-        Tokens that are far from all queries take one product with keys in groups; nearer tokens are read a block at a time.
-        """
-        group, scale, inv_freq = jnp.asarray(self.group_size), 1 / math.sqrt(query.shape[-1]), inputs.inv_freq
-        near, far = (rotate(query, at[:, None, None], inv_freq) for at in (position, self._far(position)))
-        # Tokens up to the newest that is far from the first query. A row without a query reads nothing.
-        count = jnp.where(position[:, 0] >= 0, jnp.clip(position[:, 0] - self.window + 1, 0, stored), stored)
-        held = (cache.position >= 0)[..., None]
-        key, value = (jnp.where(held, x, 0) for x in (cache.key, cache.value))  # an empty slot may hold anything
-        past = past_attention(far, rotate(key, cache.position // group, inv_freq), value, count=count, scale=scale)
-        out, lse = self._nearer(near, far, cache, count, position, inv_freq)
-        out, _ = with_sinks(*merge_pair(*past, out, lse), inputs.sinks)
-        return jnp.where((position >= 0)[:, None, None, :, None], out, 0)
-
-    def _nearer(
-        self, near: Array, far: Array, cache: LayerCache, count: Array, position: Array, inv_freq: Array
+    def _near(
+        self, query: Array, key: Array, value: Array, stored: Array, position: Array, begin: Array | int, inputs: Inputs
     ) -> tuple[Array, Array]:
-        """Attend to the slots behind the first ``count``, with queries at true and at grouped angles; with the lse."""
-        group, window, scale = jnp.asarray(self.group_size), jnp.asarray(self.window), 1 / math.sqrt(near.shape[-1])
-        size = min(self.block, cache.num_slots)
+        """Attend to the keys within the window of each query, at true angles: with the lse.
 
-        def add(step: Array, sums: tuple[Array, Array], operands: tuple) -> tuple[Array, Array]:
-            first, count, near, far, cache, position, inv_freq, group, window = operands
-            step = first + step
-            start = jnp.minimum(step * size, cache.num_slots - size)  # the last block may begin in the one before
-            key, value, kept = (
-                lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position)
-            )
-            slot = start + jnp.arange(size, dtype=jnp.int32)[None]
-            held = (kept >= 0) & (slot >= jnp.maximum(step * size, count)[:, None])[:, None]
-            key, value = (jnp.where(held[..., None], x, 0) for x in (key, value))  # an empty slot may hold anything
-            distance = (position[:, None, :, None] - kept[:, :, None, :])[:, :, None]  # [B, H, 1, T, s]
-            logits = jnp.where(
-                distance < window,
-                _products(near, rotate(key, kept, inv_freq)),
-                _products(far, rotate(key, kept // group, inv_freq)),
-            )
-            logits = jnp.where(held[:, :, None, None] & (distance >= 0), capped(logits * scale), -jnp.inf)
-            shift = finite_or_zero(logits.max(axis=-1))
-            weight = jnp.exp(logits - shift[..., None])
-            total = weight.sum(axis=-1)
-            out = jnp.einsum("bhgts,bhsd->bhgtd", weight, value.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-            return merge_pair(*sums, out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total))
+        Only the slots are read that some window reaches, which are consecutive.
+        """
+        tokens = position.shape[1]
+        reach = 0 if isinstance(begin, int) else not_none("max_window", self.max_window) - 1  # a whole prompt begins at 0
+        size = min(tokens + reach, key.shape[2])
+        first = jnp.clip(begin - self.window + 1, 0, key.shape[2] - size)
+        key, value, stored = (_slots(x, first, size) for x in (key, value, stored))
+        return dense_attention(
+            rotate(query, position[:, None, None], inputs.inv_freq),
+            rotate(key, stored, inputs.inv_freq),
+            value,
+            query_position=position,
+            key_position=stored,
+            query_first=position - self.window + 1,
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
 
-        blocks = (jnp.max(cache.cursor) + size - 1) // size
-        nothing = jnp.zeros(near.shape, jnp.float32), jnp.full(near.shape[:-1], -jnp.inf, jnp.float32)
-        first, most = jnp.min(count) // size, -(-cache.num_slots // size)
-        operands = first, count, near, far, cache, position, inv_freq, group, window
-        return bounded_loop(add, most, blocks - first, nothing, operands)
+    def _grouped(
+        self, query: Array, key: Array, value: Array, position: Array, begin: Array | int, inputs: Inputs
+    ) -> tuple[Array, Array]:
+        """Attend to the keys behind the window of each query, in groups: with the lse.
+
+        The query in slot i sees slots 0 to i - window, as a chunk that begins ``window`` slots earlier would. In a chunk
+        that would begin before slot 0, the first queries see nothing; they go to the end, where they count as padding.
+        """
+        tokens, slots = position.shape[1], key.shape[2]
+        if tokens > slots:  # prefix_attention wants a slot for each token, padding included
+            key, value = (jnp.pad(x, [(0, 0), (0, 0), (0, tokens - slots), (0, 0)]) for x in (key, value))
+        step = jnp.arange(tokens, dtype=jnp.int32)[None]
+        blind = jnp.broadcast_to(jnp.clip(self.window - begin, 0, tokens), position.shape[:1])[:, None]
+        seeing = (step + blind) % tokens
+        query = jnp.take_along_axis(query, seeing[:, None, None, :, None], axis=3)
+        place = self._far(jnp.take_along_axis(position, seeing, axis=1))
+        slot = jnp.arange(key.shape[2], dtype=jnp.int32)
+        out, lse = prefix_attention(
+            rotate(query, place[:, None, None], inputs.inv_freq),
+            rotate(key, slot // self.group_size, inputs.inv_freq),
+            value,
+            start=0 if isinstance(begin, int) else jnp.maximum(begin - self.window, 0),
+            length=jnp.maximum(jnp.sum(position >= 0, axis=1, dtype=jnp.int32) - blind[:, 0], 0),
+            scale=1 / math.sqrt(query.shape[-1]),
+        )
+        back = ((step - blind) % tokens)[:, None, None]
+        return jnp.take_along_axis(out, back[..., None], axis=3), jnp.take_along_axis(lse, back, axis=3)
 
     def _far(self, position: Array) -> Array:
         """Compute the position at which a query at ``position`` meets keys in groups."""
         return position // self.group_size + self.window - self.window // self.group_size
 
 
-def _products(query: Array, key: Array) -> Array:
-    """Compute q . k in float32: [B, H, G, T, s]."""
-    return jnp.einsum(
-        "bhgtd,bhsd->bhgts", query, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
-    )
+def _slots(store: Array, first: Array, size: int) -> Array:
+    """Take ``size`` slots of [B, H, S, ...] from slot ``first`` int32 on, a scalar or [B]."""
+    if first.ndim == 0:
+        return lax.dynamic_slice_in_dim(store, first, size, 2)
+    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size, 1))(store, first)

@@ -208,13 +208,13 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
 
 
 @pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", ["infllm", "keydiff", "streamingllm"])
-def test_a_chunk_over_bounded_slots_for_an_h100_attends_through_cudnn_and_waits_for_nothing(name):
+@pytest.mark.parametrize(("name", "stores"), [("infllm", 2), ("keydiff", 2), ("streamingllm", 2), ("selfextend", 3)])
+def test_a_chunk_over_bounded_slots_for_an_h100_attends_through_cudnn_and_waits_for_nothing(name, stores):
     """No logits are in memory. A loop within the loop over chunks would wait for the device in each layer."""
     compiled = needs("h100").compile(prefill(name, 8192), *arguments(PROMPT))
     text = compiled.as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax" in text and text.count(" while(") == 1
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * STORE
+    assert compiled.memory_analysis().temp_size_in_bytes < stores * STORE  # SelfExtend rotates a copy of all keys
 
 
 @pytest.mark.xdist_group("compile_only")

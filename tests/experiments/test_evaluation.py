@@ -956,6 +956,7 @@ def test_a_grid_is_checked_before_anything_is_loaded(method, grid, told):
         ("sentencekv", {"budget": 128}, {"keep_factor": [1.0, 2.5]}),
         ("tokenselect", {}, {"theta": [0.5, 0.9]}),
         ("pariskv", {"rho": 0.3}, {"seed": [1, 2], "beta": [0.05, 0.1]}),
+        ("selfextend", {"group_size": 8}, {"window": [64, 128]}),
     ],
 )
 def test_a_grid_is_one_program(name, fixed, varied):

@@ -32,7 +32,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunk_size": (1, 2, 4), "chunks_per_grid": (1, 2, 3),
     "cluster_size": (1, 3, 4), "dense_below": (0, 9, 17, 64), "dense_every": (0, 0, 2), "interval": (None, 1, 3, 6),
     "iterations": (1, 3), "kernel": (1, 3, 5), "length": (1, 12, 20, EVERYTHING), "local_chunks": (0, 1, 2),
-    "max_beta": (None, 1.0), "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8), "num_dense_layers": (0, 0, 1),
+    "max_beta": (None, 1.0), "max_window": (None, 4, 16), "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8), "num_dense_layers": (0, 0, 1),
     "num_local": (4, 8), "num_recent": (1, 3, 5), "num_repr": (1, 3), "num_sink": (0, 1, 2, 4),
     "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2), "num_tables": (2, 5), "obs_window": (1, 4, 5),
     "open_cap": (1, 4, 64), "outlier_chunks": (1, 2, 3), "overlap": (0, 1, 8), "page_size": (1, 2, 4, 8),

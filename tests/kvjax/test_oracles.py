@@ -110,6 +110,18 @@ def test_h2o_recent_window_is_traced():
         run_in_fours("h2o", {"budget": 12, "num_recent": recent}, *rows, frequencies(16))
 
 
+@pytest.mark.xdist_group("selfextend")
+@pytest.mark.parametrize(
+    "chunk, windows", [(7, (1, 4, 12)), *(pytest.param(x, (4, 16), marks=pytest.mark.thorough) for x in (1, 16, 40))]
+)
+def test_every_window_of_selfextend_equals_the_oracle_in_every_chunk(chunk, windows):
+    """Chunks below and above the window, which begin anywhere in a group; one program for all windows up to the longest."""
+    rows = edges("selfextend", seed=5)
+    for window in windows:
+        knobs = {"group_size": min(window, 4), "window": window}
+        run_in_fours("selfextend", knobs, *rows, frequencies(16), {"chunk": chunk, "max_window": 16})
+
+
 @pytest.mark.parametrize("name", [group("quest"), group("snapkv")])
 def test_planted_needle_is_attended(name):
     """One key along the query direction, four times as long, is attended wherever it lies."""

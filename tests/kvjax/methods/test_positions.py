@@ -24,6 +24,7 @@ def test_pi_divides_every_frequency():
     ("make", "message"),
     [
         (lambda: SelfExtend(window=12, group_size=8), "SelfExtend: window must be a multiple of group_size=8, got 12"),
+        (lambda: SelfExtend(window=16, max_window=8), "SelfExtend: window must be at most max_window=8, got 16"),
         (lambda: SelfExtend(group_size=0), "group_size must be a whole number of at least 1, got 0"),
         (lambda: NTK(factor=0.5), "NTK: factor must be .* at least 1, got 0.5"),
         (lambda: PI(factor=float("nan")), "PI: factor must be .* at least 1, got nan"),
