@@ -145,7 +145,7 @@ class Runner:
             # CHESS is calibrated while the programs of other methods are compiled.
             if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
                 alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
-                self._compile_ahead(ahead, self._plan.groups([job for job in alone if not job.setting.method.dense_prompt]))
+                self._compile_ahead(ahead, self._plan.groups(list(filter(self._plan.alone, alone))))
             jobs = self._jobs(choices)
             groups = self._plan.groups(jobs)
             queued = self._compile_ahead(ahead, groups)
