@@ -117,7 +117,7 @@ class Method(abc.ABC):
     composable = False  # True: a `SlotMethod`, which wrappers can compose
     slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
     appends = False  # True: no `SlotMethod`, but ``state.cache`` keeps every token in the slot that it came to
-    dense_prompt = False  # True: attention over the prompt is exact and dense; such methods can share one prefill
+    dense_prompt = False  # True: attention over the prompt is exact and dense: see `kvjax.decoding.layers.shares_prefill`
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     heads_differ = False  # True: its knobs treat the KV heads of a layer differently
     needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it

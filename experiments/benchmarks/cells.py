@@ -132,7 +132,8 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     Raises:
         ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
     """
-    tokenizer = Tokenizer.from_buffer(reading.tokenizer_file.read_bytes())  # its path may be no Unicode text
+    file = reading.tokenizer_file
+    tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
 
     def ids(text: str, special: bool = False) -> list[int]:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
@@ -184,6 +185,11 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         cut.append(max(excess, 0))
         keys.add(example, head, tail, (head_ids, tail_ids, whole_ids), new_tokens)
     return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.made))))
+
+
+@functools.lru_cache(1)  # a large vocabulary takes a third of a second to read
+def _tokenizer(file: pathlib.Path, changed: int) -> Tokenizer:
+    return Tokenizer.from_buffer(file.read_bytes())  # its path may be no Unicode text
 
 
 def _opening(tokenizer: Tokenizer, head: str, ids: list[int], before: int) -> int:

@@ -89,13 +89,23 @@ class Folder:
         with self.results.lock:
             if self._number is None:
                 self._begin(name)
-            runs = read_runs(self.path)
-            if self._number is None:
-                self._number = len(runs)
-                runs.append(self._run)
-            runs[self._number] = self._run
-            write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
+            self._keep_run()
             self.results.add({**row, "predictions": name, "run": self._number}, key)
+
+    def divide(self, parts: Mapping[str, float]) -> None:
+        """Write on what this run's seconds were spent into its entry of meta.json; a run without a cell has no entry."""
+        self._run["parts"] = {name: round(seconds, 2) for name, seconds in parts.items()}
+        if self._number is not None:
+            with self.results.lock:
+                self._keep_run()
+
+    def _keep_run(self) -> None:
+        runs = read_runs(self.path)
+        if self._number is None:
+            self._number = len(runs)
+            runs.append(self._run)
+        runs[self._number] = self._run
+        write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
 
     def _begin(self, first: str) -> None:
         """Prepare the folder for this run's first cell, whose predictions are ``first``: join or throw away old content."""

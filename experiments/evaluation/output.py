@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import time
 
 from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, write_figures
@@ -43,11 +44,12 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
         ValueError: a file of the tasks is missing or damaged, or an error of `Runner`.
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
-    mesh = make_mesh(settings.mesh)
+    mesh, begun = make_mesh(settings.mesh), time.monotonic()
     model = load_model(
         settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
     )
-    return Runner(settings, model, output.out, cells=cells, force=output.force, progress=not output.quiet)
+    more = {"force": output.force, "progress": not output.quiet, "loading": time.monotonic() - begun}
+    return Runner(settings, model, output.out, cells=cells, **more)
 
 
 def finish(folder: Folder, output: Output, against: Against) -> None:

@@ -14,7 +14,7 @@ from experiments.evaluation.packing import Work, join
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.together import CHUNK, Caches, Group, Job, room_for_caches
 from experiments.tasks import get_task
-from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.layers import layer_methods, shares_prefill
 from kvjax.method import Method
 from kvjax.methods import Full
 
@@ -48,13 +48,14 @@ class Plan:
 
     def batches(self, cell: Cell, method: Method, question: str, tokens: int) -> list[Batch]:
         """Sort a cell's examples into batches of at most ``tokens``, rows x length."""
-        at = cell, method.extrapolates, question, tokens
+        beyond = method.extrapolates and not method.dense_prompt  # with a dense prompt it is read beside other methods
+        at = cell, beyond, question, tokens
         if at not in self._made:
             self._made[at] = make_batches(
                 self._store[cell],
                 question,
                 tokens,
-                None if method.extrapolates else self._limit,
+                None if beyond else self._limit,
                 self._settings.max_new_tokens,
                 samples=self._most_contexts(question) if cell.length is not None else 0,
                 room=self._room,
@@ -66,11 +67,11 @@ class Plan:
         """Return a key that is equal for jobs with equal costs."""
         batches = self._batches_of(job, self._settings.batch_tokens)
         shapes = tuple((batch.shape, len(batch.units)) for batch in batches)
-        return jax.tree.structure(job.setting.method), job.question, shapes
+        return jax.tree.structure(job.setting.method), self.alone(job), job.question, shapes
 
     def alone(self, job: Job) -> bool:
         """Tell whether a job must be prefilled alone."""
-        return job.setting.method.offload or not job.setting.method.dense_prompt
+        return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
 
     def evicts(self, job: Job) -> bool:
         """Tell whether the method of a job evicts in every layer."""

@@ -64,6 +64,7 @@ class Runner:
         cells: the cells of the settings, if `make_cells` has made them before.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
+        loading: seconds that loading the model has taken, for the record.
 
     Attributes:
         cells: the cells that are asked.
@@ -84,6 +85,7 @@ class Runner:
         cells: list[Cell] | None = None,
         force: bool = False,
         progress: bool = True,
+        loading: float = 0.0,
     ) -> None:
         limit = settings.max_length or model.config.max_position_embeddings
         longest = max(settings.lengths, default=0)
@@ -100,7 +102,7 @@ class Runner:
         for choice in settings.choices if settings.kv_dtype else ():  # before anything runs
             method = choice.at(longest or limit, model.tokenizer, self._made_for, {}).method
             check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
-        self.settings, self.model, self._limit = settings, model, limit
+        self.settings, self.model, self._limit, self._loading = settings, model, limit, loading
         mesh = mesh_text(mesh_axes(settings.mesh))
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
@@ -122,6 +124,7 @@ class Runner:
         }
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
+        self._settings: dict[tuple[str, int], Setting] = {}
         self._sizes = Sizes()
         self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
@@ -145,7 +148,7 @@ class Runner:
             # CHESS is calibrated while the programs of other methods are compiled.
             if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
                 alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
-                self._compile_ahead(ahead, self._plan.groups([job for job in alone if not job.setting.method.dense_prompt]))
+                self._compile_ahead(ahead, self._plan.groups(list(filter(self._plan.alone, alone))))
             jobs = self._jobs(choices)
             groups = self._plan.groups(jobs)
             queued = self._compile_ahead(ahead, groups)
@@ -155,6 +158,7 @@ class Runner:
                 )
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
+            before = time.monotonic() - begun
             waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
             with Progress(len(jobs), self.progress, is_drawn(), ahead.describe) as bar:
                 while waiting:
@@ -171,11 +175,21 @@ class Runner:
                     finished, again = self._attempt(parts[0], waited, ahead, clock, bar)
                     waiting.put_back(again)  # it may have finished cells, which are counted when the group is taken again
                     bar.end(finished, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
-        answers, prompts = spent["answer_seconds"], spent["seconds"] - spent["answer_seconds"]
-        self._say(
-            f"{time.monotonic() - begun:.0f} s: prompts {prompts:.0f} s, answers {answers:.0f} s, "
-            f"waiting for the compiler {spent['compile_seconds']:.0f} s"
-        )
+        self._divide(before)
+
+    def _divide(self, before: float) -> None:
+        """Show on what this run's seconds were spent, ``before`` of them before its first cell, and keep it in the folder."""
+        spent, whole = self._spent, self._loading + time.monotonic() - self._begun
+        parts = {
+            "loading": self._loading,
+            "before the first cell": before,
+            "prompts": spent["seconds"] - spent["answer_seconds"],
+            "answers": spent["answer_seconds"],
+            "waiting for the compiler": spent["compile_seconds"],
+        }
+        parts["between cells"] = whole - sum(parts.values())
+        self.folder.divide(parts)
+        self._say(f"{whole:.0f} s: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
 
     def _attempt(
         self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
@@ -338,10 +352,11 @@ class Runner:
         if length is None:
             # A file's examples have lengths of their own; a budget that is a share is a share of their mean.
             length = int(np.mean([len(ids) for ids in self.store[cell].wholes]))
-        extra: Mapping[str, Any] = {}
-        if needs_thresholds(choice.name, choice.knobs):
-            extra = self._chess()
-        return choice.at(length, self.model.tokenizer, self._made_for, extra)
+        at = choice.label, length
+        if at not in self._settings:  # SentenceKV reads every token of the vocabulary
+            extra = self._chess() if needs_thresholds(choice.name, choice.knobs) else {}
+            self._settings[at] = choice.at(length, self.model.tokenizer, self._made_for, extra)
+        return self._settings[at]
 
     def _chess(self) -> dict[str, float]:
         """Calibrate CHESS' thresholds, once for a folder, on other prompts of the tasks that the shipped models know.

@@ -26,6 +26,7 @@ from kvjax.decoding.checks import (
     int32_rows,
     read_array,
 )
+from kvjax.decoding.layers import shares_prefill
 from kvjax.describe import describe, is_known
 from kvjax.fields import positive_int, shown
 from kvjax.mesh.sharding import place_rows, plan_of
@@ -164,7 +165,8 @@ def prefill_each(
 
     Args:
         methods: methods or their names. Several methods must each have a dense prompt (``method.dense_prompt``). Only methods
-            that evict or select during prefill have none (KeyDiff, StreamingLLM, TokenSelect).
+            that evict or select during prefill have none (KeyDiff, StreamingLLM, TokenSelect), and methods that renumber
+            tokens (SelfExtend; NTK and PI with a factor other than 1).
         share_storage: whether caches share the arrays that are equal: methods that keep every token (Full, Quest, ParisKV)
             hold the same keys and values, which then exist once. The first call that consumes a cache
             (`generate`, `extend`) then consumes all caches that share its arrays: `kvjax.fork` each cache before, except
@@ -177,7 +179,7 @@ def prefill_each(
     check_kv_dtype(kv_dtype)
     chunk_size = positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
-    chosen = _read_together(methods, longest(length, padded), padded.shape[1])
+    chosen = _read_together(methods, longest(length, padded), padded.shape[1], config)
     check_vocabulary(padded, config)
     if max_new_tokens is None:
         left = config.max_position_embeddings - longest(length, padded)
@@ -204,11 +206,11 @@ def longest(length: Array, padded: Array) -> int:
     return int(np.asarray(length).max()) if is_known(length) else padded.shape[1]  # NumPy: JAX would trace it inside jit
 
 
-def _read_together(methods: Sequence[Method | str], length: int, room: int) -> list[Method]:
+def _read_together(methods: Sequence[Method | str], length: int, room: int, config: Model) -> list[Method]:
     """Resolve the methods at a prompt's length; refuse several that cannot share one prefill."""
     chosen = resolve_each(methods, length, room)
-    own = [describe(method) for method in chosen if not method.dense_prompt]
-    if own and len(chosen) > 1:
+    own = [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]
+    if own:
         raise ValueError(
             f"methods that share one prefill must attend to the prompt densely, got {', '.join(own)}: prefill each alone"
         )

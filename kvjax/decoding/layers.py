@@ -17,10 +17,12 @@ from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
 from kvjax.method import LayerMethod, Method, with_inner
 from kvjax.registry import classes
+from kvjax.rope import depends_on_length
 from kvjax.typing import (
     Model,
     Recurrence,
     layer_recurrence,
+    layer_ropes,
     layer_windows,
     method_layers,
     not_none,
@@ -51,6 +53,16 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 
     both = zip(layer_windows(model), layer_recurrence(model), strict=True)
     return tuple(of_layer(layer, *kinds) for layer, kinds in enumerate(both))
+
+
+def shares_prefill(method: Method, model: Model) -> bool:
+    """Tell whether a method can share its prefill with other methods: it attends to a prompt as Full does.
+
+    A method that renumbers tokens rotates them by the frequencies of a short text. Full does not, where the model has others
+    for a long text.
+    """
+    changing = any(depends_on_length(rope.scaling) for rope in layer_ropes(model))
+    return method.dense_prompt and not (changing and any(layer.extrapolates for layer in layer_methods(method, model)))
 
 
 def guessing_layers(methods: Sequence[LayerMethod]) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def storage_key(method: LayerMethod, spec: LayerSpec, state: Any) -> Hashable:
     if not method.common_prompt or spec.offloaded:
         return None
     leaves, structure = jax.tree.flatten(state.cache)
-    return method.extrapolates, structure, tuple((x.shape, x.dtype) for x in leaves)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def keeps_storage(before: Any, finished: Any) -> bool:

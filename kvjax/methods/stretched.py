@@ -9,6 +9,7 @@ from typing import Any
 from jax import Array
 
 from kvjax.cache import LayerSpec
+from kvjax.fields import known
 from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.methods.full import Full
 from kvjax.typing import pytree, traced
@@ -24,7 +25,8 @@ class Stretched(LayerMethod):
     (dynamic NTK, longrope), the model keeps the frequencies for short texts.
 
     The factor holds for every text. A text that fits the model's window needs 1, which changes nothing; a larger factor costs
-    answers there. `kvjax eval` takes 1 within the window, and beyond it the length over the window.
+    answers there. `kvjax eval` takes 1 within the window, and beyond it the length over the window. With a factor of 1 it can
+    share its prefill with other methods (`kvjax.prefill_each`), unless the model's own frequencies change with the length.
     """
 
     factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
@@ -32,6 +34,13 @@ class Stretched(LayerMethod):
     extrapolates = True
     quantisable = True
     takes_sinks = True
+    common_prompt = True  # several methods share a prefill only where `dense_prompt` holds: then it stores what Full stores
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the factor is known to be 1: then this is Full, and other methods can share its prefill."""
+        factor = known(self.factor)
+        return factor is not None and bool((factor == 1).all())
 
     @abc.abstractmethod
     def divisors(self, pairs: int) -> Array:

@@ -190,7 +190,7 @@ def _check_prompt(draft: Method, name: str) -> None:
     A method that keeps a bounded part from the first token on, or keys without positions, takes them as they come, in its own
     storage. What it would have attended to is not used.
     """
-    if not draft.dense_prompt and (draft.slotted or not (draft.evicts or draft.appends)):
+    if (draft.extrapolates or not draft.dense_prompt) and (draft.slotted or not (draft.evicts or draft.appends)):
         raise ValueError(
             "Verified: draft must prefill densely, as Full does, or store each token as it comes, but "
             f"{name} has a prefill or positions of its own"

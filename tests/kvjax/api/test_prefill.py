@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.accounting import memory
+from kvjax.decoding.layers import shares_prefill
+from models import DynamicScaling
 from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-DENSE = [name for name in NAMES if registry.find(name).dense_prompt]
+DENSE = [name for name in NAMES if example(name).dense_prompt]
 
 
 def read_each(methods, **options):
@@ -68,9 +72,8 @@ def test_shared_storage_exists_once_and_a_fork_protects_it(chunk_size):
 
 
 def test_methods_that_do_not_read_densely_read_alone():
-    assert {"infllm", "keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"} == set(registry.builtin()) - {
-        name for name, cls in registry.builtin().items() if cls.dense_prompt
-    }
+    alone = {name for name in registry.builtin() if not example(name).dense_prompt}
+    assert alone == {"infllm", "keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"}
     wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
     for other in (example("keydiff"), wrapped):
         with pytest.raises(ValueError, match="must attend to the prompt densely, got .*: prefill each alone"):
@@ -111,3 +114,23 @@ def test_prompts_under_vmap_refuse_host_memory(name):
 
     with pytest.raises(ValueError, match="caches in host memory do not run under jax.vmap, got a mapped axis of 3"):
         jax.eval_shape(jax.vmap(read), tokens)
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
+    """They share its storage, first or last in the list, and answer with its tokens; another factor reads alone."""
+    stretched, whole = [kvjax.methods.PI(factor=1), kvjax.methods.NTK(factor=1.0)], [kvjax.methods.Full(), example("quest")]
+    for methods in (whole + stretched, stretched + whole):
+        caches = read_each(methods, share_storage=True, chunk_size=chunk_size)
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            assert len({id(layer.cache.key) for layer in layers}) == 1
+        answers = {}
+        for method, cache in zip(methods, caches, strict=True):
+            out = kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=6, eos_token_ids=())
+            answers[type(method).__name__] = out.tokens
+        for name in ("PI", "NTK"):
+            np.testing.assert_array_equal(answers[name], answers["Full"])
+    with pytest.raises(ValueError, match=r"got PI\(factor=4.0\): prefill each alone"):
+        read_each([*whole, kvjax.methods.PI(factor=4.0)])
+    changing = dataclasses.replace(TINY, rope_scaling=DynamicScaling(factor=3.0, original_max_position_embeddings=16))  # a long text turns by frequencies that PI does not take
+    assert [shares_prefill(method, changing) for method in (*whole, *stretched)] == [True, True, False, False]

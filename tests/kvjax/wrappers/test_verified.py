@@ -34,7 +34,7 @@ KINDS = registry.builtin()
 DRAFTS = [
     name
     for name in NAMES
-    if KINDS[name].dense_prompt or KINDS[name].appends or (KINDS[name].evicts and not KINDS[name].slotted)
+    if example(name).dense_prompt or KINDS[name].appends or (KINDS[name].evicts and not KINDS[name].slotted)
 ]
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
 IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ
@@ -395,6 +395,7 @@ def test_no_pass_copies_the_cache(draft):
         (lambda: verified(Full(), offload=True), "offload must be False with Full, which reads every token"),
         (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend has a prefill or positions of its own"),
         (lambda: verified(NTK(factor=2.0)), "prefill densely.*NTK"),
+        (lambda: verified(NTK(factor=1.0)), "prefill densely.*NTK"),  # traced, the factor could be any
         (lambda: verified(kvjax.Prefill(method=Full())), "prefill densely.*Prefill"),
         (lambda: verified("snapkv"), "must be a kvjax method, got the name 'snapkv'"),
         (lambda: kvjax.PerLayer(layers={0: Full()}, default=verified(Full())), "cannot run in some only"),
