@@ -50,8 +50,7 @@ class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
     group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    # newest tokens at their true distance, a multiple of group_size
-    window: int | Array = traced(default=1024, least=1, within="max_window")
+    window: int | Array = traced(default=1024, least=1, within="max_window")  # newest tokens at true positions, whole groups
     max_window: int | None = static(default=None, least=1)  # longest window that the program reads; None = window
     chunk: int = static(default=1024, least=1)  # prompt tokens read at once; changes memory, not results
 
