@@ -37,7 +37,7 @@ from experiments.evaluation import (
 )
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
-from experiments.evaluation.settings import EvaluationSettings, joined
+from experiments.evaluation.settings import Choice, EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
@@ -251,11 +251,27 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
         assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
     runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
     assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
+    for run in runs:  # where its time went: the cells' own seconds are a part
+        parts = run["parts"]
+        own = sum(parts[name] for name in ("prompts", "answers", "waiting for the compiler"))
+        assert own == pytest.approx(run["seconds"] + run["compile_seconds"], abs=0.05)
+        assert parts["before the first cell"] > 0 and parts["between cells"] > 0
     assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
     with pytest.raises(ValueError, match="max_new_tokens=4, got 5"):
         make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
     again = EvaluationSettings.from_mapping(read_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+
+
+def test_within_the_window_pi_and_ntk_read_beside_full(tiny, tmp_path, monkeypatch):
+    """Their factor is 1 there. A method is made once for a length, because SentenceKV reads the whole vocabulary for it."""
+    made = []
+    monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
+    run = make(tiny, tmp_path, methods=["pi", "quest", "ntk", "selfextend"])
+    jobs = run._jobs(run.settings.choices)
+    groups = {tuple(job.label for job in group.jobs) for group in run._plan.groups(jobs)}
+    assert groups == {("full", "pi", "quest", "ntk"), ("selfextend",)}
+    assert len(jobs) == 10 and sorted(made) == sorted(["full", "pi", "quest", "ntk", "selfextend"])
 
 
 def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
