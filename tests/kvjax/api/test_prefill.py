@@ -132,5 +132,7 @@ def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
             np.testing.assert_array_equal(answers[name], answers["Full"])
     with pytest.raises(ValueError, match=r"got PI\(factor=4.0\): prefill each alone"):
         read_each([*whole, kvjax.methods.PI(factor=4.0)])
-    changing = dataclasses.replace(TINY, rope_scaling=DynamicScaling(factor=3.0, original_max_position_embeddings=16))  # a long text turns by frequencies that PI does not take
+    # A long text turns by frequencies that PI does not take.
+    scaling = DynamicScaling(factor=3.0, original_max_position_embeddings=16)
+    changing = dataclasses.replace(TINY, rope_scaling=scaling)
     assert [shares_prefill(method, changing) for method in (*whole, *stretched)] == [True, True, False, False]
