@@ -133,5 +133,6 @@ def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
     with pytest.raises(ValueError, match=r"got PI\(factor=4.0\): prefill each alone"):
         read_each([*whole, kvjax.methods.PI(factor=4.0)])
     # A long text turns by frequencies that PI does not take.
-    changing = dataclasses.replace(TINY, rope_scaling=DynamicScaling(factor=3.0, original_max_position_embeddings=16))
+    scaling = DynamicScaling(factor=3.0, original_max_position_embeddings=16)
+    changing = dataclasses.replace(TINY, rope_scaling=scaling)
     assert [shares_prefill(method, changing) for method in (*whole, *stretched)] == [True, True, False, False]
