@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import pathlib
 import textwrap
@@ -111,11 +112,28 @@ class Runs:
 
     @property
     def subject(self) -> str:
-        """The model, its dtype and the device, as the beginning of a sentence."""
-        record = read_record(self.folders[0])
-        model = _MODELS.get(record["settings"]["model"], f"`{record['settings']['model']}`")
-        devices = " and ".join(device_kinds(record))
-        return f"{model[0].upper()}{model[1:]}, computed in {record['settings']['dtype']}, {devices}"
+        """The model, its dtype and the devices, as the beginning of a sentence."""
+        return self._on(device_kinds(read_record(self.folders[0])))
+
+    def measured(self, entries: Sequence[Entry]) -> tuple[str, str]:
+        """Return `subject` with the devices of some rows alone, and a sentence with their commits."""
+        runs = [self._runs[entry.folder][entry.row["run"]] for entry in entries]
+        commits = collections.Counter(short_commit(run["commit"]) for run in runs)
+        if len(commits) == 1:
+            told = f"All {len(runs)} scores were measured on commit {next(iter(commits))}."
+        else:
+            each = (f"{count} on {commit}" for commit, count in commits.most_common())
+            told = f"Of {len(runs)} scores were measured {', '.join(each)}."
+        return self._on(sorted({run["device"]["kind"] for run in runs})), told
+
+    def _on(self, devices: Sequence[str]) -> str:
+        settings = read_record(self.folders[0])["settings"]
+        model = _MODELS.get(settings["model"], f"`{settings['model']}`")
+        return f"{model[0].upper()}{model[1:]}, computed in {settings['dtype']}, {' and '.join(devices)}"
+
+    @functools.cached_property
+    def _runs(self) -> dict[pathlib.Path, list[dict[str, Any]]]:
+        return {folder: read_runs(folder) for folder in self.folders}
 
     @property
     def about(self) -> str:

@@ -6,6 +6,7 @@ A mean is over the tasks that Full solves. Tasks of code have columns of their o
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from experiments.tasks import GROUPS, TASKS
 
 RECORDS = ("qwen-16k", "qwen-32k")
 AFTER = "qwen-16k-question-after"  # on some of the tasks
+ALONE = ("qwen-full", *RECORDS, "qwen-16k-other-tasks", "qwen-32k-numbers")  # with Full's scores on every task
 BEST = 5  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the bytes that a step reads under Full
 _SLACK = 1.1  # a budget of 1/8 reads a little more than 1/8 of the bytes: the tokens of the answer come on top
@@ -44,6 +46,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts, by name; see `experiments.site.marks`."""
     runs = runs_of(docs)
     after = Runs(docs, (AFTER,), least=COUNTED, apart=GROUPS["code"])
+    alone = Runs(docs, ALONE)
     made = {
         "means": (means, RECORDS[:1]),
         "settings": (settings, RECORDS[:1]),
@@ -51,8 +54,9 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
         "tasks": (tasks, RECORDS[:1]),
         "questions": (functools.partial(questions, after=after), (RECORDS[0], AFTER)),
         "checks": (checks, RECORDS[:1]),
+        "lengths": (functools.partial(by_length, alone=alone), ALONE[:1]),
     }
-    there = {x.name for x in (*runs.folders, *after.folders)}
+    there = {x.name for x in (*runs.folders, *after.folders, *alone.folders)}
     front_page = {"quality": functools.partial(front, runs, docs)} if measured(docs) else {}
     return front_page | {
         f"qwen-{name}": functools.partial(make, runs) if {*names} <= there else functools.partial(missing, docs, names)
@@ -77,10 +81,14 @@ def front(runs: Runs, docs: pathlib.Path) -> str:
         scores = (mean_score(runs.mean(method, "prefill", length)) for length in lengths)
         shown = (column.get(method, "") for column in code.values())
         body.append((method_title(method), *scores, *shown, read(mean), megabytes(mean["resident_bytes_per_row"])))
+    cells = [x for x in runs.own if x.row["question"] == "prefill" and x.row["method"] in best]
+    counted = (*runs.counted[first], *itertools.chain(*_CODE.values()))
+    cells = [x for x in cells if x.row["name"] in (counted if x.row["length"] == first else runs.counted[x.row["length"]])]
+    subject, commits = runs.measured(cells)
     told = (
-        f"{runs.subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt. "
+        f"{subject}: scores from 0 to 100, {_over(runs, lengths)}. The question is in the prompt. "
         "Code: the score on Python's library, and on the same code with new names. Shares are of what a decode step reads "
-        "under Full. An empty cell has not been measured."
+        f"under Full. {commits}"
     )
     others = len(ranked) - len([x for x in ranked if x in own])
     if len(best) < len(ranked):
@@ -178,6 +186,16 @@ def checks(runs: Runs) -> str:
     labels = ["full", "snapkv", *dict.fromkeys(x for x, _ in at if x.partition("(")[0] == _REVERSED)]
     body = [(f"`{name}`", *(f"{at[x, name]:.1f}" if (x, name) in at else "" for x in labels)) for name in names]
     return table((f"task at {token_label(length)}", *map(_told, labels)), body)
+
+
+def by_length(_: Runs, alone: Runs) -> str:
+    """Show Full's score on every task at every length, the question in the prompt."""
+    rows = {(x.row["name"], x.row["length"]): x.row for x in alone.own if x.row["method"] == "full"}
+    names, lengths = sorted({name for name, _ in rows}, key=_place), sorted({length for _, length in rows})
+    counts = {length: {row["samples"] for (_, at), row in rows.items() if at == length} for length in lengths}
+    heads = (f"{token_label(x)}, {' or '.join(map(str, sorted(counts[x])))} samples" for x in lengths)
+    body = [(f"`{x}`", *(f"{rows[x, at]['value']:.1f}" if (x, at) in rows else "" for at in lengths)) for x in names]
+    return table(("task", *heads), body)
 
 
 def _at_first(runs: Runs) -> tuple[int, list[Compared]]:
