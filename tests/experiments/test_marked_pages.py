@@ -97,7 +97,7 @@ def test_without_records_the_pages_name_the_commands(docs):
     assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality-twin.md"]
     assert f"`{command}`" in texts["choosing.md"]
     unmeasured = "This part has not been measured yet. `python -m kvjax eval --config docs/settings/qwen-"
-    assert texts["quality.md"].count(unmeasured) == 6
+    assert texts["quality.md"].count(unmeasured) == 7
     assert "The built-in retrieval toy" in texts["README.md"] and "has not been measured" not in texts["README.md"]
 
 
@@ -162,6 +162,7 @@ def test_tables_of_the_untouched_model(docs):
     longer = {**own, "full": ((20, 12, 16, 14), {}, 1)}  # at 32K vt counts, too
     write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
     write_folder(docs, "qwen-16k-question-after", qwen_cells("extend", 16384, own), "qwen2.5-coder-1.5b")
+    write_folder(docs, "qwen-full", qwen_cells("prefill", 4096, {"full": ((20, 19, 18, 17), {}, 1)}), "qwen2.5-coder-1.5b")
     texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
     assert texts["quality.md"].count("has not been measured") == 2  # the distances from Full have records of their own
     assert "Qwen2.5-Coder" not in texts["quality-twin.md"]
@@ -180,8 +181,10 @@ def test_tables_of_the_untouched_model(docs):
         "| SnapKV | 60.0 | 55.0 | 40 / 30 | 1.30 MB (13.0 %) | 2.60 MB |",
         "| CHESS | 10.0 | 55.0 | 0 / 0 | 0.20 MB (2.0 %) | 0.40 MB |",
     ]
+    assert "All 20 scores were measured on commit " in told  # of 4 methods: 1 and 2 of code at 16K, 2 at 32K
     assert texts["README.md"].count("\n") <= 150
     page = texts["quality.md"]
+    assert "| task | 4K, 20 samples | 16K, 20 samples | 32K, 20 samples |" in page and "| `vt` | 95.0 | 55.0 | 60.0 |" in page
     assert "Means of single_1 at 16K, with 20 samples" in page and "| Quest | 90.0 | -10.0 ± " in page
     assert "| SnapKV | 16,384 | 60.0 | -40.0 ± " in page and "| SnapKV(budget=1/16) | 45.0 | -55.0 ± " in page
     assert "| SnapKV | 45.0 (6.5 %) | 60.0 (13.0 %) | 60.0 (13.0 %) |" in page and "| Quest |  |  | 90.0 (25.0 %) |" in page
