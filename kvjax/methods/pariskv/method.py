@@ -29,8 +29,8 @@ step before the one whose token fills the buffer, so ``num_local`` is at least 2
 averaged in float32, in the code in bfloat16; so signs and levels of channels near a bound may differ. Neither keys nor
 the query are divided by their norm: the weight of a key contains its norm again, and the norm of the query does not
 change the ranking. So there is no switch for it. Without the rotation (``rotate=False``) three needle tasks on
-Qwen2.5-Coder-1.5B at 16K score 72.8 instead of 77.5, and Full 85.7. Shares of the zone are rounded to millionths. A key's levels and weights
-take 128 bytes, a line of memory, in place of the paper's 96. Three bugs of the code are not replicated: offloading writes
+Qwen2.5-Coder-1.5B at 16K score 72.8 instead of 77.5, and Full 85.7. Shares of the zone are rounded to millionths. A key's
+levels and weights take 128 bytes, a line of memory, in place of the paper's 96. Three bugs of the code are not replicated: offloading writes
 a slot late, batch rows above 0 are re-ranked with wrong codes, and generated tokens are rotated one position too far in
 all layers but the first.
 """
