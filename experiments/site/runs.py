@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import pathlib
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,11 +50,11 @@ class Runs:
     @functools.cached_property
     def entries(self) -> list[Entry]:
         """All rows of scores, with their examples."""
-        return [entry for entry in load(self.folders) if entry.row["unit"] == "percent"]
+        return [_without_scores(entry) for entry in load(self.folders) if entry.row["unit"] == "percent"]
 
     @functools.cached_property
     def own(self) -> list[Entry]:
-        """The rows of kvjax' methods at their own settings, whose names show no knobs."""
+        """The rows of kvjax' methods at their own settings, whose names show no knobs but a file of heads' scores."""
         return [entry for entry in self.entries if entry.row["method"] in registry.builtin()]
 
     @functools.cached_property
@@ -141,6 +143,12 @@ class Runs:
         runs = [run for folder in self.folders for run in read_runs(folder) or [read_record(folder)]]
         commits = dict.fromkeys(short_commit(run["commit"]) for run in runs)
         return f"{self.subject}, JAX {runs[0]['versions']['jax']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+
+
+def _without_scores(entry: Entry) -> Entry:
+    """Name a method without its file of heads' scores, which is no choice: HeadKV and DuoAttention do not run without one."""
+    named = re.sub(r"\(scores=[^,()]*\)$", "", entry.row["method"])
+    return dataclasses.replace(entry, row={**entry.row, "method": named})
 
 
 def megabytes(count: float) -> str:

@@ -21,7 +21,7 @@ from experiments.tasks import GROUPS, TASKS
 
 RECORDS = ("qwen-16k", "qwen-32k")
 AFTER = "qwen-16k-question-after"  # on some of the tasks
-ALONE = ("qwen-full", *RECORDS, "qwen-16k-other-tasks", "qwen-32k-numbers")  # with Full's scores on every task
+ALONE = ("qwen-full", *RECORDS, "qwen-16k-other-tasks", "qwen-32k-other-tasks")  # with Full's scores on every task
 BEST = 5  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the bytes that a step reads under Full
 _SLACK = 1.1  # a budget of 1/8 reads a little more than 1/8 of the bytes: the tokens of the answer come on top
