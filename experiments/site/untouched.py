@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.answering import PAPERS, without_effect
-from experiments.evaluation import COUNTED, Compared, averages, beside_full, other_reading
+from experiments.evaluation import COUNTED, Compared, averages, beside_full, kendall_tau, other_reading
 from experiments.records import method_title, token_label
 from experiments.site.marks import command_of, missing
 from experiments.site.quality import mean_score, question_table, short, table
@@ -21,7 +21,8 @@ from experiments.tasks import GROUPS, TASKS
 
 RECORDS = ("qwen-16k", "qwen-32k")
 AFTER = "qwen-16k-question-after"  # on some of the tasks
-ALONE = ("qwen-full", *RECORDS, "qwen-16k-other-tasks", "qwen-32k-other-tasks")  # with Full's scores on every task
+OTHERS = ("qwen-16k-other-tasks", "qwen-32k-other-tasks")  # tasks that count in no mean
+ALONE = ("qwen-full", *RECORDS, *OTHERS)  # with Full's scores on every task
 BEST = 5  # baselines in the README's table
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the bytes that a step reads under Full
 _SLACK = 1.1  # a budget of 1/8 reads a little more than 1/8 of the bytes: the tokens of the answer come on top
@@ -46,17 +47,18 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
     """List the functions that make the parts, by name; see `experiments.site.marks`."""
     runs = runs_of(docs)
     after = Runs(docs, (AFTER,), least=COUNTED, apart=GROUPS["code"])
-    alone = Runs(docs, ALONE)
+    alone, more = Runs(docs, ALONE), Runs(docs, OTHERS)
     made = {
         "means": (means, RECORDS[:1]),
         "settings": (settings, RECORDS[:1]),
         "bytes": (bytes_read, RECORDS[:1]),
         "tasks": (tasks, RECORDS[:1]),
+        "others": (functools.partial(others, more=more), (RECORDS[0], OTHERS[0])),
         "questions": (functools.partial(questions, after=after), (RECORDS[0], AFTER)),
         "checks": (checks, RECORDS[:1]),
         "lengths": (functools.partial(by_length, alone=alone), ALONE[:1]),
     }
-    there = {x.name for x in (*runs.folders, *after.folders, *alone.folders)}
+    there = {x.name for x in (*runs.folders, *after.folders, *alone.folders, *more.folders)}
     front_page = {"quality": functools.partial(front, runs, docs)} if measured(docs) else {}
     return front_page | {
         f"qwen-{name}": functools.partial(make, runs) if {*names} <= there else functools.partial(missing, docs, names)
@@ -160,6 +162,29 @@ def tasks(runs: Runs) -> str:
         counted = runs.counted[length]
         head = ("method", *(f"**{short(name)}**" if name in counted else short(name) for name in names))
         made.append(f"{length:,} tokens; tasks in bold count in the means:\n\n{table(head, body)}")
+    return "\n\n".join(made)
+
+
+def others(runs: Runs, more: Runs) -> str:
+    """Show every method on the tasks that count in no mean, and its mean with them, at each length."""
+    made = []
+    for length in runs.lengths("prefill"):
+        at = {(x.row["method"], x.row["name"]): x.row["value"] for x in more.own if x.row["length"] == length}
+        names = sorted({name for _, name in at}, key=_place)
+        counted, means, body = len(runs.counted[length]), [], []
+        for method in runs.ranked("prefill", length):
+            mean = runs.mean(method, "prefill", length)
+            scores = [at[method, name] for name in names if (method, name) in at]
+            whole = ""
+            if mean is not None and len(scores) == len(names):
+                means.append((mean["score"], (counted * mean["score"] + sum(scores)) / (counted + len(names))))
+                whole = f"{means[-1][1]:.1f}"
+            shown = (f"{at[method, name]:.0f}" if (method, name) in at else "" for name in names)
+            body.append((method_title(method), mean_score(mean), *shown, whole))
+        tau = kendall_tau([x for x, _ in means], [x for _, x in means])
+        head = ("method", f"mean of {counted} tasks", *map(short, names), f"mean of {counted + len(names)}")
+        told = f"{length:,} tokens. The two means order {len(means)} methods with a tau of {tau:.2f}:"
+        made.append(f"{told}\n\n{table(head, body)}")
     return "\n\n".join(made)
 
 

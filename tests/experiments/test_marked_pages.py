@@ -97,7 +97,7 @@ def test_without_records_the_pages_name_the_commands(docs):
     assert "docs/settings/fidelity.yaml --out docs/records/fidelity/base`" in texts["quality-twin.md"]
     assert f"`{command}`" in texts["choosing.md"]
     unmeasured = "This part has not been measured yet. `python -m kvjax eval --config docs/settings/qwen-"
-    assert texts["quality.md"].count(unmeasured) == 7
+    assert texts["quality.md"].count(unmeasured) == 8
     assert "The built-in retrieval toy" in texts["README.md"] and "has not been measured" not in texts["README.md"]
 
 
@@ -162,6 +162,9 @@ def test_tables_of_the_untouched_model(docs):
     longer = {**own, "full": ((20, 12, 16, 14), {}, 1)}  # at 32K vt counts, too
     write_folder(docs, "qwen-32k", qwen_cells("prefill", 32768, longer), "qwen2.5-coder-1.5b")
     write_folder(docs, "qwen-16k-question-after", qwen_cells("extend", 16384, own), "qwen2.5-coder-1.5b")
+    more = qwen_cells("prefill", 16384, {**own, "headkv(scores=file.json)": ((16, 0, 0, 0), {"scores": [1]}, 0.13)})
+    more = [(*cell[:1], "passkey", *cell[2:]) for cell in more if cell[1] == "niah_single_1"]
+    write_folder(docs, "qwen-16k-other-tasks", more, "qwen2.5-coder-1.5b")
     write_folder(docs, "qwen-full", qwen_cells("prefill", 4096, {"full": ((20, 19, 18, 17), {}, 1)}), "qwen2.5-coder-1.5b")
     texts = {file.name: text for file, text in pages.marked_pages(docs).items()}
     assert texts["quality.md"].count("has not been measured") == 2  # the distances from Full have records of their own
@@ -190,6 +193,8 @@ def test_tables_of_the_untouched_model(docs):
     assert "| SnapKV | 45.0 (6.5 %) | 60.0 (13.0 %) | 60.0 (13.0 %) |" in page and "| Quest |  |  | 90.0 (25.0 %) |" in page
     assert "| method | **single_1** | vt | code_recall | code_recall_renamed |" in page
     assert "| `vt` | 55.0 | 50.0 | 5.0 |" in page  # Full, SnapKV, Reversed
+    assert "| method | mean of 1 tasks | passkey | mean of 2 |" in page and "| SnapKV | 60.0 | 60 | 60.0 |" in page
+    assert "The two means order 4 methods with a tau of 1.00:" in page
     assert "| Quest | -10.0 ± " in texts["choosing.md"]
     assert pages.figures(docs)["results/qwen-16k/solved.png"] == ("results/qwen-16k", "solved")
     assert plots.solved(read_record(docs / "records" / "results" / "qwen-16k")["metrics"]).axes
