@@ -12,7 +12,7 @@ import pytest
 import kvjax
 import models
 from experiments.answering import PAPERS
-from experiments.cli import names, read_yaml
+from experiments.cli import names, read_record, read_yaml
 from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
 from experiments.fidelity.settings import FidelitySettings
@@ -71,8 +71,12 @@ def test_the_tables_of_the_real_model_are_of_the_same_examples():
     assert {choice.label for choice in made["main-16k"].choices} < own < {choice.label for choice in made["main"].choices}
 
     qwen = [made[name] for name in ("qwen-16k", "qwen-32k", "qwen-16k-question-after")]
-    assert len({(x.model, x.dtype, x.seed) for x in qwen}) == 1 and len({x.tasks for x in qwen[:2]}) == 1
-    assert len(qwen[0].tasks) == 15 and {*qwen[2].tasks} < {*qwen[0].tasks}
+    assert len({(x.model, x.dtype, x.seed) for x in qwen}) == 1 and {*qwen[1].tasks} < {*qwen[0].tasks}
+    assert len(qwen[0].tasks) == 12 and {*qwen[2].tasks} < {*qwen[0].tasks}
+    assert not {*made["qwen-16k-other-tasks"].tasks} & {*qwen[0].tasks}
+    for name in ("qwen-16k", "qwen-32k", "qwen-16k-other-tasks"):  # the command asks what the tables have
+        rows = read_record(ROOT / "docs" / "records" / "results" / name)["metrics"]
+        assert {row["task"] for row in rows} == {*made[name].tasks}
     assert [(x.lengths, x.samples, x.question) for x in qwen] == [
         ((16384,), 100, "prefill"), ((32768,), 50, "prefill"), ((16384,), 50, "extend")
     ]  # fmt: skip
