@@ -26,7 +26,7 @@ pages are active while there are at most sink + window + 1 pages.
 The default reads four points otherwise. The figures below are means over 32 samples of 7 tasks at 16K on
 Qwen2.5-Coder-1.5B, where Full scores 93.6, at 1/8 of the pages. There the printed form scores 2.0 and the default 63.6. At
 the paper's 1, 9 and 40 % they score 1.2, 2.0 and 23, and 42.9, 67.6 and 86.2 (9 and 40 %: 6 tasks, Full 92.5). Each point
-alone stays at 10 or less.
+alone stays at 10.4 or less.
 
 * Are keys averaged after or before rotation? The paper does not say. Before, which undoes the stored rotation;
   ``page_vec_rope="post"`` averages rotated keys. Models whose frequencies change with the length need ``"post"``.

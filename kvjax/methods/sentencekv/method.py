@@ -24,7 +24,7 @@ which ends with the prompt. Tokens of an `extend` count as written text. ``segme
 which sentences end at fixed positions.
 
 The pool is chosen once, so a question that comes later by `extend` finds what the prompt's last queries have left, and its
-own tokens count as the open sentence. On four of RULER's tasks at 16K (docs/quality.md) the score is 85.4 with the question
+own tokens count as the open sentence. On four of RULER's tasks at 16K (docs/quality.md) the score is 85.2 with the question
 in the prompt, 26.0 with the question after it, and 89.9 under Full. The paper has no later question. A ``keep_factor`` that
 keeps every token of the prompt finds what a later question asks for: the cache is larger, a step reads as many tokens.
 
