@@ -170,7 +170,7 @@ def test_the_page_says_what_has_not_run(tmp_path):
     """Without the main record too: the tables of the ablation remain, and the part of a page names the commands."""
     folder = tmp_path / "docs"
     (folder / "records" / "ablations").mkdir(parents=True)
-    for name in ("main-32k", "qwen-16k", "qwen-papers", "qwen-papers-niah", *paper_tables.SETTINGS):
+    for name in ("main-32k", "qwen-16k", "qwen-32k", "qwen-papers", "qwen-papers-niah", *paper_tables.SETTINGS):
         (folder / "settings").mkdir(exist_ok=True)
         (folder / "settings" / f"{name}.yaml").write_text((DOCS / "settings" / f"{name}.yaml").read_text())
     assert "papers-chess.yaml --out docs/records/results/main`" in pages.parts(folder)["papers-remade"]()
