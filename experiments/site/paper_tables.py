@@ -30,7 +30,11 @@ from experiments.site.runs import wrapped
 MAIN = "main"
 PAGE = "papers"  # of docs/tables
 SETTINGS = tuple(f"papers-{x}" for x in ("chess", "mosaickv", "pariskv", "sentencekv", "tokenselect", "infinitebench"))
-_MADE_BY = {MAIN: SETTINGS, "qwen-16k": ("qwen-16k", "qwen-papers", "qwen-papers-niah")}  # settings by record
+_MADE_BY = {
+    MAIN: SETTINGS,
+    "qwen-16k": ("qwen-16k", "qwen-papers", "qwen-papers-niah"),
+    "qwen-32k": ("qwen-32k", "qwen-papers"),
+}  # settings by record
 _Judged = list[tuple[Remade, list[Verdict]]]
 _HEAD = """# Tables of the papers, made again
 
