@@ -58,7 +58,7 @@ def parts(docs: pathlib.Path) -> dict[str, Callable[[], str]]:
         "checks": (checks, RECORDS[:1]),
         "lengths": (functools.partial(by_length, alone=alone), ALONE[:1]),
     }
-    there = {x.name for x in (*runs.folders, *after.folders, *alone.folders, *more.folders)}
+    there = {x.name for x in (*runs.folders, *after.folders, *alone.folders)}
     front_page = {"quality": functools.partial(front, runs, docs)} if measured(docs) else {}
     return front_page | {
         f"qwen-{name}": functools.partial(make, runs) if {*names} <= there else functools.partial(missing, docs, names)
