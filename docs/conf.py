@@ -38,7 +38,7 @@ napoleon_numpy_docstring = False
 
 def write_pages(app: Any) -> None:
     """Write the generated pages into the source folder."""
-    from experiments import site
+    from experiments.lab import site
 
     source = pathlib.Path(app.srcdir)
     site.write_pages(source, source)

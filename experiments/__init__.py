@@ -28,18 +28,3 @@ Making:
 * ``training``: how the shipped model and the adapter were made.
 * ``site``: pages and tables of the documentation that come from docstrings and records.
 """
-
-import sys
-
-from pallas_kernels import Moved
-
-_PLACES = {
-    "experiments.suites": "experiments.benchmarks",
-    "experiments.kernels": "experiments.speed.kernels",
-    "experiments.peers": "experiments.speed.peers",
-    "experiments.drift": "experiments.ablations (its plan drift)",
-    "experiments.fetch": "experiments.answering.fetch",
-    "experiments.fuzz": "tests.fuzz",
-}
-
-sys.meta_path.append(Moved("experiments", lambda: _PLACES))

@@ -13,8 +13,6 @@ import pkgutil
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from kvjax import moved as moved
-
 if TYPE_CHECKING:
     from kvjax.public import *  # noqa: F403  (its `__all__`)
 else:  # hidden from type checkers, to which a `__getattr__` would give every misspelt name

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax import methods
-from kvjax.fields import shown
-from kvjax.method import Method
+from kvjax.protocol.fields import shown
+from kvjax.protocol.method import Method
 from kvjax.wrappers.named import WRAPPERS
 
 _GROUP = "kvjax.methods"
@@ -54,8 +54,8 @@ def register[M: Method](cls: type[M]) -> type[M]:
         ``cls``.
 
     Raises:
-        TypeError: ``cls`` is no subclass of `kvjax.method.Method`, is abstract, or is not decorated with
-            `kvjax.typing.pytree`.
+        TypeError: ``cls`` is no subclass of `kvjax.protocol.method.Method`, is abstract, or is not decorated with
+            `kvjax.protocol.typing.pytree`.
         ValueError: a built-in method, which is refused itself, or a class of another module has the name.
     """
     if any(cls is own for own in _own().values()):
@@ -159,11 +159,11 @@ def _import(name: str, path: str) -> Any:
 def _add(cls: Any, known: dict[str, type[Method]]) -> None:
     """Add a class to ``known`` under its name; refuse a class that is no method that can be run."""
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        raise TypeError(f"a method must be a subclass of kvjax.method.Method, got {shown(cls)}")
+        raise TypeError(f"a method must be a subclass of kvjax.protocol.method.Method, got {shown(cls)}")
     if missing := sorted(cls.__abstractmethods__):
         raise TypeError(f"a method must be a final class, got {cls.__name__}, which lacks {', '.join(missing)}")
     if "__dataclass_fields__" not in vars(cls):
-        raise TypeError(f"a method must be decorated with kvjax.typing.pytree, got {cls.__name__} without it")
+        raise TypeError(f"a method must be decorated with kvjax.protocol.typing.pytree, got {cls.__name__} without it")
     check_hooks(cls)
     name = cls.__name__.lower()
     other = _own().get(name) or known.get(name)

@@ -13,18 +13,18 @@ from kvjax.api.prefill import pad_tokens, prefill, prefill_each
 from kvjax.api.sweep import SweepResult, sweep
 from kvjax.attention.patterns import Pattern, patterns
 from kvjax.cache import Cache, LayerCache
-from kvjax.fields import share
+from kvjax.exact.from_judge import FromJudge
+from kvjax.exact.verified import Verified
 from kvjax.methods.head_scores import head_scores
 from kvjax.plugins import register
+from kvjax.protocol.fields import share
 from kvjax.registry import make
 from kvjax.version import __version__
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
-from kvjax.wrappers.from_judge import FromJudge
 from kvjax.wrappers.layer_budgets import LayerBudgets, layer_shares
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
-from kvjax.wrappers.verified import Verified
 from pallas_kernels.dispatch import default_implementation, set_default_implementation
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
-from kvjax.describe import describe, field_comments
-from kvjax.fields import at_length, check_names, has_shares, nearest, share, shown
-from kvjax.method import Method, check_method
 from kvjax.plugins import builtin as builtin
+from kvjax.protocol.describe import describe, field_comments
+from kvjax.protocol.fields import at_length, check_names, has_shares, nearest, share, shown
+from kvjax.protocol.method import Method, check_method
 from kvjax.wrappers import named
 from kvjax.wrappers.named import PATTERNS as PATTERNS
 from kvjax.wrappers.named import WRAPPERS as WRAPPERS
@@ -296,7 +296,7 @@ def resolve(method: Method | str, length: int | None = None, room: int | None = 
     Args:
         method: the method or its name.
         length: tokens of the prompt, of which a `kvjax.share` is a part; None refuses shares.
-        room: see `kvjax.fields.at_length`.
+        room: see `kvjax.protocol.fields.at_length`.
 
     Raises:
         ValueError: see `make`; or a share without a length.

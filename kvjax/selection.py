@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.typing import EMPTY
+from kvjax.protocol.typing import EMPTY
 from pallas_kernels import axes
 from pallas_kernels.choose import kth_select
 from pallas_kernels.choose.compact import compact as compact_mask

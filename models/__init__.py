@@ -1,23 +1,23 @@
-"""Decoders with parameters as plain JAX arrays: the families of `models.family_table`, one module made of the same parts."""
+"""Decoders with parameters as plain JAX arrays: the families of `models.files.tables.family_table`, one module made of the same parts."""
 
 from __future__ import annotations
 
-from . import shapes as shapes
-from .adapter import apply_adapter
-from .builtin_model import builtin_directory
-from .chat import ChatTemplate
-from .config import ModelConfig
-from .experts import Experts
-from .hub import checkpoint_directory
-from .linear.sizes import LinearLayers
+from .files.adapter import apply_adapter
+from .files.weights import from_pretrained, param_shapes, random_params, save_pretrained
+from .hub.builtin_model import builtin_directory
+from .hub.directories import checkpoint_directory
+from .hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
+from .layers.experts import Experts
+from .layers.transformer import Transformer
 from .loaded import Loaded, load
-from .named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
-from .parts import LayerRope
-from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .sharding import param_specs, shard_params
-from .tokenizer import as_tokenizer, load_tokenizer, special_tokens
-from .transformer import Transformer
-from .weights import from_pretrained, param_shapes, random_params, save_pretrained
+from .sizes import shapes as shapes
+from .sizes.config import ModelConfig
+from .sizes.linear import LinearLayers
+from .sizes.parts import LayerRope
+from .sizes.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
+from .text.chat import ChatTemplate
+from .text.tokenizer import as_tokenizer, load_tokenizer, special_tokens
 
 __all__ = [
     "ChatTemplate",

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
-from . import gguf_files
-from .chat import ChatTemplate
-from .coded.parameters import check_weight_dtype
-from .config import ModelConfig, check_dtype
-from .hub import checkpoint_directory
-from .modules import shape_of
-from .named_models import NAMED_MODELS
-from .tokenizer import check_unicode, load_tokenizer, opening_ids
-from .weights import from_pretrained
+from .files import gguf as gguf_files
+from .files.coded.parameters import check_weight_dtype
+from .files.weights import from_pretrained
+from .hub.directories import checkpoint_directory
+from .hub.named_models import NAMED_MODELS
+from .layers.modules import shape_of
+from .sizes.config import ModelConfig, check_dtype
+from .text.chat import ChatTemplate
+from .text.tokenizer import check_unicode, load_tokenizer, opening_ids
 
 
 @dataclasses.dataclass(frozen=True)

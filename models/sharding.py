@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.axes import MODEL, check_names
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix
 
-from .config import ModelConfig
+from .sizes.config import ModelConfig
 
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,

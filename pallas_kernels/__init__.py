@@ -15,11 +15,9 @@ operations read.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.util
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOMS = ("attend", "score", "choose", "store", "query", "layer")
@@ -45,32 +43,3 @@ def __dir__() -> list[str]:
     """List the operations beside what is imported already."""
     return sorted({*globals(), *(name for _, name in operations())})
 
-
-class Moved(importlib.abc.MetaPathFinder):
-    """Tells where a module of a package is now, once no other finder knows it.
-
-    Args:
-        package: the package's name. JAX tries hundreds of imports that fail while it lowers a kernel, so names of other
-            packages must cost nothing.
-        places: new names by old names. They are read when an import of this package fails.
-    """
-
-    def __init__(self, package: str, places: Callable[[], Mapping[str, str]]) -> None:
-        self._prefix, self._places = f"{package}.", places
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Refuse a name that has moved.
-
-        Raises:
-            ModuleNotFoundError: the message has the new name.
-        """
-        if not name.startswith(self._prefix) or (new := self._places().get(name)) is None:
-            return
-        # Without the attribute `name`: `from package import old` swallows an error that has the module's name.
-        raise ModuleNotFoundError(f"{name} has moved: import {new}")
-
-
-# The last finder is asked only about modules that nobody has found: an import that succeeds never meets it.
-sys.meta_path.append(
-    Moved(__name__, lambda: {f"{__name__}.{name}": f"{__name__}.{room}.{name}" for room, name in operations()})
-)

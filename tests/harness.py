@@ -13,11 +13,11 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.families import AppendOnly
-from kvjax.method import Method
 from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM, ThinK
 from kvjax.methods.stretched import Stretched
-from kvjax.slots import SlotMethod
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.method import Method
+from kvjax.protocol.slots import SlotMethod
 from kvjax.testing import laws
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive

@@ -35,7 +35,7 @@ class Still:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tape:
-    """A `kvjax.typing.Model` without weights; its parameters are the recording.
+    """A `kvjax.protocol.typing.Model` without weights; its parameters are the recording.
 
     ``params``: q [L, B, H, G, T, D], k and v [L, B, H, T, D], all before RoPE, and logits [B, T, V] that follow each token;
     for methods that ask for it also guess, like q.
@@ -60,7 +60,7 @@ class Tape:
         return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
     def apply(self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, **options: Any):
-        """Play ``tokens`` int32 [B, T]; see `kvjax.typing.Model.apply`. What attention returns is thrown away."""
+        """Play ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`. What attention returns is thrown away."""
         return self.play(params, tokens, attend, states, **options)[1:]
 
     def play(
@@ -88,7 +88,7 @@ class Tape:
         return jnp.stack(outputs), logits if last is None else logits[:, 0], tuple(new)
 
     def weight_bytes(self, params: Any, rows: int) -> int:
-        """None: see `kvjax.typing.Model.weight_bytes`."""
+        """None: see `kvjax.protocol.typing.Model.weight_bytes`."""
         return 0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import models
 from kvjax import rope
-from kvjax.typing import layer_recurrence, layer_ropes
+from kvjax.protocol.typing import layer_recurrence, layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.soft_cap import capped, soft_cap

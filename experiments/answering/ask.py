@@ -21,7 +21,7 @@ import numpy as np
 import kvjax
 from experiments.records import CompileClock, Timer
 from kvjax.api.programs import lower_programs
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
 

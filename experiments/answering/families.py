@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 
 from experiments.cli import run
-from models import family_table
-from models.families import MISSING
+from models.files.tables import family_table
+from models.files.tables.families import MISSING
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import models
-from models.gguf_files import locate
+from models.files.gguf import locate
 
 
 @dataclasses.dataclass(frozen=True)

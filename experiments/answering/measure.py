@@ -16,7 +16,7 @@ from experiments.answering.ask import Shape, account, ask
 from experiments.answering.model import LoadedModel
 from experiments.benchmarks import Encoded, score
 from experiments.records import bootstrap_interval
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 
 DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
 

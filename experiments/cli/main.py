@@ -48,19 +48,19 @@ USE = {  # for everybody, first
     "records": Command("experiments.records.__main__", "show what a JSON record holds"),
 }
 STUDY = {  # for those who study methods, write kernels, or work on kvjax
-    "fidelity": Command("experiments.fidelity.__main__", "measure distances from Full along texts, in nats"),
-    "insight": Command("experiments.insight.__main__", "measure where a method loses attention"),
-    "ablations": Command("experiments.ablations.__main__", "measure the parts of methods one at a time"),
+    "fidelity": Command("experiments.lab.fidelity.__main__", "measure distances from Full along texts, in nats"),
+    "insight": Command("experiments.lab.insight.__main__", "measure where a method loses attention"),
+    "ablations": Command("experiments.lab.ablations.__main__", "measure the parts of methods one at a time"),
     "speed": Command("experiments.speed.__main__", "time decoding and prefill of every method"),
     "offload": Command("experiments.speed.offload", "time decoding from host memory"),
     "kernels": Command("experiments.speed.kernels.__main__", "time kernels against their floors"),
-    "peers": Command("experiments.speed.peers.__main__", "time what PyTorch users have instead (needs torch)"),
-    "peers-eval": Command("experiments.evaluation.peers.__main__", "score kvpress's methods beside ours (needs torch)"),
+    "peers": Command("experiments.lab.peers.speed.__main__", "time what PyTorch users have instead (needs torch)"),
+    "peers-eval": Command("experiments.lab.peers.quality.__main__", "score kvpress's methods beside ours (needs torch)"),
     "lm-eval": Command("experiments.lm_eval.__main__", "run the harness lm-evaluation-harness under a method"),
-    "train": Command("experiments.training.__main__", "train the model that ships"),
-    "train-adapter": Command("experiments.training.adapter", "train an adapter on the retrieval tasks"),
+    "train": Command("experiments.lab.training.__main__", "train the model that ships"),
+    "train-adapter": Command("experiments.lab.training.adapter", "train an adapter on the retrieval tasks"),
     "fuzz": Command("experiments.cli.fuzz", "try random cases against laws, and bad inputs against checks"),
-    "site": Command("experiments.site.__main__", "write the generated pages of the documentation"),
+    "site": Command("experiments.lab.site.__main__", "write the generated pages of the documentation"),
 }
 COMMANDS = {**USE, **STUDY}
 

@@ -29,13 +29,13 @@ PACKAGES = {
     "demo": "experiments.demo",
     "eval": "experiments.evaluation",
     "sweep": "experiments.evaluation",
-    "fidelity": "experiments.fidelity",
+    "fidelity": "experiments.lab.fidelity",
     "speed": "experiments.speed",
     "offload": "experiments.speed",
-    "exact": "experiments.speed.exact",
-    "insight": "experiments.insight",
-    "drift": "experiments.ablations",
-    "ablation": "experiments.ablations",
+    "exact": "experiments.lab.exact",
+    "insight": "experiments.lab.insight",
+    "drift": "experiments.lab.ablations",
+    "ablation": "experiments.lab.ablations",
 }
 FORMATS = ("png", "pdf", "svg")
 _USUAL = ("png", "pdf")

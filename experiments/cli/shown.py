@@ -1,6 +1,6 @@
 """What ``kvjax COMMAND --help`` and ``kvjax ls`` show, kept as text, so that a new process need not import JAX to show it.
 
-`python -m experiments.site docs --tables` writes the file (`experiments.cli.showing`). A test compares it with what the
+`python -m experiments.lab.site docs --tables` writes the file (`experiments.cli.showing`). A test compares it with what the
 commands themselves say.
 """
 

@@ -38,7 +38,7 @@ from experiments.records import CompileClock, Timer, make_record
 from experiments.tasks import Question, Words, encode_prompt, get_task, haystack_for, make_document, score
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.plugins import path_of
-from models.progress import progress_bar
+from models.hub.progress import progress_bar
 
 _SPARE_TOKENS = 8  # an answer may be longer than its reference by this many tokens
 

@@ -11,7 +11,7 @@ from experiments.cli import names, option
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.cache.quantised import KV_DTYPES
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 
 _KNOBS = {"chess": {"trigger": "fixed"}}  # CHESS' other triggers need thresholds, which a demo does not calibrate
 _QUESTIONS = ("auto", "prefill", "extend")

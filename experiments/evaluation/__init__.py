@@ -19,7 +19,6 @@ from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
-from experiments.evaluation.peers.report import peer_scores as peer_scores
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.readings import other_reading as other_reading
 from experiments.evaluation.remade import Remade as Remade
@@ -35,3 +34,4 @@ from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report
+from experiments.lab.peers.quality.report import peer_scores as peer_scores

@@ -27,7 +27,7 @@ from experiments.benchmarks import Cell, Encoded, digest, measures, score
 from experiments.evaluation.same_examples import DIGEST
 from experiments.records import LIBRARY_FIELD, CompileClock
 from experiments.tasks import library_origin, reads_library
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 
 # Texts are padded to multiples of these numbers of tokens, so that tasks share a compiled program.
 _NEW_TOKENS = 128

@@ -22,9 +22,9 @@ from experiments.evaluation.settings import Choice, check_knobs
 from experiments.records import CompileClock, Timer, knobs_of
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
-from kvjax.method import Method
 from kvjax.methods.chess.method import PRESETS
-from models.progress import is_drawn, progress_bar, say
+from kvjax.protocol.method import Method
+from models.hub.progress import is_drawn, progress_bar, say
 
 _LONG = 1 << 20  # tokens, to compare budgets that are shares with budgets in tokens
 

@@ -15,8 +15,8 @@ from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.together import CHUNK, Caches, Group, Job, room_for_caches
 from experiments.tasks import get_task
 from kvjax.decoding.layers import layer_methods, shares_prefill
-from kvjax.method import Method
 from kvjax.methods import Full
+from kvjax.protocol.method import Method
 
 
 class Plan:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from models.progress import progress_bar
+from models.hub.progress import progress_bar
 
 # Cells count as floats while they are answered: 4 digits, so that "2.333/8" becomes "8/8" at the end.
 _FORMAT = "{l_bar}{bar}| {n:.4g}/{total_fmt} cells [{elapsed}<{remaining}{postfix}]"

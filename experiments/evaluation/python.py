@@ -20,8 +20,8 @@ from experiments.evaluation.flat import flat
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from kvjax import Pattern, plugins, registry
-from kvjax.fields import Share, shown
-from kvjax.method import Method
+from kvjax.protocol.fields import Share, shown
+from kvjax.protocol.method import Method
 
 
 def evaluate_methods(

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.observation import prefix_votes
-from kvjax.slots import check_budget
-from kvjax.typing import pytree, static
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.observation import prefix_votes
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import pytree, static
 
 
 @pytree

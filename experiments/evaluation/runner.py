@@ -51,7 +51,7 @@ from experiments.records import CompileClock, Timer, check_library, knobs_of
 from experiments.tasks import expand, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
-from models.progress import is_drawn
+from models.hub.progress import is_drawn
 
 
 class Runner:

@@ -24,7 +24,7 @@ from experiments.cli import names, option, parse_yaml, write_yaml
 from experiments.tasks import GROUPS, TASKS, expand, get_task
 from kvjax import registry
 from kvjax.cache.quantised import KV_DTYPES
-from kvjax.fields import check_field, check_names
+from kvjax.protocol.fields import check_field, check_names
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"

@@ -15,7 +15,7 @@ from kvjax.accounting.memory import free_bytes, needed_each
 from kvjax.accounting.phases import Phases, add_parts
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import reading_order
-from kvjax.method import LayerMethod, Method
+from kvjax.protocol.method import LayerMethod, Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
 CHUNK = 8192  # chunk_size of `kvjax.prefill_each`, where it is not given

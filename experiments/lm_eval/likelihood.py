@@ -21,7 +21,7 @@ from jax import Array
 import kvjax
 from experiments.answering import follow, score
 from kvjax.api.measure import measure
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
 

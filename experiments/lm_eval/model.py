@@ -44,8 +44,8 @@ from experiments.lm_eval.likelihood import Likelihood, likelihoods
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry
-from kvjax.method import Method
-from models.progress import progress_bar
+from kvjax.protocol.method import Method
+from models.hub.progress import progress_bar
 
 try:
     from lm_eval import utils

@@ -15,9 +15,9 @@ from filelock import FileLock
 
 from experiments.records.record import device_kinds, make_record, write_record
 from kvjax.attention.patterns import Pattern
-from kvjax.describe import describe
-from kvjax.method import Method
 from kvjax.plugins import path_of
+from kvjax.protocol.describe import describe
+from kvjax.protocol.method import Method
 
 _LONGEST = 240  # bytes
 

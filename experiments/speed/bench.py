@@ -29,7 +29,7 @@ from kvjax.api import shard_map
 from kvjax.api.programs import cost_program
 from kvjax.decoding.layers import layer_methods
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.method import Method, num_bytes
+from kvjax.protocol.method import Method, num_bytes
 from models import random_params
 from models.sharding import check_mesh
 

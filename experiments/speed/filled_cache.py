@@ -26,12 +26,12 @@ from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
 from kvjax.decoding.prefill import prompt_blocks
 from kvjax.decoding.recurrent import Memory
+from kvjax.exact.verified import Verified
 from kvjax.mesh.sharding import Plan
-from kvjax.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.methods import Full
+from kvjax.protocol.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
+from kvjax.protocol.typing import EMPTY, layer_ropes
 from kvjax.rope import frequencies
-from kvjax.typing import EMPTY, layer_ropes
-from kvjax.wrappers.verified import Verified
 from models import ModelConfig
 from pallas_kernels.formats.quantised import Quantised, stored_like, vectors, with_vectors
 from pallas_kernels.host import on_host, to_host

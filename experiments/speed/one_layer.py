@@ -18,11 +18,11 @@ from experiments.speed.variants import Nothing, structure
 from kvjax.attention.over_cache import attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.decoding.layers import layer_methods
-from kvjax.method import Inputs, LayerMethod, Method, Step, settle_due
 from kvjax.methods.tokenselect import TokenSelect, TokenState
+from kvjax.protocol.method import Inputs, LayerMethod, Method, Step, settle_due
+from kvjax.protocol.slots import SlotMethod, SlotState
+from kvjax.protocol.typing import layer_ropes
 from kvjax.rope import frequencies
-from kvjax.slots import SlotMethod, SlotState
-from kvjax.typing import layer_ropes
 from models import ModelConfig
 from pallas_kernels.attend.gather_attention import gather_attention
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.speed.device_time import loop_seconds
-from kvjax.method import num_bytes
+from kvjax.protocol.method import num_bytes
 
 _WIDTHS = (2048, 4096, 16384)  # elements of a row; the fastest width differs between devices
 

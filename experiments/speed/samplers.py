@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.decoding.sampling import Sampler, rows_of
-from kvjax.typing import pytree, static
+from kvjax.protocol.typing import pytree, static
 
 _SAME, _OTHER = 7, 8  # two token ids
 

@@ -14,7 +14,8 @@ from experiments.cli import Settings, items, names, numbers, option, positive, r
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS, VERIFIED
 from kvjax.cache.quantised import check_kv_dtype
-from models import ModelConfig, shapes
+from models import ModelConfig
+from models.sizes import shapes
 from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
@@ -60,7 +61,7 @@ class SpeedSettings(Settings):
         kv_dtype: comma-separated, int8, float8_e4m3fn, k8v4 or int4: every method is timed with keys and values in these,
             too, in rows named METHOD@KV_DTYPE
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
-            place, as `experiments.speed.exact` measures it on real text; so many tokens are drafted in each pass
+            place, as `experiments.lab.exact` measures it on real text; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:

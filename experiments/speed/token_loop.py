@@ -18,7 +18,7 @@ from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.method import Method, num_bytes
+from kvjax.protocol.method import Method, num_bytes
 from models import ModelConfig
 
 

@@ -14,9 +14,9 @@ from kvjax.api.measure import measure
 from kvjax.cache import Cache
 from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import layer_methods
-from kvjax.method import Inputs
+from kvjax.protocol.method import Inputs
+from kvjax.protocol.typing import layer_ropes
 from kvjax.rope import frequencies
-from kvjax.typing import layer_ropes
 from pallas_kernels.host import has_copy, on_host
 
 

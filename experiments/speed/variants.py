@@ -16,8 +16,8 @@ import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
-from kvjax.method import Cost, Inputs, LayerMethod, LayerSpec
-from kvjax.typing import pytree
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.protocol.typing import pytree
 from models import ModelConfig
 
 VERIFIED = "verified_"  # before a variant's name: `kvjax.Verified` with the variant as its draft

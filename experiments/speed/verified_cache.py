@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from kvjax.cache import Cache
 from kvjax.decoding.layers import layer_methods
-from kvjax.typing import Model, method_layers
-from kvjax.wrappers.verified import Verified, no_passes
-from kvjax.wrappers.verified_layer import Pair, VerifiedLayer
+from kvjax.exact.verified import Verified, no_passes
+from kvjax.exact.verified_layer import Pair, VerifiedLayer
+from kvjax.protocol.typing import Model, method_layers
 
 
 def shares_storage(method: Verified, model: Model) -> bool:

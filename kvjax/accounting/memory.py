@@ -22,12 +22,12 @@ from kvjax.decoding.checks import check_model, check_sizes
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
-from kvjax.fields import positive_int
 from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
-from kvjax.method import LayerMethod, LayerSpec, Method, num_bytes
+from kvjax.protocol.fields import positive_int
+from kvjax.protocol.method import LayerMethod, LayerSpec, Method, num_bytes
+from kvjax.protocol.typing import Model, not_none, values_are_keys
 from kvjax.registry import classes, resolve, resolve_each
-from kvjax.typing import Model, not_none, values_are_keys
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full

@@ -17,9 +17,9 @@ from kvjax.cache import Cache
 from kvjax.cache.quantised import row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import row_bytes as state_bytes
-from kvjax.describe import count_rows, describe_numbers, megabytes
-from kvjax.method import num_bytes
-from kvjax.typing import layer_recurrence, layer_windows, pytree, static, values_are_keys
+from kvjax.protocol.describe import count_rows, describe_numbers, megabytes
+from kvjax.protocol.method import num_bytes
+from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, static, values_are_keys
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums in float32

@@ -15,10 +15,10 @@ from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
 from kvjax.api.generate import check_key, extend, generate
 from kvjax.api.prefill import prefill
-from kvjax.fields import positive_int, shown
-from kvjax.method import Method
+from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model
 from kvjax.registry import find, make
-from kvjax.typing import Model
 
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
 

@@ -19,7 +19,7 @@ from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods.chess.method import Chess
-from kvjax.typing import Model
+from kvjax.protocol.typing import Model
 
 
 @in_32_bits

@@ -30,12 +30,12 @@ from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import Cache, LayerStorage, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
-from kvjax.describe import describe
 from kvjax.mesh.processes import check_all_processes, readable
 from kvjax.mesh.sharding import plan_of
-from kvjax.method import Method
+from kvjax.protocol.describe import describe
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model, not_none
 from kvjax.registry import resolve
-from kvjax.typing import Model, not_none
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"

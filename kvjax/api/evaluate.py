@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.describe import megabytes
-from kvjax.method import Method
+from kvjax.protocol.describe import megabytes
+from kvjax.protocol.method import Method
 
 _SHOWN = ("task", "length", "method", "budget", "score", "against_full", "same_answer", "bytes_read", "bytes_resident")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.api.programs import repeat_program
 from kvjax.cache.storage import Cache, check_alive, repeat_rows
 from kvjax.decoding.bits import in_32_bits
-from kvjax.fields import positive_int
+from kvjax.protocol.fields import positive_int
 
 
 @in_32_bits

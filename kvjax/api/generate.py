@@ -32,12 +32,12 @@ from kvjax.decoding.checks import (
     read_array,
 )
 from kvjax.decoding.sampling import Sampler
-from kvjax.describe import count_rows, describe_numbers, is_known
-from kvjax.fields import positive_int, shown
 from kvjax.mesh.sharding import place_rows, readable
-from kvjax.method import Method
+from kvjax.protocol.describe import count_rows, describe_numbers, is_known
+from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model, pytree
 from kvjax.registry import resolve
-from kvjax.typing import Model, pytree
 
 
 @pytree

@@ -27,12 +27,12 @@ from kvjax.decoding.checks import (
     read_array,
 )
 from kvjax.decoding.layers import shares_prefill
-from kvjax.describe import describe, is_known
-from kvjax.fields import positive_int, shown
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.method import Method
+from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model
 from kvjax.registry import resolve_each
-from kvjax.typing import Model
 
 Tokens = Array | np.ndarray | Sequence[Sequence[int]]
 Integers = Array | np.ndarray | Sequence[int]

@@ -20,10 +20,10 @@ from kvjax.api import shard_map
 from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.sampling import Sampler
-from kvjax.describe import is_known
 from kvjax.mesh.sharding import plan_of
-from kvjax.method import Method
-from kvjax.typing import Model
+from kvjax.protocol.describe import is_known
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model
 
 _loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
 _SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")

@@ -26,11 +26,11 @@ from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
 from kvjax.decoding.shared_storage import Once
-from kvjax.decoding.verify import drafts_tokens, run_verified
-from kvjax.describe import describe
+from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
-from kvjax.method import Method, num_bytes
-from kvjax.typing import Model, not_none
+from kvjax.protocol.describe import describe
+from kvjax.protocol.method import Method, num_bytes
+from kvjax.protocol.typing import Model, not_none
 from pallas_kernels.axes import MODEL, SLOTS
 
 SAME: Any = PartitionSpec()  # the same on every device

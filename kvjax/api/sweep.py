@@ -32,13 +32,13 @@ from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, st
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.progress import Call
 from kvjax.decoding.sampling import Sampler
-from kvjax.decoding.verify import advance, drafts_tokens
-from kvjax.describe import describe, is_known
-from kvjax.fields import positive_int
+from kvjax.exact.verify import advance, drafts_tokens
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
-from kvjax.method import Method
+from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.fields import positive_int
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model
 from kvjax.registry import resolve_each
-from kvjax.typing import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.typing import not_none, pytree, static
+from kvjax.protocol.typing import not_none, pytree, static
 from pallas_kernels.numerics import product_precision
 
 

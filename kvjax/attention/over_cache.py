@@ -13,9 +13,9 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
+from kvjax.protocol.typing import EMPTY, pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
-from kvjax.typing import EMPTY, pytree, static
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import dense_decode

@@ -7,8 +7,8 @@ import json
 import pathlib
 from typing import Any
 
-from kvjax.fields import Limits, check_value, shown
-from kvjax.typing import Model
+from kvjax.protocol.fields import Limits, check_value, shown
+from kvjax.protocol.typing import Model
 
 KINDS = {  # and the fields that each kind reads
     "vertical_slash": ("columns", "diagonals"),
@@ -89,7 +89,7 @@ FILE = "patterns.json"  # in a model's folder
 def patterns(path: str | pathlib.Path, config: Model) -> Table:
     """Load the patterns of a model's query heads from a file, for the knob ``pattern`` of `kvjax.Prefill`.
 
-    The file is JSON as microsoft/MInference has it, and as ``python -m experiments.insight.patterns`` writes it: a list with
+    The file is JSON as microsoft/MInference has it, and as ``python -m experiments.heads.patterns`` writes it: a list with
     an object for each layer, which has for each query head ``"HEAD": [kind, number, number, score]``. The numbers are columns
     and diagonals with the kinds "vertical_and_slash" and "stream_llm" (the A-shape). With the kind "block_sparse" the first
     number is the number of blocks. MInference's files have no such entry, and its code would take 100 blocks whatever the
@@ -110,7 +110,7 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
     if file.is_dir():
         file = file / FILE
     if not file.is_file():
-        raise FileNotFoundError(f"no patterns in {file}: expected a file, which experiments.insight.patterns writes")
+        raise FileNotFoundError(f"no patterns in {file}: expected a file, which experiments.heads.patterns writes")
     try:
         table = tuple(_of_layer(heads) for heads in json.loads(file.read_text(encoding="utf-8-sig")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -19,8 +19,8 @@ from jax import Array, lax
 
 from kvjax.attention.estimates import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits
 from kvjax.attention.patterns import Pattern
+from kvjax.protocol.typing import pytree
 from kvjax.selection import among_best
-from kvjax.typing import pytree
 from pallas_kernels import axes
 from pallas_kernels.attend.sparse_attention import sparse_attention
 from pallas_kernels.choose.compact import compact

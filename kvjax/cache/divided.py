@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, put_tokens
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
-from kvjax.typing import EMPTY, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention

@@ -1,7 +1,7 @@
 """The cache of latent attention: one array, whose rows are the keys and the values (`LatentCache`).
 
 In latent attention (MLA) all heads share a key, and a value is the part of the same vector that does not rotate. A model says
-so by ``value_is_key`` (`kvjax.typing.Model`): attention sums the stored keys, and the model reads the channels that it needs
+so by ``value_is_key`` (`kvjax.protocol.typing.Model`): attention sums the stored keys, and the model reads the channels that it needs
 of the sum. A row of an offloaded cache in host memory is such a key, too. Only ``divided``, and ``offload`` with all keys on
 the device, store the keys a second time, as values.
 """
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.storage import LayerCache, LayerStorage, next_slots, put_tokens, stored_token
+from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.selection import kept_positions, kept_rows
-from kvjax.typing import EMPTY, pytree
 from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, whole
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored

@@ -27,7 +27,7 @@ from kvjax.cache.divided import PartCache, empty_part
 from kvjax.cache.latent import LatentCache
 from kvjax.cache.quantised import empty_codes, empty_resident, resident_of
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
-from kvjax.typing import EMPTY, not_none, pytree, static
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static
 from pallas_kernels.formats.quantised import Quantised, numbers, stored_like, vectors, whole, with_vectors
 from pallas_kernels.host import (
     Rows,

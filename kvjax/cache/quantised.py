@@ -30,10 +30,10 @@ from kvjax.cache.storage import (
     put_tokens,
     stored_token,
 )
-from kvjax.fields import shown
+from kvjax.protocol.fields import shown
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.formats.quantised import (
     Quantised,
     code_bytes,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.storage import LayerStorage, put_tokens
-from kvjax.typing import EMPTY
+from kvjax.protocol.typing import EMPTY
 
 
 def rewound[Storage: LayerStorage](cache: Storage, count: Array, most: int) -> Storage:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.describe import count_rows, describe_numbers, is_known, megabytes, show_value
 from kvjax.mesh.sharding import Plan
+from kvjax.protocol.describe import count_rows, describe_numbers, is_known, megabytes, show_value
+from kvjax.protocol.typing import EMPTY, Model, not_none, pytree, static
 from kvjax.selection import kept_positions, kept_rows
-from kvjax.typing import EMPTY, Model, not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.formats.quantised import Quantised, stored_like, vector_bytes, whole
 from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host

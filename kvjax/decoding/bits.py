@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.describe import is_known
+from kvjax.protocol.describe import is_known
 
 _INT32 = np.iinfo(np.int32)
 

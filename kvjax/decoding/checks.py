@@ -15,12 +15,12 @@ from jax import Array
 
 from kvjax.cache.storage import Cache, check_alive
 from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
-from kvjax.describe import describe, is_known
-from kvjax.fields import shown
 from kvjax.mesh.sharding import check_plan, readable
-from kvjax.method import Method, with_inner
+from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.fields import shown
+from kvjax.protocol.method import Method, with_inner
+from kvjax.protocol.typing import Model, has_sinks, values_are_keys
 from kvjax.registry import classes, extrapolating
-from kvjax.typing import Model, has_sinks, values_are_keys
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
@@ -94,7 +94,7 @@ def check_sizes(method: Method, model: Model) -> None:
     if guessing_layers(layer_methods(stepping, model)) and not can_guess:
         raise ValueError(
             f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
-            f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.typing.Model"
+            f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.protocol.typing.Model"
         )
 
 
@@ -197,7 +197,7 @@ def check_model(config: Any) -> None:
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}{hint}")
     if lacking:
         raise ValueError(
-            f"config must describe a model (kvjax.typing.Model), but {type(config).__name__} has no {', '.join(lacking)}"
+            f"config must describe a model (kvjax.protocol.typing.Model), but {type(config).__name__} has no {', '.join(lacking)}"
         )
 
 

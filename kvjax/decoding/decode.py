@@ -17,8 +17,8 @@ from kvjax.decoding.layers import guessing_layers, layer_methods, observe
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
-from kvjax.method import settle_due
-from kvjax.typing import EMPTY, Model, attention_soft_cap, pytree
+from kvjax.protocol.method import settle_due
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop

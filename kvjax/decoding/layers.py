@@ -15,10 +15,8 @@ from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.recurrent import Recurrent
 from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.mesh.sharding import Plan
-from kvjax.method import LayerMethod, Method, with_inner
-from kvjax.registry import classes
-from kvjax.rope import depends_on_length
-from kvjax.typing import (
+from kvjax.protocol.method import LayerMethod, Method, with_inner
+from kvjax.protocol.typing import (
     Model,
     Recurrence,
     layer_recurrence,
@@ -28,6 +26,8 @@ from kvjax.typing import (
     not_none,
     values_are_keys,
 )
+from kvjax.registry import classes
+from kvjax.rope import depends_on_length
 from pallas_kernels import axes
 from pallas_kernels.machine import current_machine
 

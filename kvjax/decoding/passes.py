@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.method import Inputs, LayerMethod, Method, Reading
+from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
+from kvjax.protocol.typing import EMPTY, Model, layer_ropes, method_layers
 from kvjax.rope import frequencies, prepare
-from kvjax.typing import EMPTY, Model, layer_ropes, method_layers
 from pallas_kernels.dispatch import run_shared
 
 

@@ -36,8 +36,8 @@ from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_
 from kvjax.decoding.passes import checked, layer_inputs, reread
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
-from kvjax.method import LayerMethod, Method
-from kvjax.typing import EMPTY, Model, attention_soft_cap
+from kvjax.protocol.method import LayerMethod, Method
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop

@@ -1,6 +1,6 @@
 """Layers without keys: instead of a cache that grows they keep a few arrays of a fixed size, which every token changes.
 
-A model says in its member ``recurrent`` (`kvjax.typing.Model`) which layers are recurrent, and the shapes of what they keep
+A model says in its member ``recurrent`` (`kvjax.protocol.typing.Model`) which layers are recurrent, and the shapes of what they keep
 of a row. Its `apply` calls ``attend(layer, state, advance)`` there, with a function of its own:
 
     ``advance(arrays, real) -> (out, arrays)``
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerSpec
-from kvjax.method import Cost, Inputs, LayerMethod
-from kvjax.typing import EMPTY, Recurrence, pytree, static
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
+from kvjax.protocol.typing import EMPTY, Recurrence, pytree, static
 
 Advance = Callable[[tuple[Array, ...], Array], tuple[Any, tuple[Array, ...]]]
 

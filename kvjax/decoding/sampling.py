@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.fields import check_fields
-from kvjax.typing import not_none, pytree, traced
+from kvjax.protocol.fields import check_fields
+from kvjax.protocol.typing import not_none, pytree, traced
 from pallas_kernels import axes
 
 

@@ -16,8 +16,8 @@ import jax
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.method import LayerMethod
-from kvjax.typing import pytree, static
+from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.typing import pytree, static
 from pallas_kernels.dispatch import run_shared
 
 

@@ -1,6 +1,6 @@
 """Layers with a sliding window: their model attends only to the newest tokens there, so only these tokens are stored.
 
-A model says in its member ``windows`` (`kvjax.typing.Model`) which layers have a window. In a layer with a window of W
+A model says in its member ``windows`` (`kvjax.protocol.typing.Model`) which layers have a window. In a layer with a window of W
 tokens, the query at position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`,
 whatever the method: the method applies only to layers without a window. The storage is a ring of W slots in which the token
 at position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.
@@ -24,10 +24,10 @@ from jax import Array, lax
 
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache.storage import LayerCache, LayerSpec, empty_cache
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.slots import cost_of_all
+from kvjax.protocol.typing import pytree, static
 from kvjax.rope import rotate
-from kvjax.slots import cost_of_all
-from kvjax.typing import pytree, static
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.numerics import product_precision

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.describe import is_known
+from kvjax.protocol.describe import is_known
 from pallas_kernels.host import on_host, to_device
 
 

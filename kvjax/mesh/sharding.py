@@ -17,9 +17,9 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.describe import is_known
 from kvjax.mesh import processes
-from kvjax.typing import Model
+from kvjax.protocol.describe import is_known
+from kvjax.protocol.typing import Model
 from pallas_kernels.axes import DATA, MODEL, NAMES, SLOTS, check_names
 
 

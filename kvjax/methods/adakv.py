@@ -28,12 +28,12 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
-from kvjax.families import AppendOnly
-from kvjax.method import Prompt
-from kvjax.observation import prefix_votes
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.observation import prefix_votes
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
-from kvjax.slots import check_budget
-from kvjax.typing import not_none, pytree, static, traced
 
 
 @pytree

@@ -13,7 +13,7 @@ lowest scores. The remaining heads retrieve.
 
 `kvjax.head_scores` reads the files of the released code, whose scores are trained: there a head's output is a mixture of
 both kinds of attention, and the score is its learned weight of the whole prompt. It also reads the scores that
-``python -m experiments.insight.heads`` measures on a model as HeadKV does it.
+``python -m experiments.heads.heads`` measures on a model as HeadKV does it.
 
 **Source**: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
 (arXiv:2410.10819); mit-han-lab/duo-attention 03dca84 for the scores and the numbers of tokens; NVIDIA/kvpress 00a150c,
@@ -33,11 +33,11 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.families import AppendOnly, of_own_heads
-from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.head_scores import check_score_sizes, score_table
+from kvjax.protocol.families import AppendOnly, of_own_heads
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.typing import Model, pytree, static
 from kvjax.selection import compact
-from kvjax.typing import Model, pytree, static
 from kvjax.wrappers.compose import inner_of_layer
 
 

@@ -33,10 +33,10 @@ from jax import Array, lax
 
 from kvjax.attention.moments import rotation_mean
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.slots import check_budget
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.numerics import product_precision
 
 

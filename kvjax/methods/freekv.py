@@ -41,11 +41,11 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
-from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
-from kvjax.slots import SlotMethod, check_budget, count_all, newest_query
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.slots import SlotMethod, check_budget, count_all, newest_query
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.numerics import group_share
 from pallas_kernels.score.page_score import page_score

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvjax.cache import LayerCache
-from kvjax.families import AppendOnly
-from kvjax.method import Prompt
-from kvjax.typing import pytree
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.typing import pytree
 
 
 @pytree

@@ -27,11 +27,11 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
-from kvjax.families import StepEviction
-from kvjax.fields import clamped, is_traced, number
-from kvjax.method import Prompt, Step
-from kvjax.slots import check_budget
-from kvjax.typing import not_none, pytree, traced
+from kvjax.protocol.families import StepEviction
+from kvjax.protocol.fields import clamped, is_traced, number
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import not_none, pytree, traced
 
 
 @pytree

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.fields import shown
-from kvjax.typing import Model
+from kvjax.protocol.fields import shown
+from kvjax.protocol.typing import Model
 
 Scores = tuple[tuple[float, ...], ...]  # one number for each KV head, layer by layer
 
@@ -20,7 +20,7 @@ def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
 
     A file has one of two formats:
 
-    * JSON as FYYFU/HeadKV has it, and as ``python -m experiments.insight.heads`` writes it: ``{"LAYER-HEAD": [number, ...]}``
+    * JSON as FYYFU/HeadKV has it, and as ``python -m experiments.heads.heads`` writes it: ``{"LAYER-HEAD": [number, ...]}``
       with an entry for every head. The score of a head is the mean of its numbers.
     * ``.tsv`` as mit-han-lab/duo-attention has it: a line for each layer, a column for each head, tabs between them. Numbers
       below 0 count as 0, and numbers above 1 as 1.
@@ -40,7 +40,7 @@ def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
     """
     file = pathlib.Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no head scores in {file}: expected a file, which experiments.insight.heads writes")
+        raise FileNotFoundError(f"no head scores in {file}: expected a file, which experiments.heads.heads writes")
     try:
         text = file.read_text(encoding="utf-8-sig")
         table = _of_table(text) if file.suffix == ".tsv" else _of_json(json.loads(text))
@@ -58,7 +58,7 @@ def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
 
 
 def check_score_sizes(owner: Any, model: Model) -> None:
-    """Refuse scores of other numbers of layers or KV heads than the model's, for `kvjax.method.Method.check_sizes`.
+    """Refuse scores of other numbers of layers or KV heads than the model's, for `kvjax.protocol.method.Method.check_sizes`.
 
     Args:
         owner: a method with a field ``scores``.
@@ -85,7 +85,7 @@ def score_table(owner: Any, num_layers: int) -> np.ndarray:
     if scores is None:
         raise ValueError(
             f"{name}: scores must have a number for each KV head of each layer, got None; kvjax.head_scores reads them from "
-            "a file, and `python -m experiments.insight.heads` writes one for a model"
+            "a file, and `python -m experiments.heads.heads` writes one for a model"
         )
     lengths = sorted({len(row) for row in scores})
     if len(scores) != num_layers or len(lengths) > 1:

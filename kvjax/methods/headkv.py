@@ -10,7 +10,7 @@ all its heads. Every head has a fixed part of C, and the rest is divided by ``sc
     b[l, h] = W + C - C // beta + round( scores[l, h] / sum(scores) * (C // beta) * L * H )
 
 ``scores`` say how important a head is. They belong to a model: `kvjax.head_scores` reads them from a file, and
-``python -m experiments.insight.heads`` measures them, as the attention that a head pays to the sentence with the answer
+``python -m experiments.heads.heads`` measures them, as the attention that a head pays to the sentence with the answer
 while the model writes the answer.
 
 **Source**: Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval and
@@ -32,12 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.families import WindowEviction
-from kvjax.method import LayerMethod
 from kvjax.methods.head_scores import check_score_sizes, score_table
 from kvjax.methods.snapkv import SnapKV
+from kvjax.protocol.families import WindowEviction
+from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.typing import Model, not_none, pytree, static
 from kvjax.selection import floor_share
-from kvjax.typing import Model, not_none, pytree, static
 
 
 @pytree

@@ -41,12 +41,12 @@ from jax import Array, lax
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.eigen import eigenvectors
 from kvjax.methods.full import Full
-from kvjax.scan import by_blocks
-from kvjax.slots import SlotMethod, count_all, new_slots, newest_query
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.scan import by_blocks
+from kvjax.protocol.slots import SlotMethod, count_all, new_slots, newest_query
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.choose.partial_select import partial_select, wanted
 from pallas_kernels.score.partial_score import partial_score

@@ -40,10 +40,10 @@ from jax import Array, lax
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import Near, empty_storage, offload
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
-from kvjax.slots import check_budget
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention

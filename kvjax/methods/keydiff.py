@@ -28,9 +28,9 @@ from jax import Array
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.quantised import resident_of
-from kvjax.method import Step
-from kvjax.slots import BoundedSlots, SlotState, count_all
-from kvjax.typing import pytree
+from kvjax.protocol.method import Step
+from kvjax.protocol.slots import BoundedSlots, SlotState, count_all
+from kvjax.protocol.typing import pytree
 from pallas_kernels.score.dissimilarity import dissimilarity
 from pallas_kernels.store.evict_alike import direction_sum, evict_alike
 

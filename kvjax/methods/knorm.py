@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.typing import pytree
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.typing import pytree
 
 
 @pytree

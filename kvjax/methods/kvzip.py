@@ -42,12 +42,12 @@ from jax import Array, lax
 
 from kvjax.attention.over_cache import attend_behind
 from kvjax.cache import LayerCache
-from kvjax.families import AppendOnly
-from kvjax.method import Inputs, Prompt, Reading
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.method import Inputs, Prompt, Reading
+from kvjax.protocol.slots import SlotState, check_budget
+from kvjax.protocol.typing import EMPTY, Model, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
-from kvjax.slots import SlotState, check_budget
-from kvjax.typing import EMPTY, Model, not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.score.column_mass import column_mass

@@ -45,12 +45,12 @@ from jax import Array
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
-from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.full import Full
-from kvjax.scan import by_blocks
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.scan import by_blocks
+from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import mask_of
-from kvjax.slots import SlotMethod, count_all
-from kvjax.typing import pytree, static, traced
 from pallas_kernels.choose.match_select import match_select
 from pallas_kernels.formats.sign_codes import buckets, random_planes
 from pallas_kernels.score.bucket_matches import bucket_matches

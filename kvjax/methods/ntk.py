@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.methods.stretched import Stretched
-from kvjax.typing import Model, layer_ropes, pytree
+from kvjax.protocol.typing import Model, layer_ropes, pytree
 
 
 @pytree

@@ -26,9 +26,9 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.typing import pytree
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.typing import pytree
 
 
 @pytree

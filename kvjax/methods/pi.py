@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.methods.stretched import Stretched
-from kvjax.typing import pytree
+from kvjax.protocol.typing import pytree
 
 
 @pytree

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvjax.families import WindowEviction
-from kvjax.method import LayerMethod
 from kvjax.methods.snapkv import SnapKV
-from kvjax.typing import not_none, pytree, static
+from kvjax.protocol.families import WindowEviction
+from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.typing import not_none, pytree, static
 
 _SIZES = 8  # of arrays, at most
 

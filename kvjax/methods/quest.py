@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerStorage
-from kvjax.families import Retrieval
-from kvjax.method import LayerMethod
 from kvjax.methods.full import Full
-from kvjax.typing import pytree, static
+from kvjax.protocol.families import Retrieval
+from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.typing import pytree, static
 from pallas_kernels.score.page_score import page_score
 from pallas_kernels.store.widen_page import widen_page
 

@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.scan import Regions, ScoredScan
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.scan import Regions, ScoredScan
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.score.page_score import page_score
 
 

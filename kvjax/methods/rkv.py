@@ -40,11 +40,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import LayerMethod, Prompt
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import LayerMethod, Prompt
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import pick, smooth
-from kvjax.slots import check_budget
-from kvjax.typing import pytree, static, traced
 from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.score.newest_repeat import newest_repeat

@@ -34,11 +34,11 @@ from jax import Array, lax
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
-from kvjax.fields import known
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.fields import known
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.slots import cost_of_all
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.rope import rotate
-from kvjax.slots import cost_of_all
-from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention

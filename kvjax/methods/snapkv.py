@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvjax.families import WindowEviction
-from kvjax.typing import pytree
+from kvjax.protocol.families import WindowEviction
+from kvjax.protocol.typing import pytree
 
 
 @pytree

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.scan import Regions, ScoredScan, by_blocks
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.scan import Regions, ScoredScan, by_blocks
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
 from pallas_kernels.score.bucket_score import bucket_score
 from pallas_kernels.store.store_buckets import store_buckets

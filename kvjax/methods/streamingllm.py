@@ -23,11 +23,11 @@ from jax import Array
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.slots import check_budget, cost_of_all
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
-from kvjax.slots import check_budget, cost_of_all
-from kvjax.typing import not_none, pytree, static, traced
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
 from pallas_kernels.numerics import merge_pair

@@ -9,10 +9,10 @@ from typing import Any
 from jax import Array
 
 from kvjax.cache import LayerSpec
-from kvjax.fields import known
-from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.methods.full import Full
-from kvjax.typing import pytree, traced
+from kvjax.protocol.fields import known
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
+from kvjax.protocol.typing import pytree, traced
 
 _FULL = Full()
 

@@ -32,9 +32,9 @@ from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.packed_keys import ThinCache, thin
-from kvjax.method import Prompt, Step
-from kvjax.slots import SlotMethod, count_all
-from kvjax.typing import pytree, static
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.typing import pytree, static
 from pallas_kernels.choose.kth_select import kth_select
 
 _ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below 0.1

@@ -54,10 +54,10 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import smooth
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention

@@ -24,10 +24,10 @@ from typing import ClassVar
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.families import StepEviction
-from kvjax.method import Prompt, Step
-from kvjax.observation import window_votes
-from kvjax.typing import not_none, pytree
+from kvjax.protocol.families import StepEviction
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.observation import window_votes
+from kvjax.protocol.typing import not_none, pytree
 from pallas_kernels import axes
 
 

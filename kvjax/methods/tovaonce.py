@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import Prompt
-from kvjax.observation import newest_queries, window_votes
-from kvjax.typing import pytree
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.observation import newest_queries, window_votes
+from kvjax.protocol.typing import pytree
 from pallas_kernels import axes
 
 

@@ -35,9 +35,9 @@ from jax import Array
 
 from kvjax.attention.moments import Moments, pair_lengths
 from kvjax.cache import LayerCache
-from kvjax.families import Eviction
-from kvjax.method import LayerMethod, Prompt
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import LayerMethod, Prompt
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
 

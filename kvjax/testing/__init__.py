@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from kvjax.method import Method
 from kvjax.methods import Full
 from kvjax.plugins import check_hooks
+from kvjax.protocol.method import Method
 from kvjax.registry import resolve
 from kvjax.testing import laws
 from kvjax.testing.model import TinyModel

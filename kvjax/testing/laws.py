@@ -16,10 +16,10 @@ from kvjax.cache import LayerCache
 from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
-from kvjax.method import with_inner
+from kvjax.protocol.method import with_inner
+from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, values_are_keys
 from kvjax.testing.layer import Drive
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
-from kvjax.typing import layer_recurrence, layer_windows, pytree, values_are_keys
 
 
 def same(got: Drive, want: Drive, tolerance: float = 1e-5, lengths: Sequence[int] | np.ndarray = LENGTHS) -> None:

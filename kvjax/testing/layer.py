@@ -13,8 +13,8 @@ import numpy as np
 from kvjax.cache import LayerCache
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.cache.quantised import QuantisedCache
-from kvjax.method import Inputs, LayerSpec, settle_due
-from kvjax.typing import EMPTY
+from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.protocol.typing import EMPTY
 from pallas_kernels.formats.quantised import MOST, Quantised, pack
 
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.method import num_bytes
+from kvjax.protocol.method import num_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """A `kvjax.typing.Model`: layers of attention between two embeddings, without MLPs.
+    """A `kvjax.protocol.typing.Model`: layers of attention between two embeddings, without MLPs.
 
     ``params``: embed [V, E] and head [E, V]; for every layer qkv [E, (H * G + 2 H) * D] and out [H * G * D, E].
     """
@@ -58,7 +58,7 @@ class TinyModel:
         last: jax.Array | None = None,
         guess: Collection[int] = (),
     ) -> tuple[jax.Array, tuple]:
-        """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.typing.Model.apply`."""
+        """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
         self.traces.append(tokens.shape)
         batch, length = tokens.shape
         heads, dim, group = self.num_kv_heads, self.head_dim, self.num_q_heads // self.num_kv_heads

@@ -12,9 +12,9 @@ import numpy as np
 from kvjax.api.generate import Generation, extend, generate
 from kvjax.api.prefill import prefill
 from kvjax.cache import Cache
-from kvjax.method import LayerMethod, Method
+from kvjax.protocol.method import LayerMethod, Method
+from kvjax.protocol.typing import Model
 from kvjax.testing.layer import Drive, drive, random_tokens
-from kvjax.typing import Model
 
 LENGTHS = np.array([40, 23, 9, 13])  # prompt tokens of the rows of one layer
 LAYER_STEPS = 10  # decode steps after the prompts

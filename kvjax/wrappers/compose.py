@@ -18,10 +18,10 @@ from jax import Array
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.cache.packed_keys import ThinCache
-from kvjax.fields import shown
-from kvjax.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
-from kvjax.slots import SlotMethod, count_all
-from kvjax.typing import not_none, pytree, static
+from kvjax.protocol.fields import shown
+from kvjax.protocol.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
+from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.typing import not_none, pytree, static
 
 
 class Answer(property):
@@ -29,7 +29,7 @@ class Answer(property):
 
 
 def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callable[[T], T]:
-    """Make a class decorator: the class answers declarations (`kvjax.method.declarations`) as its inner methods do.
+    """Make a class decorator: the class answers declarations (`kvjax.protocol.method.declarations`) as its inner methods do.
 
     What the class states itself stays: a class attribute, a property, or a dataclass field. So a new declaration needs
     nothing in the wrappers, except in one that answers it in another way.

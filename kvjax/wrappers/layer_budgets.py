@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Cache
-from kvjax.method import LayerMethod, LayerSpec, Method, check_method, with_inner
+from kvjax.protocol.method import LayerMethod, LayerSpec, Method, check_method, with_inner
+from kvjax.protocol.typing import pytree, static
 from kvjax.selection import floor_share
-from kvjax.typing import pytree, static
 from kvjax.wrappers.compose import answers
 
 _GROUPS = 3  # of layers
@@ -30,7 +30,7 @@ class LayerBudgets(Method):
     have the size of their own layer's budget. A layer with a sliding window keeps its window.
 
     SqueezeAttention takes the shares from a prompt: a layer whose attention hardly turns the hidden states gets less.
-    `layer_shares` computes shares from such measurements, and ``python -m experiments.insight.layers`` measures a model.
+    `layer_shares` computes shares from such measurements, and ``python -m experiments.heads.layers`` measures a model.
 
     ``method`` must have a budget and must not decide for all layers at once. Other methods are refused (ValueError), and so
     are shares for another number of layers, and shares with which a layer's budget would be too small for ``method``.

@@ -7,14 +7,14 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.method import Method
+from kvjax.exact.from_judge import FromJudge
+from kvjax.exact.verified import Verified
+from kvjax.protocol.method import Method
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
-from kvjax.wrappers.from_judge import FromJudge
 from kvjax.wrappers.layer_budgets import LayerBudgets
 from kvjax.wrappers.periodic import Periodic
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
-from kvjax.wrappers.verified import Verified
 
 WRAPPERS: Mapping[str, type[Method]] = types.MappingProxyType(
     {

@@ -11,10 +11,10 @@ from jax import Array, lax
 
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.method import LayerMethod, Prompt, Step, num_bytes
+from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
+from kvjax.protocol.slots import SlotMethod, SlotState, count_all
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
-from kvjax.slots import SlotMethod, SlotState, count_all
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.wrappers.compose import answers, inner_of_layer, slot_method
 
 

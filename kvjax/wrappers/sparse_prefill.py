@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from kvjax.attention.patterns import Pattern, check_pattern, check_table_sizes, heads_of, is_table
 from kvjax.attention.sparse import SparsePrompt
-from kvjax.method import LayerMethod
-from kvjax.slots import SlotMethod
-from kvjax.typing import Model, pytree, static
+from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.slots import SlotMethod
+from kvjax.protocol.typing import Model, pytree, static
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
 
 
@@ -45,7 +45,7 @@ class Prefill(Around):
     columns, 16 MiB.
 
     One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
-    ``python -m experiments.insight.patterns`` measures which pattern suits which head of a model. A prompt that fits into
+    ``python -m experiments.heads.patterns`` measures which pattern suits which head of a model. A prompt that fits into
     every pattern is prefilled densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode
     steps attend as under ``method``; nothing is stored for the pattern.
 

@@ -11,10 +11,10 @@ from jax import Array
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache.storage import LayerCache, LayerStorage, put_tokens
-from kvjax.method import LayerMethod, Prompt, Step
-from kvjax.scan import by_blocks
-from kvjax.slots import SlotMethod, new_slots, newest_query
-from kvjax.typing import pytree, static, traced
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.scan import by_blocks
+from kvjax.protocol.slots import SlotMethod, new_slots, newest_query
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped

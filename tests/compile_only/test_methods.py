@@ -24,8 +24,8 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from models import ModelConfig
-from models.modules import MLP
-from models.weights import param_shapes
+from models.files.weights import param_shapes
+from models.layers.modules import MLP
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.formats.quantised import zeros
@@ -254,7 +254,7 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
 
 @pytest.mark.xdist_group("compile_only")
 def test_small_projections_of_a_single_row_are_matrix_products_on_a_gpu():
-    """XLA would multiply and reduce, in bfloat16: see `models.one_row`. It does so where the function is not used."""
+    """XLA would multiply and reduce, in bfloat16: see `models.layers.one_row`. It does so where the function is not used."""
     params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
     compiled = needs("h100").compile(lambda params, x: MLP(CONFIG).apply({"params": params}, x), params, x)
     assert compiled.as_text().count(" dot(") == 2

@@ -11,7 +11,6 @@ import pytest
 
 import kvjax
 import models
-from experiments.ablations.cluster_drift import Course, make_text
 from experiments.answering import (
     BASELINES,
     METHODS,
@@ -28,9 +27,10 @@ from experiments.answering import (
 )
 from experiments.demo.play import run_demo
 from experiments.demo.settings import DemoSettings
-from experiments.insight.prompts import PromptSettings, encode_prompts
-from experiments.insight.run import run_methods
-from experiments.insight.settings import InsightSettings
+from experiments.heads.prompts import PromptSettings, encode_prompts
+from experiments.lab.ablations.cluster_drift import Course, make_text
+from experiments.lab.insight.run import run_methods
+from experiments.lab.insight.settings import InsightSettings
 from experiments.records import Results
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
@@ -58,7 +58,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make)
 
 def test_records_tell_the_dtypes_of_codes():
     for weight_dtype in ("int8", "int4"):
-        shapes = models.param_shapes(models.shapes.llama31_8b(), weight_dtype)
+        shapes = models.param_shapes(models.sizes.shapes.llama31_8b(), weight_dtype)
         model = LoadedModel("small", shapes, CONFIG, None, pathlib.Path("nowhere"), kv_dtype="int8")
         assert model.dtypes == f"{CONFIG.dtype}, weights {weight_dtype}, keys and values int8"
 

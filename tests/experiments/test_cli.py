@@ -157,7 +157,7 @@ def test_what_is_kept_of_help_and_ls_is_what_they_say():
     if sys.version_info[:2] != (3, 12):
         pytest.skip("another version of Python formats help in another way")
     for file, text in cli.shown_texts().items():
-        assert file.read_text() == text, "python -m experiments.site docs --tables writes it again"
+        assert file.read_text() == text, "python -m experiments.lab.site docs --tables writes it again"
 
 
 FAST = """
@@ -180,7 +180,7 @@ assert said("ls", "mine:Spread").startswith("Spread (--method mine:Spread)") and
 def test_help_and_ls_import_no_jax_in_a_new_process(tmp_path):
     """Also as ``python -m kvjax``; except for a method from outside, which the kept text cannot have."""
     (tmp_path / "mine.py").write_text(
-        "from kvjax.families import Eviction\nfrom kvjax.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
+        "from kvjax.protocol.families import Eviction\nfrom kvjax.protocol.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
         "    def score(self, cache, prompt):\n        return cache.position * 1.0\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

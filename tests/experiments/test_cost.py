@@ -17,9 +17,9 @@ from experiments.cli import CompiledPrograms
 from experiments.cli.main import main
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
+from experiments.lab.training.subject import WholeModel
 from experiments.records import CompileClock
 from experiments.speed import uneven_scores
-from experiments.training.subject import WholeModel
 from kvjax import registry
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]

@@ -39,13 +39,13 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.settings import Choice, EvaluationSettings, joined
 from experiments.evaluation.sweep import SweepSettings
+from experiments.lab.training.subject import WholeModel
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
-from experiments.training.subject import WholeModel
 from kvjax import registry
 from kvjax.api.sweep import group_by_structure
-from kvjax.families import Retrieval
-from kvjax.typing import pytree, static
+from kvjax.protocol.families import Retrieval
+from kvjax.protocol.typing import pytree, static
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 

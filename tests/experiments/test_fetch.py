@@ -14,8 +14,9 @@ import models
 from experiments.answering import load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli.main import COMMANDS, main
-from models import gguf_files, named_cache, packaged_file
-from models.named_models import NAMED_MODELS
+from models.files import gguf as gguf_files
+from models.hub import named_cache, packaged_file
+from models.hub.named_models import NAMED_MODELS
 from tests.experiments.test_flags import kinds_of
 from tests.models import gguf_writing
 from tests.models.tiny_gguf import write_tiny_gguf

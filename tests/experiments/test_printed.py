@@ -14,7 +14,7 @@ from experiments.cli.main import main
 from experiments.evaluation.comparison import Compared
 from experiments.evaluation.printed import beside, printed, printed_tables
 from experiments.evaluation.settings import EvaluationSettings
-from kvjax.describe import describe
+from kvjax.protocol.describe import describe
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

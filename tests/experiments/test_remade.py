@@ -14,7 +14,7 @@ from experiments.cli import read_yaml
 from experiments.evaluation import Entry, Remade, remade, remade_tables, verdicts
 from experiments.evaluation.printed import PrintedPart, PrintedRow, PrintedTable, printed_tables
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.site import pages, paper_tables
+from experiments.lab.site import pages, paper_tables
 from experiments.tasks import expand
 
 DOCS = pathlib.Path(models.__file__).parents[1] / "docs"

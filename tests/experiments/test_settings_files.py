@@ -15,7 +15,7 @@ from experiments.answering import PAPERS
 from experiments.cli import names, read_record, read_yaml
 from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
-from experiments.fidelity.settings import FidelitySettings
+from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
 from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
@@ -43,7 +43,7 @@ def load(file):
 def test_settings_load_and_their_methods_can_be_made(file):
     settings = load(file)
     tokenizer = models.load_tokenizer(models.builtin_directory())
-    shape = models.shapes.qwen25_1_5b if settings.model == "qwen2.5-coder-1.5b" else models.shapes.llama31_8b
+    shape = models.sizes.shapes.qwen25_1_5b if settings.model == "qwen2.5-coder-1.5b" else models.sizes.shapes.llama31_8b
     config = shape()
     labels = [choice.label for choice in settings.choices]
     assert labels[0] == "full" and len(set(labels)) == len(labels)

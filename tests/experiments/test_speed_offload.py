@@ -16,7 +16,7 @@ from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
 from experiments.speed.filled_cache import filled_cache, state_bytes
 from kvjax.accounting.memory import memory_needed, placed_bytes
-from kvjax.method import num_bytes
+from kvjax.protocol.method import num_bytes
 from models import ModelConfig, random_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

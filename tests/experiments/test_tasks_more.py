@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
+from experiments.lab.training.mixture import BUILTIN, ROW_TASKS
 from experiments.tasks import base, listing, math_find, qa_data, ruler_words, scorers, splits, words
-from experiments.training.mixture import BUILTIN, ROW_TASKS
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 TRAINED = (

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import models.loaded
-import models.tokenizer
+import models.text.tokenizer
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.benchmarks.base import Example
 from experiments.tasks import encode_prompt, held_out_text, opening_ids, read_text, source_text
@@ -73,7 +73,7 @@ def test_an_opening_of_two_tokens_comes_once_and_nothing_ends_a_prompt(tmp_path)
     tokenizer.post_processor = TemplateProcessing(single="[gMASK] <sop> $A <eos>", special_tokens=named)
     assert tokenizer.encode("a b").ids[-1] == end
     plain = tokenizer.encode("a b", add_special_tokens=False).ids
-    assert opening_ids(tokenizer) == models.tokenizer.opening_ids(tokenizer) == [first, second]
+    assert opening_ids(tokenizer) == models.text.tokenizer.opening_ids(tokenizer) == [first, second]
     assert encode_prompt(tokenizer, "a b") == encode_prompt(tokenizer, "[gMASK]<sop>a b") == [first, second, *plain]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     example = Example("mine", "a b" * 99, "a b", "", ("x",), 4, "ruler_all")

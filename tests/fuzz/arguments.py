@@ -20,8 +20,8 @@ import numpy as np
 import kvjax
 from kvjax import registry
 from kvjax.decoding.sampling import Sampler
-from kvjax.fields import Limits
 from kvjax.methods import Full, Quest, SnapKV
+from kvjax.protocol.fields import Limits
 from kvjax.registry import parse_knobs, resolve
 from kvjax.testing.model import TinyModel
 from models import ModelConfig, RopeScaling, random_params

@@ -20,9 +20,9 @@ import kvjax
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.decode import padding_token
 from kvjax.decoding.layers import layer_methods
-from kvjax.describe import describe
-from kvjax.method import Method
 from kvjax.methods import Full
+from kvjax.protocol.describe import describe
+from kvjax.protocol.method import Method
 from kvjax.testing import laws
 from kvjax.testing.layer import random_tokens
 from kvjax.testing.subject import LAYER_STEPS, ROOM, STEPS, Subject, padded

@@ -21,7 +21,7 @@ from experiments.evaluation import Folder, read_predictions
 from experiments.records import make_record, write_record
 from experiments.tasks import read_text
 from models import ChatTemplate, builtin_directory, from_pretrained, load_tokenizer, save_pretrained
-from models.adapter import AdapterConfig, load_adapter, save_adapter
+from models.files.adapter import AdapterConfig, load_adapter, save_adapter
 from tests.fuzz.arguments import World
 from tests.fuzz.report import Outcome
 from tests.fuzz.verdicts import verify
@@ -113,7 +113,7 @@ class Paths:
     def _training(self, target: pathlib.Path) -> str | None:
         state = {"step": np.arange(3, dtype=np.int32), "params": np.ones((2, 2), np.float32)}
         # The package exports nothing: its worker processes import neither orbax nor JAX.
-        made = importlib.import_module("experiments.training.checkpoints").Checkpoints
+        made = importlib.import_module("experiments.lab.training.checkpoints").Checkpoints
         checkpoints = made(target, {"seed": 1})
         checkpoints.save(5, state)
         checkpoints.close()

@@ -14,8 +14,8 @@ import numpy as np
 import kvjax
 from kvjax import registry
 from kvjax.attention.patterns import KINDS
-from kvjax.fields import Limits
-from kvjax.method import Method
+from kvjax.protocol.fields import Limits
+from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
 from models import ModelConfig, RopeScaling, random_params
 

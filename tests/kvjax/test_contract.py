@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.families import Retrieval
 from kvjax.methods import Full, Quest
+from kvjax.protocol.families import Retrieval
 from kvjax.testing import laws
 from kvjax.testing.subject import LAYER_STEPS as STEPS
 from kvjax.testing.subject import LENGTHS, tokens_of_layer

@@ -13,10 +13,10 @@ import pytest
 
 import kvjax
 from kvjax import registry, rope
-from kvjax.families import Retrieval
 from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.protocol.families import Retrieval
+from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
-from kvjax.typing import pytree
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, tiny_params
 from tests.kvjax.cases import ONE

@@ -14,10 +14,10 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.fields import Limits, check_within, known, number
-from kvjax.method import Method
 from kvjax.methods import H2O, AdaKV, PQCache, Quest, SnapKV
-from kvjax.typing import pytree, static, traced
+from kvjax.protocol.fields import Limits, check_within, known, number
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import pytree, static, traced
 from tests.harness import NAMES, example, oracle
 
 CLASSES = {

@@ -14,11 +14,11 @@ import pytest
 import kvjax
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
-from kvjax.families import Eviction
-from kvjax.method import LayerSpec, Prompt, Step, settle_due
 from kvjax.methods import InfLLM, SnapKV
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.method import LayerSpec, Prompt, Step, settle_due
+from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
-from kvjax.typing import pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -113,7 +113,7 @@ def test_a_wrong_score_and_a_forgotten_decorator_are_named():
     class Bare(SnapKV):
         pass
 
-    with pytest.raises(TypeError, match="Bare must be decorated with kvjax.typing.pytree"):
+    with pytest.raises(TypeError, match="Bare must be decorated with kvjax.protocol.typing.pytree"):
         Bare(budget=64)
 
 

@@ -16,10 +16,10 @@ from kvjax import rope
 from kvjax.cache import LayerCache
 from kvjax.methods.chess.method import Chess
 from kvjax.methods.chess.page_tree import page_vectors
+from kvjax.protocol.typing import Rope, layer_ropes
 from kvjax.testing.model import TinyModel
-from kvjax.typing import Rope, layer_ropes
 from models import DynamicScaling, YarnScaling
-from models.parts import LayerRope
+from models.sizes.parts import LayerRope
 from tests.harness import ALL, TINY, any_example, generous, padded, prompts, random_tokens, tiny_params
 from tests.tiny_models import run
 

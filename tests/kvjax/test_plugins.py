@@ -23,12 +23,12 @@ from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import knobs_of
 from kvjax import plugins, registry, testing
 from kvjax.cache import LayerCache
-from kvjax.families import AppendOnly, Eviction
-from kvjax.method import Prompt
 from kvjax.methods import Quest
+from kvjax.protocol.families import AppendOnly, Eviction
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.typing import pytree, static
 from kvjax.testing import check_method, laws
 from kvjax.testing.subject import Subject
-from kvjax.typing import pytree, static
 from tests import outside_method
 from tests.harness import TINY
 from tests.outside_method import Newest
@@ -101,11 +101,11 @@ def test_a_registered_method_has_a_name():
 @pytest.mark.parametrize(
     ("cls", "error", "told"),
     [
-        (3, TypeError, "a method must be a subclass of kvjax.method.Method, got 3"),
-        (dict, TypeError, "a method must be a subclass of kvjax.method.Method, got the class dict"),
+        (3, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got 3"),
+        (dict, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got the class dict"),
         (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
-        (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.typing.pytree, got Bare without it"),
+        (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.protocol.typing.pytree, got Bare without it"),
         (pytree(type("Short", (Newest,), {"score": lambda self, cache: cache})), TypeError,
          r"Short.score must take .self, cache, prompt., as Newest.score does, got .self, cache."),
         (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),
@@ -173,14 +173,14 @@ def test_installed_packages_announce_methods(monkeypatch):
         assert {**ANNOUNCED()} == {"newest": Newest, "quest": kvjax.methods.Quest}
     said = [str(warning.message) for warning in warned]
     assert len(said) == 2 and "'tests.nowhere:Lost' of an installed package is left out: ModuleNotFoundError" in said[0]
-    assert "'tests.outside_method:jnp'" in said[1] and "subclass of kvjax.method.Method" in said[1]
+    assert "'tests.outside_method:jnp'" in said[1] and "subclass of kvjax.protocol.method.Method" in said[1]
     monkeypatch.setattr(plugins, "_announced", lambda: {"newest": Newest})
     assert registry.find("newest") is Newest and registry.lasting_name("newest") == PATH
 
 
 SPREAD = """
-from kvjax.families import Eviction
-from kvjax.typing import pytree, static, traced
+from kvjax.protocol.families import Eviction
+from kvjax.protocol.typing import pytree, static, traced
 
 @pytree
 class Spread(Eviction):
@@ -199,8 +199,8 @@ from experiments.demo.settings import DemoSettings, runs
 from experiments.evaluation.knobs import set_knobs
 from experiments.evaluation.settings import EvaluationSettings, choices_of
 from experiments.evaluation.sweep import SweepSettings
-from experiments.fidelity.settings import FidelitySettings
-from experiments.insight.settings import InsightSettings
+from experiments.lab.fidelity.settings import FidelitySettings
+from experiments.lab.insight.settings import InsightSettings
 from kvjax import plugins, registry
 
 def sweep(path):

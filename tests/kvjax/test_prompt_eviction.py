@@ -17,14 +17,14 @@ import models
 from kvjax import registry
 from kvjax.cache import LayerCache
 from kvjax.decoding.prefill import run_prefill
-from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
-from kvjax.observation import prefix_votes
+from kvjax.protocol.method import Inputs, LayerSpec, Prompt
+from kvjax.protocol.observation import prefix_votes
+from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
-from kvjax.typing import EMPTY, pytree
 from tests import goldens
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
 from tests.models.test_parity import write_checkpoint

@@ -13,7 +13,7 @@ from kvjax import rope
 from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
-from kvjax.typing import Rope
+from kvjax.protocol.typing import Rope
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
 from tests.oracles import mosaickv

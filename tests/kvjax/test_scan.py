@@ -14,12 +14,12 @@ import kvjax
 from kvjax.attention.over_cache import attend_selected
 from kvjax.cache import LayerCache
 from kvjax.cache.offload import offload
-from kvjax.method import LayerSpec, Prompt, Step, settle_due
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
 from kvjax.methods.pqcache.product_codes import kmeans
-from kvjax.slots import SlotState
+from kvjax.protocol.method import LayerSpec, Prompt, Step, settle_due
+from kvjax.protocol.slots import SlotState
+from kvjax.protocol.typing import EMPTY
 from kvjax.testing.model import TinyModel
-from kvjax.typing import EMPTY
 from pallas_kernels.formats import bit_codes
 from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
 

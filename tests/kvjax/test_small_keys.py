@@ -12,13 +12,13 @@ import pytest
 
 import kvjax
 from kvjax.cache import LayerCache
-from kvjax.method import Inputs, LayerSpec, Prompt
 from kvjax.methods import ParisKV, Quest, ShadowKV, SnapKV, ThinK
 from kvjax.methods.shadowkv.method import ShadowState
-from kvjax.slots import SlotState
+from kvjax.protocol.method import Inputs, LayerSpec, Prompt
+from kvjax.protocol.slots import SlotState
 from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
-from models import shapes
+from models.sizes import shapes
 from tests import goldens
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
 from tests.kvjax.cases import subject

@@ -20,13 +20,13 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
-from kvjax import families
 from kvjax.attention import over_cache
 from kvjax.cache import LayerStorage
 from kvjax.cache import divided as parts
 from kvjax.methods import Full, tokenselect
 from kvjax.methods.chess import page_tree
 from kvjax.methods.pariskv import divided
+from kvjax.protocol import families
 from models import sharding
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.score.window_score import reference

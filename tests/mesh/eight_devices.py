@@ -42,7 +42,7 @@ from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
 from kvjax.testing.model import TinyModel
 from models import Experts, LinearLayers, ModelConfig, sharding
-from models.parts import LayerRope
+from models.sizes.parts import LayerRope
 from pallas_kernels import axes
 from pallas_kernels.query import step_query as step_query_module
 from tests.harness import NAMES, WRAPPERS, example, knobs_of

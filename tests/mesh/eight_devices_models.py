@@ -23,8 +23,10 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from models import adapter, gguf_files, sharding, weights
-from models.tensor_files import SafeTensors
+from models import sharding
+from models.files import adapter, weights
+from models.files import gguf as gguf_files
+from models.files.tensors import SafeTensors
 from tests.models import test_families
 from tests.models.test_parity import GOLDENS, write_checkpoint
 from tests.tiny_models import TINY, vivid_params

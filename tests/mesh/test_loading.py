@@ -14,7 +14,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import models
-from models import checkpoint_table, sharding
+from models import sharding
+from models.files.tables import checkpoint as checkpoint_table
 from tests.mesh import eight_devices_models
 from tests.mesh.processes import run_two
 from tests.tiny_models import FAMILIES

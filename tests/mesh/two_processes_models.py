@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from safetensors.numpy import load_file
 
 import models
-from models import adapter
+from models.files import adapter
 from tests.mesh.eight_devices_models import WIDE, counted, factors_of, on
 from tests.mesh.processes import one_of_two
 from tests.tiny_models import vivid_params

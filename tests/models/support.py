@@ -13,10 +13,11 @@ import re
 import numpy as np
 
 from kvjax.decoding.checks import check_sizes
-from kvjax.method import Method
+from kvjax.protocol.method import Method
 from kvjax.registry import classes
-from models import ModelConfig, hf_config
-from models.gguf_files.config import ARCHITECTURES
+from models import ModelConfig
+from models.files.gguf.config import ARCHITECTURES
+from models.files.hf import config as hf_config
 from tests import goldens
 from tests.tiny_models import TINY
 

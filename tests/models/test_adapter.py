@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import models
-from models.adapter import (
+from models.files.adapter import (
     KERNELS,
     AdapterConfig,
     apply_adapter,

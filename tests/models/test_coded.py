@@ -17,11 +17,11 @@ import models
 from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
-from models.checkpoint_table import checkpoint_table
-from models.coded.parameters import coded, in_floats
-from models.coded.rounding import rounded
-from models.gguf_files import codes as gguf_codes
-from models.modules import product
+from models.files.coded.parameters import coded, in_floats
+from models.files.coded.rounding import rounded
+from models.files.gguf import codes as gguf_codes
+from models.files.tables.checkpoint import checkpoint_table
+from models.layers.modules import product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from tests.models import gguf_writing
 from tests.tiny_models import TINY, run

@@ -13,8 +13,10 @@ import pytest
 from filelock import FileLock
 
 import models
-from models import ModelConfig, adapter, replaced_files
-from models.config_checks import check_types
+from models import ModelConfig
+from models.files import adapter
+from models.files.hf.checks import check_types
+from models.hub import replaced_files
 from tests.models.test_weights import saved  # noqa: F401
 from tests.tiny_models import FAMILIES
 

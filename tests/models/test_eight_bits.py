@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import adapter
-from models.checkpoint_table import EMBEDDING, checkpoint_table
-from models.eight_bits import BLOCK, SCALE, pack, pack_file
-from models.tensor_files import SafeTensors
+from models.files import adapter
+from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
+from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
+from models.files.tensors import SafeTensors
 from tests.tiny_models import BUILTIN
 
 CONFIG = models.ModelConfig(
@@ -100,6 +100,6 @@ def test_an_adapter_in_8_bits_loads_as_its_numbers(tmp_path):
 
 
 def test_what_ships_is_small_enough_for_a_clone():
-    """The toy and the adapter are in 8 bits; whoever trains them again packs them (`models.eight_bits.pack_file`)."""
+    """The toy and the adapter are in 8 bits; whoever trains them again packs them (`models.files.eight_bits.pack_file`)."""
     sizes = {file: file.stat().st_size for file in BUILTIN.parent.glob("**/*.safetensors")}
     assert sizes[BUILTIN / "model.safetensors"] < 16_000_000 and sum(sizes.values()) < 24_500_000

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models import ModelConfig
-from models.adapter import init_adapter, merge_adapter
-from models.experts import Experts, all_experts, grouped, mix, one_by_one, route
+from models.files.adapter import init_adapter, merge_adapter
+from models.layers.experts import Experts, all_experts, grouped, mix, one_by_one, route
 from tests.models.test_models import HF
 from tests.tiny_models import TINY, vivid_params
 

@@ -1,4 +1,4 @@
-"""The families of `models.families` against transformers: every layer, one pass, decoding in a ragged batch."""
+"""The families of `models.files.tables.families` against transformers: every layer, one pass, decoding in a ragged batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from models import hf_config, sharding
-from models.checkpoint_table import checkpoint_table
-from models.families import FAMILIES, MISSING, channel_order
-from models.parts import LayerRope
-from models.rope_scaling import LinearScaling
+from models import sharding
+from models.files.hf import config as hf_config
+from models.files.tables.checkpoint import checkpoint_table
+from models.files.tables.families import FAMILIES, MISSING, channel_order
+from models.sizes.parts import LayerRope
+from models.sizes.rope_scaling import LinearScaling
 from tests import goldens
 from tests.models.test_damaged_files import STRANGE
 from tests.models.test_parity import ours

@@ -7,9 +7,9 @@ import pathlib
 import re
 
 from experiments.cli.main import main
-from models import family_table
-from models.families import FAMILIES, MISSING
-from models.hf_config import MODEL_TYPES
+from models.files.hf.config import MODEL_TYPES
+from models.files.tables import family_table
+from models.files.tables.families import FAMILIES, MISSING
 from tests.models import support
 from tests.models.test_families import CODED
 

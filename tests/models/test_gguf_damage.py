@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import models
-from models import gguf_files
-from models.gguf_files.header import parse
+from models.files import gguf as gguf_files
+from models.files.gguf.header import parse
 from tests.models.tiny_gguf import write_tiny_gguf
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import models
-from models import gguf_files
+from models.files import gguf as gguf_files
 from tests.models import gguf_writing
 from tests.models.gguf_writing import QUANTS
 from tests.models.test_gguf import golden
@@ -219,7 +219,7 @@ def test_flipped_bytes_are_a_value_error_or_a_model(tmp_path):
         try:
             file = gguf_files.open_file(path)
             config = gguf_files.read_config(file)
-            gguf_files.GGUFTensors.of(file, config, models.checkpoint_table.checkpoint_table(config))
+            gguf_files.GGUFTensors.of(file, config, models.files.tables.checkpoint.checkpoint_table(config))
             gguf_files.special_tokens(file)
         except ValueError as error:
             assert str(path) in str(error)

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers import models as kinds
 
 import models
-from models import gguf_files
-from models.checkpoint_table import checkpoint_table
+from models.files import gguf as gguf_files
+from models.files.tables.checkpoint import checkpoint_table
 from tests.models import gguf_writing
 from tests.models.test_families import assert_close, golden, write_checkpoint
 from tests.tiny_models import run

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 import kvjax
 import models
-from models import gguf_files
-from models.checkpoint_table import checkpoint_table
+from models.files import gguf as gguf_files
+from models.files.tables.checkpoint import checkpoint_table
 from tests.models import gguf_writing
 from tests.models.test_families import assert_close, golden
 from tests.tiny_models import vivid_params

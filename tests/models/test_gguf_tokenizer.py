@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from models.gguf_files.splits import SPLITS
+from models.files.gguf.splits import SPLITS
 from tests.models import gguf_writing
 from tests.models.test_parity import GOLDENS
 

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from models import ModelConfig, gguf_files
+from models import ModelConfig
+from models.files import gguf as gguf_files
 from tests.models import gguf_writing, test_gguf_errors
 from tests.models.test_models import HF
 from tests.tiny_models import TINY

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from models import LinearLayers
-from models.linear.convolution import causal_convolution
-from models.linear.delta import gated_delta, unit_lower_inverse
+from models.layers.linear.convolution import causal_convolution
+from models.layers.linear.delta import gated_delta, unit_lower_inverse
 from tests.tiny_models import FAMILIES, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -15,12 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models import LinearLayers, ModelConfig, RopeScaling, shapes
-from models.checkpoint_table import checkpoint_table
-from models.experts import Experts
-from models.latent import Latent
-from models.one_row import multiplied
-from models.parts import LayerRope
+from models import LinearLayers, ModelConfig, RopeScaling
+from models.files.tables.checkpoint import checkpoint_table
+from models.layers.experts import Experts
+from models.layers.latent import Latent
+from models.layers.one_row import multiplied
+from models.sizes import shapes
+from models.sizes.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 import models
-from models import adapter as adapters
-from models import gguf_files, named_cache, named_models, packaged_file
-from models.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
+from models.files import adapter as adapters
+from models.files import gguf as gguf_files
+from models.hub import named_cache, named_models, packaged_file
+from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 import models
-from models.transformer import Block, Transformer
+from models.layers.transformer import Block, Transformer
 from tests import goldens
 from tests.tiny_models import dense_attend
 

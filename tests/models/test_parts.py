@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import models
-from models import ModelConfig, parts
-from models.experts import Experts
-from models.parts import LayerRope
-from models.rope_scaling import LinearScaling, LongRopeScaling
+from models import ModelConfig
+from models.layers.experts import Experts
+from models.sizes import parts
+from models.sizes.parts import LayerRope
+from models.sizes.rope_scaling import LinearScaling, LongRopeScaling
 from tests.tiny_models import FAMILIES, TINY
 
 PLAIN = {  # operations of one layer of Llama, with an attention that computes nothing

@@ -12,8 +12,9 @@ import huggingface_hub
 import pytest
 
 import models
-from models import hub_file, named_cache, packaged_file
-from models.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
+from models.hub import file as hub_file
+from models.hub import named_cache, packaged_file
+from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
 

@@ -7,7 +7,7 @@ import sys
 import types
 import warnings
 
-from models.progress import progress
+from models.hub.progress import progress
 
 
 class Screen(io.StringIO):

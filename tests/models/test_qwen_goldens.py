@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 
 import models
-from models.named_models import NAMED_MODELS
+from models.hub.named_models import NAMED_MODELS
 from tests.models import gguf_writing
 from tests.models.test_parity import GOLDENS
 from tests.tiny_models import run

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import models
-from models import repository
+from models.hub import repository
 from tests.models.hub_server import SHA, serve
 from tests.tiny_models import FAMILIES, write_model
 

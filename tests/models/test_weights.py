@@ -17,7 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import models
-from models import builtin_model, checkpoint_table, shapes, weights
+from models.files import weights
+from models.files.tables import checkpoint as checkpoint_table
+from models.hub import builtin_model
+from models.sizes import shapes
 from tests.tiny_models import FAMILIES, TINY, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do

@@ -11,7 +11,7 @@ import tomllib
 import pytest
 import yaml
 
-from experiments.site.address import PLACEHOLDER, addressed, owner
+from experiments.lab.site.address import PLACEHOLDER, addressed, owner
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -22,7 +22,7 @@ def test_every_file_has_the_address_of_pyproject():
     texts = addressed(ROOT)
     assert {ROOT / "CITATION.cff", ROOT / "notebooks" / "quickstart.ipynb"} <= texts.keys()
     for file, text in texts.items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.lab.site docs --tables"
     assert CITATION["repository-code"] == PROJECT["urls"]["Repository"]
 
 

@@ -19,7 +19,15 @@ import pytest
 import kvjax
 import models
 from experiments.evaluation import examples, load
-from experiments.site import method_costs, method_pages, method_scores, operations, pages, record_pages, record_tables
+from experiments.lab.site import (
+    method_costs,
+    method_pages,
+    method_scores,
+    operations,
+    pages,
+    record_pages,
+    record_tables,
+)
 from kvjax import registry
 from kvjax.testing import laws
 from kvjax.testing.subject import Subject
@@ -137,7 +145,7 @@ def test_unknown_method_is_refused():
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
-    config = models.shapes.llama31_8b()
+    config = models.sizes.shapes.llama31_8b()
     slots = 32_768 + method_costs.NEW_TOKENS
     assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
     assert "516 bytes per layer and KV head" in method_costs.memory("full")
@@ -197,7 +205,7 @@ def test_tables_equal_their_records():
     made = record_tables.pages(DOCS)
     assert {RECORDS / "results" / "toy" / "table.md", DOCS / "tables" / "speed.md"} < made.keys()
     for file, text in made.items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.lab.site docs --tables"
 
 
 def test_scores_equal_the_means_of_their_examples():
@@ -216,7 +224,7 @@ def test_the_figures_that_pages_show_are_known_and_there():
     shown = [x for file in files for x in re.findall(r"[(/]records/([^)\s]+\.png)", file.read_text(encoding="utf-8"))]
     assert set(shown) == pages.figures(DOCS).keys()
     for file in shown:
-        assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.site docs --figures, and git add -f"
+        assert (RECORDS / file).is_file(), f"{file}: run python -m experiments.lab.site docs --figures, and git add -f"
 
 
 def titles_of_pages():
@@ -259,7 +267,7 @@ def test_parts_of_pages_equal_their_records():
     made = pages.marked_pages(DOCS)
     assert {ROOT / "README.md", DOCS / "quality.md", DOCS / "quality-toy.md", DOCS / "choosing.md"} <= made.keys()
     for file, text in made.items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.site docs --tables"
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m experiments.lab.site docs --tables"
 
 
 def test_what_is_kept_of_predictions_is_small():
@@ -361,6 +369,6 @@ def test_the_page_of_operations_has_all_of_them_and_the_methods_that_call_them()
         (line,) = [line for line in text.splitlines() if line.startswith(f"| [`{name}`]")]
         assert all(f"`{kernel}` (" in line for kernel in table.implementations if kernel != "xla")
     known = {*registry.builtin(), *registry.WRAPPERS}
-    assert set().union(*rows.values()) == known, "python -m experiments.site docs --tables --operations traces them again"
+    assert set().union(*rows.values()) == known, "python -m experiments.lab.site docs --tables --operations traces them again"
     for method in ("snapkv", "pariskv"):
         assert operations.uses(method) == {name for name, methods in rows.items() if method in methods}

@@ -13,24 +13,20 @@ import pkgutil
 import subprocess
 import sys
 
-import pytest
-
 import experiments
 import kvjax
 import models
 import pallas_kernels
-from kvjax import moved
-from kvjax.slots import SlotAttention
+from kvjax.protocol.slots import SlotAttention
 from kvjax.testing.model import TinyModel
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Files that lie flat in kvjax/ and belong together; every folder is a group of its own.
 FLAT = {
-    "base": ("typing", "fields", "describe", "rope", "selection"),
-    "protocol": ("method", "slots", "families", "scan", "observation"),
+    "base": ("rope", "selection"),
     "registry": ("registry", "plugins"),
 }
-FACE = ("__init__", "__main__", "public", "version", "moved")
+FACE = ("__init__", "__main__", "public", "version")
 GROUP = {file: group for group, files in FLAT.items() for file in files}
 
 
@@ -122,26 +118,6 @@ def test_architecture_is_two_pages_and_names_every_room():
     assert not [job for job in jobs if f"``{job}``" not in experiments.__doc__]
 
 
-@pytest.mark.parametrize("old", sorted(moved.PLACES))
-def test_an_old_name_says_the_new_one(old):
-    new = moved.PLACES[old]
-    with pytest.raises(ModuleNotFoundError, match=f"^{old} has moved: import {new}$"):
-        importlib.import_module(old)
-    importlib.import_module(new)
-
-
-TAKEN = (("kvjax", "step"), ("kvjax.methods.chess", "calibration"), ("experiments", "suites"))
-
-
-@pytest.mark.parametrize("package, name", TAKEN)
-def test_a_name_that_is_taken_from_its_package_says_the_new_one(package, name):
-    """Python hides the error of ``from package import name`` that has the module's name."""
-    with pytest.raises(ImportError, match=f"^{package}.{name} has moved: import "):
-        exec(f"from {package} import {name}", {})
-    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        exec(f"from {package} import nothing", {})
-
-
 def test_one_kernel_is_imported_alone():
     code = (
         "import sys, pallas_kernels; assert 'jax' not in sys.modules; from pallas_kernels import merge_splits; "
@@ -151,8 +127,6 @@ def test_one_kernel_is_imported_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    with pytest.raises(ModuleNotFoundError, match="import pallas_kernels.attend.merge_splits"):
-        importlib.import_module("pallas_kernels.merge_splits")
     assert {"merge_splits", "kth_select"} <= {*dir(pallas_kernels)}
 
 
@@ -185,7 +159,7 @@ def test_a_step_is_nine_frames_from_generate():
     cache = kvjax.prefill(params, [range(5, 42)], config=model, method="quest", max_new_tokens=11)
     frames = frames_to(SlotAttention.attend, lambda: kvjax.generate(params, cache, max_new_tokens=3))
     assert frames.pop(0) == "kvjax/decoding/bits.py:run"
-    assert frames[0] == "kvjax/api/generate.py:generate" and frames[-1] == "kvjax/slots.py:attend"
+    assert frames[0] == "kvjax/api/generate.py:generate" and frames[-1] == "kvjax/protocol/slots.py:attend"
     assert len(frames) <= 9, frames
     drawing = (ROOT / "ARCHITECTURE.md").read_text().partition("## One decode step")[2].partition("## One prefill")[0]
     at = -1
@@ -194,14 +168,3 @@ def test_a_step_is_nine_frames_from_generate():
         assert where, f"ARCHITECTURE.md draws no {name} in {path}"
         assert drawing.index(where[0]) > at, f"ARCHITECTURE.md draws {name} too early"
         at = drawing.index(where[0])
-
-
-def test_imports_of_other_packages_do_not_ask_where_ours_moved():
-    """JAX tries hundreds of imports that fail while it lowers a kernel: a look at the folders each time took a minute."""
-    asked = []
-    finder = pallas_kernels.Moved("kvjax", lambda: asked.append(1) or {"kvjax.old": "kvjax.new"})
-    for name in ("jaxlib.mlir.dialects._arith_ops_ext", "kvjax_plugin", "kvjaxx.old", "_kvjax"):
-        assert finder.find_spec(name) is None
-    assert not asked and finder.find_spec("kvjax.other") is None
-    with pytest.raises(ModuleNotFoundError, match="kvjax.old has moved: import kvjax.new"):
-        finder.find_spec("kvjax.old")

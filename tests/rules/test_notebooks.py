@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from experiments.site.notebooks import digest, kept
+from experiments.lab.site.notebooks import digest, kept
 
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -77,7 +77,7 @@ def test_every_notebook_is_run():
 def test_notebook_is_kept_with_the_outputs_of_its_code(path):
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
-    again = "run python -m experiments.site docs --notebooks"
+    again = "run python -m experiments.lab.site docs --notebooks"
     assert text == kept(json.loads(text)) and notebook["metadata"]["kernelspec"]["name"] == "python3", again
     assert notebook["metadata"]["kvjax"]["outputs_of"] == digest(notebook), again
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from experiments.site import method_pages
-from experiments.site.marks import with_parts
+from experiments.lab.site import method_pages
+from experiments.lab.site.marks import with_parts
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from experiments.speed.kernels.report import kernel_table
 from experiments.speed.roofline import measure_bandwidth
 from experiments.speed.rows import finish, note_run, now
 from experiments.speed.settings import Output
-from kvjax.fields import nearest
+from kvjax.protocol.fields import nearest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,8 +67,6 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import Cache, LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import here
 from kvjax.cache.offload import Near
-from kvjax.fields import check_within
-from kvjax.method import LayerMethod, Method, Prompt, Step
 from kvjax.methods.chess.page_tree import (
     Shape,
     Triple,
@@ -82,10 +80,12 @@ from kvjax.methods.chess.page_tree import (
     score_nodes,
 )
 from kvjax.methods.chess.state import Pages, all_active, arrays_of_list, note_entropy
+from kvjax.protocol.fields import check_within
+from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
+from kvjax.protocol.slots import SlotMethod
+from kvjax.protocol.typing import layer_ropes, method_layers, not_none, pytree, static, traced
 from kvjax.rope import depends_on_length, frequencies
 from kvjax.selection import compact
-from kvjax.slots import SlotMethod
-from kvjax.typing import layer_ropes, method_layers, not_none, pytree, static, traced
 
 PRESETS = {"conservative": (0.9, 0.9, 0.9), "moderate": (0.8, 0.7, 0.7), "aggressive": (0.5, 0.2, 0.1)}
 # The paper's equation 4 as it is printed, over keys as its engine stores them: `Chess(**PRINTED)`.

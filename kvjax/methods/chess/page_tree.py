@@ -16,9 +16,9 @@ from jax import Array, lax
 
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import here, total
+from kvjax.protocol.typing import pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
-from kvjax.typing import pytree, static
 from pallas_kernels import axes
 
 Triple = tuple[float | Array, float | Array, float | Array]

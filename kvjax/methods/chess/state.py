@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.methods.chess.page_tree import Nodes
-from kvjax.typing import not_none, pytree, static
+from kvjax.protocol.typing import not_none, pytree, static
 
 
 @pytree

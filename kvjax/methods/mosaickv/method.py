@@ -56,7 +56,6 @@ from jax import Array, lax
 
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
-from kvjax.method import Cost, Inputs, LayerMethod
 from kvjax.methods.mosaickv.attention import (
     attend_listed,
     attend_packed,
@@ -68,9 +67,10 @@ from kvjax.methods.mosaickv.attention import (
 )
 from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, refit, write
 from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import mask_of, page_slots
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.kth_select import kth_select

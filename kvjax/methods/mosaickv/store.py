@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.mosaickv.packing import words_of
 from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune, put, stack
+from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.selection import page_slots
-from kvjax.typing import EMPTY, not_none, pytree
 from pallas_kernels import axes
 from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.store.pack_token import pack_token

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.methods.mosaickv.packing import bytes_per_vector, channel_score, pack_channels
-from kvjax.typing import not_none, pytree
+from kvjax.protocol.typing import not_none, pytree
 
 SHARES = (1, 2, 3)  # choices of the dynamic strategy: eighths of the channels to keep
 GROUPS = (4, 2, 1)  # its element groups, the fewest bitmap bytes first

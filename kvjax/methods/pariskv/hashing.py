@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.typing import pytree
+from kvjax.protocol.typing import pytree
 from pallas_kernels.choose.collision.votes import (
     MILLION,
     candidate_cut,

@@ -48,11 +48,11 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.divided import total
 from kvjax.cache.offload import Near
-from kvjax.fields import number
-from kvjax.method import Prompt, Step
 from kvjax.methods.pariskv import divided, hashing
-from kvjax.slots import SlotMethod, count_all
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.fields import number
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.choose.collision import collision
 from pallas_kernels.choose.collision.votes import sizes
 from pallas_kernels.choose.rerank import Regions, rerank

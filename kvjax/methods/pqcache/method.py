@@ -35,10 +35,10 @@ from jax import Array
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.method import Step
 from kvjax.methods.pqcache.product_codes import kmeans
-from kvjax.scan import Regions, ScanRetrieval, by_blocks, shortest
-from kvjax.typing import not_none, pytree, static, traced
+from kvjax.protocol.method import Step
+from kvjax.protocol.scan import Regions, ScanRetrieval, by_blocks, shortest
+from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.choose.code_select import code_bits, code_select
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.store.store_ids import code_of, nearest, store_ids

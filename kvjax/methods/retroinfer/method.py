@@ -46,11 +46,11 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
-from kvjax.method import Prompt, Step
 from kvjax.methods.retroinfer.kmeans import assign, centroids_of, mean_key
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.slots import SlotMethod, SlotState, count_all
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.selection import pick, share
-from kvjax.slots import SlotMethod, SlotState, count_all
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.cluster_estimate import cluster_estimate
 from pallas_kernels.choose.cluster_rank import cluster_rank
 from pallas_kernels.choose.cluster_tokens import cluster_tokens

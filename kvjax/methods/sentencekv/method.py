@@ -72,13 +72,13 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.divided import whole
 from kvjax.cache.offload import Near
-from kvjax.fields import number, positive_int, shown
-from kvjax.method import LayerMethod, Prompt, Step
 from kvjax.methods.sentencekv.boundaries import boundary_table
-from kvjax.observation import window_votes
+from kvjax.protocol.fields import number, positive_int, shown
+from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.observation import window_votes
+from kvjax.protocol.slots import SlotMethod, check_budget
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.selection import compact, mask_of, pick_each, smooth, top_slots
-from kvjax.slots import SlotMethod, check_budget
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 from pallas_kernels.host import Rows

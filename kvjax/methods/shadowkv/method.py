@@ -39,13 +39,13 @@ from kvjax.attention.over_cache import attend_all, attend_held_parts, attend_who
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
-from kvjax.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.methods.shadowkv.landmarks import landmarks
 from kvjax.methods.shadowkv.low_rank import factorize
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.slots import check_budget
+from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
-from kvjax.slots import check_budget
-from kvjax.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.low_rank_attention import low_rank_attention, rebuild
 from pallas_kernels.attend.prefix_attention import prefix_attention

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.fields import at_length
 from kvjax.methods import H2O, Full, PQCache, Quest, SentenceKV, SnapKV
+from kvjax.protocol.fields import at_length
 from kvjax.testing import TinyModel
 from tests.tiny_models import SHIPPED, write_model
 

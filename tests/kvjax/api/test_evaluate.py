@@ -13,9 +13,9 @@ import pytest
 import kvjax
 from experiments.evaluation.python import entry_of
 from experiments.evaluation.settings import choices_of
-from kvjax.describe import describe
-from kvjax.fields import at_length
 from kvjax.methods import Full, ParisKV, PQCache, Quest, SentenceKV, SnapKV, StreamingLLM, TokenSelect
+from kvjax.protocol.describe import describe
+from kvjax.protocol.fields import at_length
 from tests.outside_method import Newest
 from tests.tiny_models import SHIPPED, write_model
 

@@ -15,7 +15,7 @@ from kvjax.accounting import memory
 from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.layers import is_offloaded
-from kvjax.typing import pytree
+from kvjax.protocol.typing import pytree
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache.storage import LayerCache, empty_cache
+from kvjax.protocol.typing import EMPTY
 from kvjax.selection import page_slots, smooth, top_slots
-from kvjax.typing import EMPTY
 from pallas_kernels.store.evict_token.reference import worst_slot
 from tests.harness import example, prompts, read
 from tests.kvjax.cases import ONE, go_on

@@ -14,9 +14,9 @@ from kvjax.accounting.stats import step_cost
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import Memory, Recurrent, row_bytes
 from kvjax.decoding.sliding_window import SlidingWindow
+from kvjax.protocol.typing import layer_recurrence, method_layers
 from kvjax.testing import MODEL_LAWS, laws
 from kvjax.testing.subject import QUESTIONS, STEPS, Subject
-from kvjax.typing import layer_recurrence, method_layers
 from models import LinearLayers
 from tests.harness import ALL, TINY, TRACES, any_example, example, generous, padded, prompts, repeated
 from tests.tiny_models import run, vivid_params

@@ -17,7 +17,7 @@ from kvjax.cache import LayerCache
 from kvjax.decoding.decode import run_extend, run_step
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.sliding_window import SlidingWindow, window_attention
-from kvjax.typing import layer_windows
+from kvjax.protocol.typing import layer_windows
 from tests.harness import (
     ALL,
     METHODS,

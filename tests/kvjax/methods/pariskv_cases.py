@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.storage import empty_cache
-from kvjax.method import LayerSpec, Step
 from kvjax.methods.pariskv import hashing
+from kvjax.protocol.method import LayerSpec, Step
 from tests.harness import drive, example, frequencies
 from tests.kvjax.cases import compare
 from tests.oracles import pariskv as plain

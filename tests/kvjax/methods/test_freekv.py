@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache import LayerCache
-from kvjax.method import Prompt, Step
 from kvjax.methods import FreeKV
-from kvjax.typing import EMPTY
+from kvjax.protocol.method import Prompt, Step
+from kvjax.protocol.typing import EMPTY
 from tests.harness import example, random_tokens
 from tests.oracles.freekv import cosine
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.method import LayerSpec
 from kvjax.methods import InfLLM
+from kvjax.protocol.method import LayerSpec
 from tests import goldens
 from tests.oracles import infllm as oracle
 

@@ -14,10 +14,10 @@ from kvjax import registry
 from kvjax.decoding.checks import check_fits
 from kvjax.decoding.layers import check_divisible
 from kvjax.methods import H2O, KVzip, Quest, SnapKV
+from kvjax.protocol.typing import pytree
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
-from kvjax.typing import pytree
 from models import ModelConfig
 from tests import tape
 from tests.harness import example, repeated

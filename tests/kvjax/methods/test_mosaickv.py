@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.method import Inputs, LayerSpec, num_bytes
 from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
+from kvjax.protocol.method import Inputs, LayerSpec, num_bytes
 from tests.harness import drive, frequencies, random_tokens
 from tests.kvjax.cases import drive_alike
 from tests.kvjax.methods.mosaickv_cases import ALIKE, STEPS, bases, check, rows

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvjax.attention.over_cache import attend_selected
-from kvjax.method import Inputs
 from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
+from kvjax.protocol.method import Inputs
+from kvjax.protocol.typing import EMPTY
 from kvjax.testing import layer
-from kvjax.typing import EMPTY
 from pallas_kernels.formats.key_codes import parts_of_rows
 from tests.harness import drive, example, frequencies, random_tokens
 from tests.kvjax.methods.pariskv_cases import (

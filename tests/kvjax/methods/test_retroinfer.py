@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax.cache.storage import empty_cache
-from kvjax.method import Step
 from kvjax.methods import Full, RetroInfer
 from kvjax.methods.retroinfer.kmeans import centroids_of
 from kvjax.methods.retroinfer.method import Clusters
+from kvjax.protocol.method import Step
 from pallas_kernels.numerics import merge_partials
 from tests import goldens
 from tests.harness import drive, frequencies, random_tokens

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.method import Inputs, LayerSpec
 from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
-from kvjax.typing import EMPTY
+from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.typing import EMPTY
 from tests.harness import drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
 from tests.kvjax.cases import STEPS, compare, drive_alike
 from tests.oracles.plain import rotate_all

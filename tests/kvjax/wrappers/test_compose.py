@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.insight.recall import Watched, WatchedLayer
-from kvjax.method import Method, declarations
+from experiments.lab.insight.recall import Watched, WatchedLayer
+from kvjax.exact.verified_layer import VerifiedLayer
 from kvjax.methods import H2O, Full, KVzip, Quest, SnapKV, StreamingLLM
-from kvjax.slots import SlotMethod
-from kvjax.typing import pytree
+from kvjax.protocol.method import Method, declarations
+from kvjax.protocol.slots import SlotMethod
+from kvjax.protocol.typing import pytree
 from kvjax.wrappers.compose import Answer, answers, passes
-from kvjax.wrappers.verified_layer import VerifiedLayer
 from tests.harness import WRAPPERS, example, read, stored, tiny_params
 from tests.kvjax.cases import ONE, N, go_on
 
@@ -201,7 +201,7 @@ def test_what_a_wrapper_states_stays():
     assert kvjax.Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
     assert kvjax.Twilight(method=QUEST, implementation="mask").implementation == "mask"
     assert kvjax.DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
-    assert "`kvjax.method.Method.evicts`" in inspect.getdoc(kvjax.Twilight.evicts)
+    assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(kvjax.Twilight.evicts)
     assert inspect.getdoc(kvjax.Prefill.compress) == inspect.getdoc(SlotMethod.compress)
 
 

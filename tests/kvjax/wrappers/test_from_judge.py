@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.method import Inputs, LayerSpec
-from kvjax.typing import EMPTY
+from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.typing import EMPTY
 from tests.harness import drive, frequencies, random_tokens
 from tests.oracles.plain import attend, attend_to, best, rotate_all
 

@@ -15,7 +15,6 @@ from kvjax import registry
 from kvjax.decoding.decode import run_decode, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from kvjax.method import Inputs, LayerSpec, num_bytes, settle_due
 from kvjax.methods import (
     RKV,
     AdaKV,
@@ -29,9 +28,10 @@ from kvjax.methods import (
     Quest,
     SnapKV,
 )
+from kvjax.protocol.method import Inputs, LayerSpec, num_bytes, settle_due
+from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from kvjax.typing import EMPTY
 from tests.harness import example, frequencies, oracle, random_tokens
 from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax

@@ -11,9 +11,9 @@ import pytest
 
 import kvjax
 from kvjax.attention.moments import add_queries, no_moments
-from kvjax.method import Inputs, LayerSpec, settle_due
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
-from kvjax.typing import EMPTY, pytree
+from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.protocol.typing import EMPTY, pytree
 from tests.harness import frequencies, random_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

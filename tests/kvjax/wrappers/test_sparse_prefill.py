@@ -193,7 +193,7 @@ def test_files_are_read_as_minference_writes_them(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no patterns in .*which experiments.insight.patterns writes"):
+    with pytest.raises(FileNotFoundError, match="no patterns in .*which experiments.heads.patterns writes"):
         kvjax.patterns(tmp_path / "none.json", MODEL)
     with pytest.raises(FileNotFoundError, match="patterns.json: expected a file"):
         kvjax.patterns(tmp_path, MODEL)

@@ -7,7 +7,6 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.families import Retrieval
 from kvjax.methods import (
     H2O,
     SOCKET,
@@ -21,8 +20,9 @@ from kvjax.methods import (
     SnapKV,
     TokenSelect,
 )
+from kvjax.protocol.families import Retrieval
+from kvjax.protocol.typing import pytree
 from kvjax.testing.layer import frequencies
-from kvjax.typing import pytree
 from tests.harness import WRAPPERS, example
 from tests.kvjax.cases import subject
 from tests.oracles import quest

@@ -15,15 +15,15 @@ import kvjax
 from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.progress import keys_of_draws
-from kvjax.decoding.rests import rested
 from kvjax.decoding.sampling import Sampler
-from kvjax.families import AppendOnly
+from kvjax.exact.rests import rested
+from kvjax.exact.verified import no_passes, noted
+from kvjax.exact.verified_alone import can_wait
+from kvjax.exact.verified_layer import Passes
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
-from kvjax.typing import pytree
-from kvjax.wrappers.verified import no_passes, noted
-from kvjax.wrappers.verified_alone import can_wait
-from kvjax.wrappers.verified_layer import Passes
 from pallas_kernels.host import on_host
 from tests.harness import NAMES, any_example, example, padded, prompts
 

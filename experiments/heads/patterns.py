@@ -1,0 +1,199 @@
+"""Which sparse pattern suits which query head? `python -m experiments.heads.patterns`, for `Prefill`.
+
+The model prefills prompts of a task densely. A candidate pattern lets each query see some keys. The attention that the
+candidate keeps in a query head is the probability of these keys, as a mean over all queries. The candidate that keeps most,
+as a mean over the prompts, becomes the head's pattern. `kvjax.patterns` and microsoft/MInference read the file.
+
+The candidates come from search_pattern in microsoft/MInference fb56c91 and cost about the same work; their sizes are
+multiplied by ``scale``. "block_sparse" has here as many blocks as the A-shape needs for its tokens. Prompts should have
+several times the tokens of a candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import kvjax
+import models
+from experiments.answering import load_model
+from experiments.cli import run
+from experiments.heads.beside_full import BesideFull
+from experiments.heads.prompts import PromptSettings, encode_prompts
+from experiments.records import markdown_rows, write_bytes
+from kvjax import Pattern
+from kvjax.attention.patterns import FILE, Table, to_file
+from kvjax.methods import Full
+from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.typing import method_layers, pytree, static
+from kvjax.rope import rotate
+from models.files import gguf as gguf_files
+from models.hub.progress import progress_bar
+from pallas_kernels.attend.prefix_attention import prefix_attention
+
+_COLUMNS_AND_DIAGONALS = ((30, 800), (100, 750), (500, 700), (3500, 100))
+
+
+@dataclasses.dataclass(frozen=True)
+class PatternSettings(PromptSettings):
+    """The settings of `experiments.heads.patterns`.
+
+    Attributes:
+        scale: factor of the sizes of all candidates
+        with_model: write patterns.json into the model's folder, where `kvjax.patterns` finds it
+        out: the file of patterns (default: runs/patterns.json, unless --with-model is given)
+    """
+
+    scale: float = 1.0
+    with_model: bool = False
+    out: pathlib.Path | None = None
+
+    def __post_init__(self) -> None:
+        PromptSettings.__post_init__(self)
+        if self.with_model and self.out is not None:
+            raise ValueError(f"expected at most one of with_model and out, got with_model=True and out={self.out}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale must be a finite number above 0, got {self.scale}")
+
+
+def candidates(scale: float = 1.0, block: int = 64) -> tuple[Pattern, ...]:
+    """List the patterns that a head can get; ``block`` is the number of tokens of a block."""
+
+    def sized(number: int) -> int:
+        return max(1, round(number * scale))
+
+    columns, diagonals = sized(100), sized(800)
+    each = [Pattern("a_shape", columns, diagonals)]
+    each += [Pattern("vertical_slash", sized(v), sized(s)) for v, s in _COLUMNS_AND_DIAGONALS]
+    return (*each, Pattern("block_sparse", blocks=-(-(columns + diagonals) // block)))
+
+
+@pytree
+class Kept:
+    """The state of a layer that is measured."""
+
+    inner: Any  # the state of Full
+    share: Array  # float32 [B, H, G, C], attention that each of C candidates keeps
+
+
+@pytree
+class Measuring(BesideFull):
+    """Full attention that measures how much attention each candidate keeps. A prompt is prefilled in one chunk."""
+
+    patterns: Any = static()  # the candidates
+    knobs: Any = static(default=())  # pairs of a knob of `kvjax.Prefill` and its value
+
+    def init(self, spec: LayerSpec) -> Kept:
+        shape = (spec.batch, spec.num_kv_heads, spec.group_size, len(self.patterns))
+        return Kept(inner=Full().init(spec), share=jnp.zeros(shape, jnp.float32))
+
+    def attend(self, state: Kept, inputs: Inputs) -> tuple[Array, Kept]:
+        out, inner = Full().attend(state.inner, inputs)
+        share = state.share
+        if isinstance(inputs.start, int):
+            query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
+            key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+            share = self.kept(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
+        return out, Kept(inner=inner, share=share)
+
+    def kept(self, query: Array, key: Array, value: Array, length: Array) -> Array:
+        """Measure the mean attention that each candidate keeps: float32 [B, H, G, C].
+
+        The probability of a candidate's keys is the candidate's softmax denominator over the denominator of all keys.
+
+        Args:
+            query: [B, H, G, T, D], rotated, of a whole prompt.
+            key: [B, H, T, D], rotated.
+            value: [B, H, T, D].
+            length: int32 [B], real tokens.
+        """
+        scale = 1 / math.sqrt(query.shape[-1])
+        _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
+        found = []
+        for pattern in self.patterns:
+            prompt = kvjax.Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
+            _, kept = prompt.attend(query, key, value, 0, length)
+            real = jnp.isfinite(whole)
+            share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)
+            found.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
+        return jnp.stack(found, axis=3)
+
+
+def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
+    """Measure the attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
+
+    Args:
+        params: model parameters.
+        prompts: token ids; each prompt runs alone.
+        config: the model's description.
+        method: the method with the candidates.
+        length: tokens to which prompts are padded.
+
+    Raises:
+        ValueError: a layer has a sliding window or no attention.
+    """
+    if len(method_layers(config)) < config.num_layers:
+        raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
+    each = []
+    for tokens in progress_bar(iterable=prompts, unit="prompt"):
+        sizes: Any = {"max_new_tokens": 1, "pad_multiple": length, "chunk_size": 2 * length}
+        cache = kvjax.prefill(params, [tokens], config=config, method=method, **sizes)
+        each.append([np.asarray(x.share[0]).reshape(-1, len(method.patterns)) for x in cache.layers])
+    return np.mean(np.asarray(each, np.float64), axis=0)
+
+
+def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
+    """Choose for each head the first pattern that keeps most attention; return the patterns, and the attention they keep."""
+    chosen = found.argmax(axis=2)
+    table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
+    return table, found.max(axis=2).tolist()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    about = "Choose a sparse pattern for each query head of a model, by the attention that it keeps."
+    prog = "python -m experiments.heads.patterns"
+    return run(_patterns, PatternSettings, prog=prog, about=about, argv=argv, compiles=True)
+
+
+def _file(settings: PatternSettings) -> pathlib.Path:
+    """Choose the file of the patterns.
+
+    Raises:
+        ValueError: the file would be in the folder of the built-in model, which belongs to the package.
+    """
+    if not settings.with_model:
+        return settings.out or pathlib.Path("runs") / FILE
+    gguf = gguf_files.locate(settings.model, offline=settings.offline)
+    folder = models.checkpoint_directory(settings.model, offline=settings.offline) if gguf is None else gguf.parent
+    if folder == models.builtin_directory():
+        raise ValueError("the built-in model's folder belongs to the package: give --out instead of --with-model")
+    return folder / FILE
+
+
+def _patterns(settings: PatternSettings) -> None:
+    file = _file(settings)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    known = candidates(settings.scale)
+    prompts = encode_prompts(model, settings).wholes
+    found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
+    table, scores = best(found, known)
+    write_bytes(file, (to_file(table, scores) + "\n").encode())
+    heads = [pattern for row in table for pattern in row]
+    rows = []
+    for at, pattern in enumerate(known):
+        sizes = f"{pattern.blocks}" if pattern.kind == "block_sparse" else f"{pattern.columns} + {pattern.diagonals}"
+        rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
+    print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
+    print(f"\n{file}: {len(heads)} heads, {len(prompts)} samples")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

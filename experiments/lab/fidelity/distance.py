@@ -1,0 +1,94 @@
+"""Compares a method with Full at every step of a text that both decode: divergence, agreement, log-likelihood.
+
+Axes: B texts, T steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from experiments.answering import follow
+from kvjax.accounting.stats import Stats
+from kvjax.api.measure import measure
+from kvjax.decoding.prefill import run_prefill
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model, pytree
+
+_CHUNK = 8192  # prompt tokens per pass, as in `kvjax.prefill`
+
+
+@pytree
+class Distance:
+    """The distance of a method's next-token distribution from Full's, for every step of every text."""
+
+    kl: Array  # float32 [T, B], KL(Full || method) in nats
+    agrees: Array  # bool [T, B], whether both have the same most likely token
+    loss: Array  # float32 [T, B], the method's negative log-likelihood of the text's next token, in nats
+    full_loss: Array  # float32 [T, B], Full's negative log-likelihood of the same token, in nats
+
+
+@functools.partial(jax.jit, static_argnames=("model", "kv_dtype"))
+def follow_text(
+    params: Any,
+    method: Method,
+    prompts: Array,
+    lengths: Array,
+    forced: Array,
+    counts: Array,
+    *,
+    model: Model,
+    kv_dtype: str | None = None,
+) -> tuple[Array, Stats]:
+    """Prefill contexts under a method, and decode given texts; see `experiments.answering.follow`.
+
+    Prefill and decode steps are one program, which depends only on shapes and on the static fields of the method.
+
+    Args:
+        params: model parameters.
+        method: the method; its knobs are traced, so that budgets under one `capacity` share the program.
+        prompts: int32 [B, S], padded on the right.
+        lengths: int32 [B], real tokens of each prompt.
+        forced: int32 [B, T], the text, padded on the right.
+        counts: int32 [B], real tokens of each text.
+        model: the model's description.
+        kv_dtype: as in `kvjax.prefill`.
+
+    Returns:
+        The logits after each token, float32 [T, B, V], and the accounting at the end of the text.
+    """
+    sizes = {"max_new_tokens": forced.shape[1], "chunk_size": _CHUNK, "kv_dtype": kv_dtype}
+    cache = run_prefill(params, prompts, lengths, method, model=model, **sizes)
+    logits, cache = follow(params, cache, forced, counts, lambda _, logits: logits)
+    return logits, measure(cache)
+
+
+@jax.jit
+def distance(full: Array, logits: Array, targets: Array) -> Distance:
+    """Compare a method's distributions with Full's over the whole vocabulary.
+
+    Args:
+        full: float32 [T, B, V], Full's logits.
+        logits: float32 [T, B, V], the method's logits.
+        targets: int32 [B, T], the text's token after each step.
+    """
+
+    def step(inputs: tuple[Array, Array, Array]) -> Distance:
+        first, second, target = inputs
+        p, q = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
+        # sum p log(p/q) with -p + q under the sum, which adds nothing, because both sum to 1. The rounding of the two
+        # normalizers then cancels in the first order; otherwise it would exceed small divergences.
+        terms = jnp.exp(p) * (p - q) - jnp.exp(p) + jnp.exp(q)
+        return Distance(
+            kl=jnp.maximum(jnp.sum(terms, axis=-1), 0.0),
+            agrees=jnp.argmax(first, axis=-1) == jnp.argmax(second, axis=-1),
+            loss=-jnp.take_along_axis(q, target[:, None], axis=-1)[:, 0],
+            full_loss=-jnp.take_along_axis(p, target[:, None], axis=-1)[:, 0],
+        )
+
+    # Step by step: the temporary arrays of all steps at once would be several times as large as the logits.
+    return lax.map(step, (full, logits, targets.T))

@@ -1,0 +1,304 @@
+"""Measures the `distance` of every method from Full along every text, into a result folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import models
+from experiments.answering import (
+    Calibration,
+    LoadedModel,
+    Setting,
+    account,
+    batch_rows,
+    check_system,
+    chess_thresholds,
+    needs_thresholds,
+    reads_all,
+)
+from experiments.evaluation import Choice
+from experiments.lab.fidelity import texts as streams
+from experiments.lab.fidelity.distance import Distance, distance
+from experiments.lab.fidelity.programs import Programs, shared_room
+from experiments.lab.fidelity.settings import FidelitySettings
+from experiments.lab.fidelity.summary import by_turn, summary
+from experiments.lab.fidelity.texts import Texts
+from experiments.records import LIBRARY_FIELD, Results, check_library, commit, knobs_of, operations, versions
+from experiments.tasks import library_origin, reads_library
+from kvjax.accounting.stats import Stats
+from kvjax.decoding.layers import check_quantisable, layer_methods
+from kvjax.protocol.method import Method
+from models.hub.progress import progress_bar
+
+_CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
+_KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
+FILE = "metrics.json"
+_ABOUT = {"model": "name", "weights": "weights", "dtype": "dtypes"}  # what a record says of a reference
+_RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
+_LIBRARY = frozenset(("code", "tools"))  # streams that are made from Python's standard library
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A method on a stream at a length that the folder does not have.
+
+    Attributes:
+        label: the method's name in tables.
+        setting: the method as the user asked for it.
+        method: the method with room for the largest budget of its name, so that budgets share a program.
+        length: tokens of context and text.
+        stream: see `STREAMS`.
+        identity: the fields that tell the row from all others.
+    """
+
+    label: str
+    setting: Setting
+    method: Method
+    length: int
+    stream: str
+    identity: dict[str, Any]
+
+
+class Runner:
+    """A run of `kvjax fidelity`.
+
+    Args:
+        settings: what to measure.
+        model: the model.
+        out: the result folder; its rows are not measured again.
+        reference: the model whose Full the rows are compared with; None means ``model``.
+        force: throw away what the folder holds.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: a length beyond a model's limit, a method that refuses its knobs or keeps rows in host memory, a
+            reference with another vocabulary, or a folder that holds rows of other settings.
+    """
+
+    def __init__(
+        self,
+        settings: FidelitySettings,
+        model: LoadedModel,
+        out: pathlib.Path,
+        *,
+        reference: LoadedModel | None = None,
+        force: bool = False,
+        progress: bool = True,
+    ) -> None:
+        self.settings, self.model, self._reference, self._progress = settings, model, reference or model, progress
+        for one in (model, self._reference):
+            limit, longest = one.config.max_position_embeddings, max(settings.lengths)
+            if longest > limit:
+                raise ValueError(f"lengths must be at most {limit} tokens, what {one.name} was made for, got {longest}")
+        if reference is not None and _vocabulary(reference) != _vocabulary(model):
+            raise ValueError(f"reference must have the vocabulary of {model.name}, got {reference.name} with another one")
+        for choice in settings.choices:
+            for length in settings.lengths:
+                method = self._setting(choice, length, {}).method
+                check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
+                if method.offload:
+                    raise ValueError(
+                        f"fidelity keeps all caches on the device: offload must be False, got {choice.label}"
+                    )
+        asks = set(settings.streams) - _RUNNING
+        template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
+        if asks:
+            check_system(template, settings.system)
+        said = (settings.system, settings.template_variables)
+        self._around = template.around(said[0], **said[1]) if template else None
+        self._again = template.between(said[0], **said[1]) if template and "tools" in settings.streams else ""
+        common = {
+            **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
+            "model": model.name,
+            "dtype": dataclasses.replace(model, kv_dtype=settings.kv_dtype).dtypes,
+            "weights": model.weights,  # behind the dtype: an error about a folder names the first that differs
+            "template": settings.template,
+            "template_variables": dict(settings.template_variables),
+            "reference": reference and {name: getattr(reference, of) for name, of in _ABOUT.items()},
+        }
+        self.path = out / FILE
+        self.results = Results(self.path, "fidelity", common, fresh=force)
+        if any(map(self._reads_code, settings.streams)):
+            check_library(self.results.metrics, f"{self.path}", library_origin())
+
+    def run(self) -> None:
+        """Measure the rows that the folder does not have, length by length and stream by stream."""
+        cells = [(length, stream) for length in self.settings.lengths for stream in self.settings.streams]
+        jobs = {cell: mine for cell in cells if (mine := self._jobs(*cell))}
+        total = sum(map(len, jobs.values()))
+        self._say(f"{total} rows to measure, {len(cells) * len(self.settings.choices) - total} in {self.path}")
+        if not jobs:
+            return
+        begun = time.monotonic()
+        texts: dict[tuple[int, str], Texts] = {}
+        for length, stream in jobs:
+            texts[length, stream] = self.texts(stream, length, texts)
+        bar = progress_bar(total=total, unit="row", disable=not self._progress)
+        with Programs(self.model.params, self.model.config) as programs, self._reference_programs(programs) as other, bar:
+            for (length, stream), mine in jobs.items():
+                first = texts[length, stream].rows(0, self._rows(length))[1]
+                other.ahead(self._full(length), first)
+                for job in mine:
+                    programs.ahead(job.method, first, self.settings.kv_dtype)
+            self._note_run()
+            for cell, mine in jobs.items():
+                self._measure(mine, texts[cell], programs, other, bar, begun)
+
+    def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
+        """Make the texts of a stream at a length; greedy takes its questions from ``made`` if it has the answers stream."""
+        if stream == "prose":
+            return streams.prose(self.model, self.settings, length)
+        if stream == "code":
+            return streams.passages(self.model, self.settings, length, "code")
+        if stream == "tools":
+            return streams.tools(self.model, self.settings, length, self._around, self._again)
+        asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
+        return asked if stream == "answers" else streams.greedy(self._reference, asked, self._rows(length))
+
+    def _measure(
+        self, jobs: Sequence[Job], texts: Texts, programs: Programs, other: Programs, bar: Any, begun: float
+    ) -> None:
+        """Measure the rows of a stream at a length; ``other`` are the programs of the reference."""
+        rows, full = self._rows(jobs[0].length), self._full(jobs[0].length)
+        batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
+        reference = Reference(lambda batch: other.run(full, batch)[0])
+        for job in jobs:
+            bar.set_description(f"{job.label} {job.stream} {job.length}")
+            bar.set_postfix_str("compiling")
+            compiling = programs.wait(job.method, batches[0][1], self.settings.kv_dtype)
+            bar.set_postfix_str("reading")
+            started = time.monotonic()
+            parts: list[tuple[int, Distance]] = []
+            stats: list[tuple[int, Stats]] = []
+            for index, (real, batch) in enumerate(batches):
+                logits, measured = programs.run(job.method, batch, self.settings.kv_dtype)
+                found = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
+                del logits
+                parts.append((real, jax.device_get(found)))
+                stats.append((real, jax.device_get(measured)))
+            row = {
+                **summary(parts, texts.counts),
+                **by_turn(parts, texts.turns),
+                **_account(stats, rows),
+                **job.identity,
+                "budget": job.identity["knobs"].get("budget"),
+                "note": job.setting.note,
+                **({LIBRARY_FIELD: library_origin()} if self._reads_code(job.stream) else {}),
+                "seconds": round(time.monotonic() - started, 2),
+                "compile_seconds": round(compiling, 2),
+            }
+            self.results.add(row, job.identity)
+            self._say(
+                f"{time.monotonic() - begun:7.1f} s  {job.label:28s} {job.stream:8s} {job.length:6d} "
+                f"KL {row['value']:.3g} nats, same {row['agreement']:.1f} %  ({row['seconds']:.1f} s)"
+            )
+            bar.update()
+
+    def _jobs(self, length: int, stream: str) -> list[Job]:
+        made = []
+        choices = self.settings.choices
+        mine = [self._setting(choice, length, self._thresholds(choice)) for choice in choices]
+        by_name: dict[str, list[Method]] = {}
+        for choice, setting in zip(choices, mine, strict=True):
+            by_name.setdefault(choice.name, []).append(setting.method)
+        for choice, setting in zip(choices, mine, strict=True):
+            room = shared_room(by_name[choice.name], length)
+            method = setting.method
+            if room is not None and "capacity" not in choice.knobs and _fits(vars(method)["capacity"], room):
+                method = self._setting(choice, length, {**self._thresholds(choice), "capacity": room}).method
+            identity = {
+                "method": choice.label, "knobs": knobs_of(setting.method), "length": length, "stream": stream,
+            }  # fmt: skip
+            if self.results.find(identity) is None:
+                made.append(Job(choice.label, setting, method, length, stream, identity))
+        return made
+
+    def _full(self, length: int) -> Method:
+        return self._setting(self.settings.choices[0], length, {}).method
+
+    def _setting(self, choice: Choice, length: int, extra: Mapping[str, Any]) -> Setting:
+        return choice.at(length, self.model.tokenizer, self.model.config, extra)
+
+    def _thresholds(self, choice: Choice) -> Mapping[str, Any]:
+        """Calibrate CHESS' thresholds at the shortest length on prompts of a task; return {} for other methods."""
+        if not needs_thresholds(choice.name, choice.knobs):
+            return {}
+        task, prompts, tokens = _CALIBRATION
+        length = min(*self.settings.lengths, self.model.config.max_position_embeddings - tokens)
+        if "chess_calibration" not in self.results.notes:
+            self._say(f"calibrating CHESS on {prompts} prompts of {length} tokens")
+        return chess_thresholds(
+            self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results
+        )
+
+    def _reads_code(self, stream: str) -> bool:
+        """Tell whether the texts of a stream are made from Python's standard library."""
+        if stream in _LIBRARY or stream in _RUNNING:
+            return stream in _LIBRARY
+        return reads_library(self.settings.task, self.settings.task_haystack)
+
+    def _reference_programs(self, programs: Programs) -> contextlib.AbstractContextManager[Programs]:
+        """Make the programs of the reference; the model's own where the model is its own reference."""
+        if self._reference is self.model:
+            return contextlib.nullcontext(programs)
+        return Programs(self._reference.params, self._reference.config)
+
+    def _rows(self, length: int) -> int:
+        return batch_rows(length, self.settings.batch_tokens, self.settings.samples)
+
+    def _note_run(self) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind, **operations()}
+        self.results.change("runs", lambda runs: {**(runs or {}), now: about})
+
+    def _say(self, line: str) -> None:
+        if self._progress:
+            tqdm.write(line, file=sys.stderr)  # standard output is for results
+
+
+class Reference:
+    """Full's logits, batch by batch. The logits of the first batches stay on the device; further batches are computed again.
+
+    Args:
+        follow: computes Full's logits of a batch, float32 [T, B, V].
+    """
+
+    def __init__(self, follow: Callable[[Texts], jax.Array]) -> None:
+        self._follow = follow
+        self._kept: dict[int, jax.Array] = {}
+
+    def logits(self, index: int, batch: Texts) -> jax.Array:
+        """Return Full's logits of the batch with this index."""
+        if index in self._kept:
+            return self._kept[index]
+        made = self._follow(batch)
+        if made.nbytes + sum(logits.nbytes for logits in self._kept.values()) <= _KEPT_BYTES:
+            self._kept[index] = made
+        return made
+
+
+def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
+    """Return the number of logits, and the number of every token."""
+    return model.config.vocab_size, model.tokenizer.get_vocab()
+
+
+def _fits(own: Any, room: Any) -> bool:
+    """Tell whether a method whose own capacity is ``own`` may have ``room``."""
+    return isinstance(own, tuple) or own <= room
+
+
+def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
+    """Account for the batches, without the allocated bytes, because budgets share the room of the largest budget."""
+    made = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
+    return {**made, "no_effect": reads_all(made)}

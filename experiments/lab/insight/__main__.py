@@ -1,0 +1,66 @@
+"""Where does a method lose attention? `python -m experiments.lab.insight --methods quest,snapkv`.
+
+Every method answers the same prompts. In each layer, KV head and decode step, `experiments.lab.insight.recall.Watched` compares
+the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are measured: the
+share of the attention mass on the chosen tokens, and the share of the k best tokens that was chosen.
+
+``--text full`` feeds every method the text that Full generates, so that methods are compared at the same tokens; with
+``--text own`` each method continues its own text. Generation does not stop at the end of an answer; the steps up to Full's
+EOS are also averaged separately. Prompts run one after the other. Methods run at the budgets of
+`experiments.answering.paper_method`, and the question is part of the prompt. The record is written after every method, and a
+method that is already in the record is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from experiments.answering import knobs_by_method, load_model
+from experiments.cli import Against, run
+from experiments.lab.insight.plots import draw
+from experiments.lab.insight.report import table
+from experiments.lab.insight.run import open_results, run_methods
+from experiments.lab.insight.settings import InsightSettings
+from experiments.records import save, with_figures, write_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class InsightCommand:
+    """The output of `experiments.lab.insight`.
+
+    Attributes:
+        out: path without suffix; OUT.json, OUT.png and OUT.pdf are written
+        plot: draw the figure (needs matplotlib)
+    """
+
+    out: pathlib.Path = pathlib.Path("runs/insight")
+    plot: bool = True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    about = "Recall of methods' selections against exact attention."
+    kinds = (InsightSettings, InsightCommand, Against)
+    return run(_insight, *kinds, prog="kvjax insight", about=about, argv=argv, compiles=True)
+
+
+def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
+    command = with_figures(command)
+    knobs = knobs_by_method(settings.knobs)
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    path = command.out.with_suffix(".json")
+    run_methods(settings, model, open_results(path, settings, model), knobs)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if command.plot:
+        figure = draw(record)
+        for kind in ("png", "pdf"):
+            write_bytes(path.with_suffix(f".{kind}"), save(figure, kind))
+    print(table(record))
+    against.show(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""The settings of `experiments.lab.peers.quality`, and the press of kvpress that each method is."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from experiments.cli import Settings, names, option, positive, record_path
+
+# The press of each method, and the methods of kvjax that stand beside it. (kvpress's TOVA evicts once, as `tovaonce` does.)
+PRESSES = {
+    "snapkv": ("SnapKVPress", ("snapkv",)),
+    "keydiff": ("KeyDiffPress", ("keydiff",)),
+    "tova": ("TOVAPress", ("tovaonce", "tova")),
+    "pyramidkv": ("PyramidKVPress", ("pyramidkv",)),
+    "expectedattention": ("ExpectedAttentionPress", ("expectedattention",)),
+    "kvzip": ("KVzipPress", ("kvzip",)),
+}
+METHODS = ("full", *PRESSES)
+
+
+def beside(method: str) -> tuple[str, ...]:
+    """Return the names of kvjax's methods that stand beside a peer."""
+    return ("full",) if method == "full" else PRESSES[method][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PeersSettings(Settings):
+    """What `experiments.lab.peers.quality` scores.
+
+    Attributes:
+        methods: comma-separated: full (transformers alone), and presses of kvpress (snapkv, keydiff, tova, pyramidkv,
+            expectedattention, kvzip)
+        tasks: comma-separated tasks of the folder (default: all generated tasks that Full answered)
+        samples: the first samples of each task that are asked
+        budget: a share of the length, or tokens: the tokens that a press keeps of every prompt, per KV head; kvjax's rows
+            of this budget stand beside
+        attention: transformers' name of the attention, such as sdpa or flash_attention_2; KVzip has no eager one
+
+    Raises:
+        ValueError: an unknown method, or a number below 1.
+    """
+
+    methods: tuple[str, ...] = option(METHODS, parse=names)
+    tasks: tuple[str, ...] = option((), parse=names)
+    samples: int = option(20, parse=positive)
+    budget: str = "1/8"
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeersCommand:
+    """What to read and where to write.
+
+    Attributes:
+        folder: the result folder of kvjax eval, whose prompts are asked again; its methods stand beside
+        weights: the model in Hugging Face's layout (default: the folder's model; a GGUF file is converted once, into a
+            folder beside the record)
+        out: JSON record; finished rows are not run again
+    """
+
+    folder: pathlib.Path = option(positional=True)
+    weights: pathlib.Path | None = None
+    out: pathlib.Path = option(pathlib.Path("runs/peers-quality.json"), parse=record_path)

@@ -1,0 +1,48 @@
+"""Times decoding in PyTorch: `python -m experiments.lab.peers.speed --lengths 131072 --methods full,snapkv`.
+
+Shapes are the same as in `experiments.speed`. Weights are random, and the cache is filled as prefill would leave it, so that
+only decoding costs time. Full is Hugging Face's `generate`, with its default cache and with a static cache, for which
+`generate` switches torch.compile on by itself. Other methods are presses of kvpress, which compress the prompt once; then
+`generate` decodes over the tokens that the press left. A row is written as soon as it is finished, and is not measured
+again. A row that does not fit into memory, or whose package is missing, is recorded as such.
+
+This job needs torch and transformers, which kvjax does not need. JAX starts no device in it, so torch has all of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.cli import Against, run
+from experiments.lab.peers.speed import report
+from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
+from experiments.records import Results, check_torch, describe_device, the_device
+from experiments.speed.rows import finish
+from experiments.speed.settings import MODELS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Time decoding by Hugging Face's generate and by kvpress."
+    return run(_peers, PeersSettings, PeersCommand, Against, prog="kvjax peers", about=about, argv=argv)
+
+
+def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
+    check_torch("experiments.lab.peers.speed", "torch transformers")
+    from experiments.lab.peers.speed.bench import PACKAGES, Bench
+
+    device = the_device()
+    described = describe_device(device)
+    same = {"device": described["kind"], "weights": "random", "dtype": MODELS[settings.model]().dtype, "decoding": "greedy"}
+    results = Results(command.out, "peers", same, device=described, packages=PACKAGES)
+    bench = Bench(settings, results, device)
+    for method in sorted(settings.methods, key=METHODS.index):  # Full first: kvpress changes transformers' attention
+        for length in settings.lengths:
+            for batch in settings.batches:
+                for cache in settings.caches:
+                    bench.row(method, length, batch, cache)
+    finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""The settings of `experiments.lab.peers.speed`, and the press of kvpress that each method is."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from experiments.cli import Settings, names, numbers, option, positive, record_path
+from experiments.speed.settings import MODELS, Output, check_positive
+
+# Presses that keep the same number of tokens in every head and layer, so that their cache is a plain one. (AdaKVPress masks
+# tokens and stores all of them; the layers of PyramidKVPress differ, for which `generate` has no length.)
+PRESSES = {
+    "snapkv": "SnapKVPress",
+    "knorm": "KnormPress",
+    "keydiff": "KeyDiffPress",
+    "streamingllm": "StreamingLLMPress",
+    "tovaonce": "TOVAPress",
+    "expectedattention": "ExpectedAttentionPress",
+}
+METHODS = ("full", *PRESSES)
+CACHES = ("static", "dynamic")
+MODES = ("reduce-overhead", "max-autotune", "default")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeersSettings(Settings):
+    """What `experiments.lab.peers.speed` times.
+
+    Attributes:
+        model: shape of the model, which gets random weights
+        methods: comma-separated: full, and methods that kvpress has (snapkv, knorm, keydiff, streamingllm, tovaonce,
+            expectedattention)
+        lengths: comma-separated, tokens stored before decoding
+        batches: comma-separated, rows decoded together
+        caches: comma-separated: static (compiled), dynamic (not compiled, what generate does by default)
+        mode: of torch.compile, for static caches; generate's own is reduce-overhead
+        attention: transformers' name of the attention, such as sdpa, flash_attention_2 or eager
+        tokens: tokens decoded per repeat
+        repeats: measurements of each row
+
+    Raises:
+        ValueError: an unknown model, method, cache or mode, or a number below 1.
+    """
+
+    model: str = "llama-3.1-8b"
+    methods: tuple[str, ...] = option(("full", "snapkv"), parse=names)
+    lengths: tuple[int, ...] = option((131072,), parse=numbers)
+    batches: tuple[int, ...] = option((1,), parse=numbers)
+    caches: tuple[str, ...] = option(CACHES, parse=names)
+    mode: str = option("reduce-overhead", choices=MODES)
+    attention: str = "sdpa"
+    tokens: int = option(32, parse=positive)
+    repeats: int = option(5, parse=positive)
+
+    def __post_init__(self) -> None:
+        known = {"model": MODELS, "methods": METHODS, "caches": CACHES, "mode": MODES}
+        for field, values in known.items():
+            given = vars(self)[field]
+            for value in (given,) if isinstance(given, str) else given:
+                if value not in values:
+                    raise ValueError(f"unknown {field.removesuffix('s')} {value!r}, expected one of {', '.join(values)}")
+        check_positive(self, ("lengths", "batches", "tokens", "repeats"))
+
+    @property
+    def room(self) -> int:
+        """Further tokens that a cache must have room for: the tokens of all repeats, the first of which compiles."""
+        return (self.tokens + 1) * (self.repeats + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeersCommand(Output):
+    """Where `experiments.lab.peers.speed` writes."""
+
+    out: pathlib.Path = option(pathlib.Path("runs/peers.json"), parse=record_path)

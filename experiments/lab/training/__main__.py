@@ -1,0 +1,49 @@
+"""Trains the built-in retrieval model: `python -m experiments.lab.training --out DIR [--text FILE ...]`.
+
+The run saves checkpoints, and stops cleanly on SIGTERM, on Ctrl-C or after `--minutes`. With `--resume` it continues from
+exactly the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from experiments.cli import run
+from experiments.lab.training.settings import TrainingCommand, TrainingSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    about = "Train the built-in retrieval model."
+    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv, compiles=True)
+
+
+def _train(settings: TrainingSettings, command: TrainingCommand) -> None:
+    # Imported here, because every data worker imports this module again, and no worker needs JAX.
+    import jax
+
+    from experiments.lab.training.subject import WholeModel
+    from experiments.lab.training.trainer import BUILTIN, builtin_course, train
+
+    config, course = builtin_course(settings.size, settings.steps)
+    tokenizer = settings.tokenizer or BUILTIN
+    if jax.default_backend() == "cpu":
+        config = dataclasses.replace(config, dtype="float32")
+    train(
+        command.out,
+        subject=WholeModel(config, tokenizer),
+        course=course,
+        texts=settings.text,
+        tokenizer=tokenizer,
+        minutes=command.limit,
+        save_minutes=command.save_minutes,
+        resume=command.resume,
+        seed=settings.seed,
+        workers=command.workers,
+    )
+    print(f"log: {command.out / 'train_log.jsonl'}; model: {command.out / 'export'}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,323 @@
+"""Training batches: task documents, tokenised exactly as inference sees them, made by worker processes.
+
+A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right, with the texts of a
+chat template between the parts (`experiments.lab.training.mixture.Form`). Context, question with prefix, and answer are encoded
+apart and concatenated, because inference generates the answer token by token after the encoded prompt. A batch depends on
+(seed, step) only, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import queue
+import random
+import signal
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from experiments.lab.training.curriculum import Curriculum
+from experiments.lab.training.mixture import COPY, PROSE, ROW_TASKS, SHORTEST, Mixture
+from experiments.tasks import TASKS, Haystack, Words, load_haystack, make_document
+
+LM_ROLE = 1  # role of a token with language-model loss
+COPY_LENGTHS = 1024  # tokens; copy rows are many in buckets up to this length and few in longer ones
+FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i
+SINGLE_QUESTION_SHARE = 0.35
+FULL_LENGTH_SHARE = 0.5
+
+
+@dataclasses.dataclass
+class Row:
+    """A tokenised row.
+
+    Attributes:
+        task: index into `ROW_TASKS`.
+        tokens: token ids.
+        roles: a role for each token: 0 for no loss, `LM_ROLE`, or `FIRST_QUESTION_ROLE` + question.
+    """
+
+    task: int
+    tokens: list[int]
+    roles: list[int]
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch of R rows of T tokens.
+
+    Attributes:
+        tokens: uint16 [R, T], padded on the right.
+        roles: uint16 [R, T], see `Row.roles`; 0 on padding.
+        tasks: int32 [R], index into `ROW_TASKS`.
+    """
+
+    tokens: np.ndarray
+    roles: np.ndarray
+    tasks: np.ndarray
+
+
+class RowMaker:
+    """Makes rows from the training split.
+
+    Args:
+        tokenizer_file: the model's tokenizer.json.
+        texts: prose files besides `pydoc_data.topics`; half of the prose haystacks come from these files.
+        mixture: what rows are made of.
+        split: "train", or "eval" to measure the held-out loss.
+    """
+
+    def __init__(
+        self, tokenizer_file: pathlib.Path, texts: Sequence[pathlib.Path], mixture: Mixture, split: str = "train"
+    ) -> None:
+        self.mixture = mixture
+        self.tokenizer = Tokenizer.from_buffer(tokenizer_file.read_bytes())
+        self.words = Words(split)
+        self.noise = load_haystack("noise", self.count, split)
+        self.builtin_prose = load_haystack(PROSE, self.count, split)
+        self.books = [load_haystack(f"file:{path}", self.count, split) for path in texts]
+        self._sizes = [len(book.sentences) for book in self.books]
+        form = mixture.form  # tokens of the texts around the parts, which the tasks do not count
+        self._fixed = self.count(form.opening) + self.count(form.answering)
+        self._between = self.count(form.asking) + self.count(form.answering)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode each text as token ids; no special tokens are added."""
+        return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def prose(self, rng: random.Random) -> Haystack:
+        """Draw the built-in prose or a book, with equal chances; a longer book is drawn more often."""
+        if not self.books or rng.random() < 0.5:
+            return self.builtin_prose
+        return rng.choices(self.books, self._sizes)[0]
+
+    def row(self, rng: random.Random, task: str, length: int, num_questions: int) -> Row:
+        """Make a row of at most ``length`` tokens.
+
+        Args:
+            rng: source of randomness.
+            task: a name of `ROW_TASKS`.
+            length: upper limit in tokens.
+            num_questions: questions about the context; the row has fewer if they do not fit.
+
+        Returns:
+            The row.
+
+        Raises:
+            ValueError: not even a single question fits.
+        """
+        if task == COPY:
+            return self._copy_row(rng, length)
+        if task == PROSE:
+            sentences = self.prose(rng).span(rng, length - 1)
+            ids = self.encode([" ".join(sentences)])[0][:length]
+            return Row(ROW_TASKS.index(task), ids, [0] + [LM_ROLE] * (len(ids) - 1))
+        recipe, form = self.mixture.recipes[task], self.mixture.form
+        use_prose = TASKS[task].haystack == PROSE or rng.random() < recipe.prose_share
+        haystack = self.prose(rng) if use_prose else self.noise
+        limit = length - self._fixed - (num_questions - 1) * self._between
+        while True:
+            try:
+                document = make_document(
+                    task, rng, limit, self.count, haystack, self.words, num_questions=num_questions, training=True
+                )
+            except ValueError:
+                if num_questions == 1:
+                    raise
+                num_questions = max(1, num_questions * 2 // 3)
+                limit = length - self._fixed - (num_questions - 1) * self._between
+                continue
+            texts = [form.opening + document.context]
+            for index, question in enumerate(document.questions):
+                asking = form.asking if index else ""
+                texts += [asking + question.question + form.answering + question.answer_prefix, question.target]
+            context, *rest = self.encode(texts)
+            tokens = list(context)
+            # Only contexts of natural prose have language-model loss; noise, needles and uuids cannot be predicted.
+            roles = [LM_ROLE if use_prose and self.mixture.lm_everywhere else 0] * len(context)
+            roles[0] = 0
+            for index in range(len(document.questions)):
+                asked, answer = rest[2 * index], rest[2 * index + 1] + [form.end]
+                if len(tokens) + len(asked) + len(answer) > length:
+                    break
+                tokens += asked + answer
+                # A question repeats its key at a short distance, where copying is easiest to learn.
+                asked_role = LM_ROLE if self.mixture.lm_everywhere else 0
+                roles += [asked_role] * len(asked) + [FIRST_QUESTION_ROLE + index] * len(answer)
+            if len(tokens) > len(context):
+                return Row(ROW_TASKS.index(task), tokens, roles)
+            limit -= 16
+
+    def _copy_row(self, rng: random.Random, length: int) -> Row:
+        """Draw random tokens in segments, then repeat the segments in another order.
+
+        All tokens of the repeated segments count, except the first two of each.
+        Half of all tokens teach the induction circuit that every retrieval task is built on. Without such rows, and without
+        loss on questions, the circuit had not formed after 2,000 steps; with both, it forms after about 1,000.
+        """
+        vocabulary = self.tokenizer.get_vocab_size()
+        segments: list[list[int]] = []
+        total = 0
+        while total < (length - 1) // 2:
+            size = min(rng.randint(4, 24), (length - 1) // 2 - total)
+            segments.append([rng.randrange(2, vocabulary) for _ in range(size)])
+            total += size
+        tokens = [token for segment in segments for token in segment]
+        roles = [0] * len(tokens)
+        rng.shuffle(segments)
+        for index, segment in enumerate(segments):
+            tokens += segment
+            roles += [0] * len(segment[:2]) + [FIRST_QUESTION_ROLE + index] * len(segment[2:])
+        return Row(ROW_TASKS.index(COPY), tokens, roles)
+
+    def random_row(self, rng: random.Random, length: int, shortest: int) -> Row:
+        """Make a row with a random task, a random length in [shortest, length] and a random number of questions."""
+        size = length if rng.random() < FULL_LENGTH_SHARE else rng.randint(min(shortest, length), length)
+        recipes = self.mixture.recipes
+        names = [name for name in ROW_TASKS if name in recipes and recipes[name].shortest <= size]
+        weights = [recipes[name].weight * (0.1 if name == COPY and length > COPY_LENGTHS else 1) for name in names]
+        task = rng.choices(names, weights)[0]
+        cost = recipes[task].cost
+        questions = 1
+        if cost and rng.random() >= SINGLE_QUESTION_SHARE:
+            questions = max(1, int(rng.uniform(0.2, 0.9) * size / cost))
+        return self.row(rng, task, size, questions)
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> Batch:
+        """Make the batch of a step.
+
+        Args:
+            seed: seed of the run.
+            step: step number.
+            rows: R.
+            length: T in tokens.
+
+        Returns:
+            The batch, which depends on the arguments alone.
+        """
+        rng = random.Random(f"data/{seed}/{step}")
+        tokens = np.full((rows, length), self.mixture.form.pad, np.uint16)
+        roles = np.zeros((rows, length), np.uint16)
+        tasks = np.zeros(rows, np.int32)
+        shortest = SHORTEST if length <= 512 else length // 2
+        for index in range(rows):
+            row = self.random_row(rng, length, shortest)
+            tokens[index, : len(row.tokens)] = row.tokens
+            roles[index, : len(row.roles)] = row.roles
+            tasks[index] = row.task
+        return Batch(tokens, roles, tasks)
+
+
+def _work(
+    tokenizer_file: pathlib.Path,
+    texts: Sequence[pathlib.Path],
+    mixture: Mixture,
+    curriculum: Curriculum,
+    seed: int,
+    first: int,
+    stride: int,
+    out: multiprocessing.Queue,
+) -> None:
+    """Make the batches of steps first, first + stride, ... in a worker process, until it or its parent has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the whole group receives them, but the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses a single core
+    maker = RowMaker(tokenizer_file, texts, mixture)
+    parent = multiprocessing.parent_process()
+    for step in range(first, curriculum.total_steps, stride):
+        made = (step, maker.batch(seed, step, *curriculum.bucket(step)))
+        while True:
+            try:
+                out.put(made, timeout=10.0)
+                break
+            except queue.Full:
+                if not parent.is_alive():
+                    out.cancel_join_thread()
+                    return
+
+
+class Loader:
+    """Batches in the order of the steps, made by worker processes.
+
+    Args:
+        tokenizer_file: the model's tokenizer.json.
+        texts: prose files besides `pydoc_data.topics`.
+        mixture: what rows are made of.
+        curriculum: batch shapes.
+        seed: seed of the data.
+        first_step: the step at which a resumed run continues.
+        workers: processes; with 0, this process makes the batches.
+        depth: batches that each worker may be ahead.
+    """
+
+    def __init__(
+        self,
+        tokenizer_file: pathlib.Path,
+        texts: Sequence[pathlib.Path],
+        mixture: Mixture,
+        curriculum: Curriculum,
+        seed: int,
+        first_step: int,
+        workers: int,
+        depth: int = 8,
+    ) -> None:
+        self._curriculum = curriculum
+        self._seed = seed
+        self._step = first_step
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._queues: list[multiprocessing.Queue] = []
+        self._first = first_step
+        self._make: Callable[..., Batch] | None = None
+        if workers == 0:
+            self._make = RowMaker(tokenizer_file, texts, mixture).batch
+        spawn = multiprocessing.get_context("spawn")
+        for index in range(workers):
+            out = spawn.Queue(depth)
+            process = spawn.Process(
+                target=_work,
+                args=(tokenizer_file, texts, mixture, curriculum, seed, first_step + index, workers, out),
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+            self._queues.append(out)
+
+    def next(self) -> Batch:
+        """Return the batch of the next step.
+
+        Raises:
+            RuntimeError: the worker that should make it has ended.
+        """
+        step = self._step
+        self._step += 1
+        if self._make is not None:
+            return self._make(self._seed, step, *self._curriculum.bucket(step))
+        index = (step - self._first) % len(self._queues)
+        while True:
+            try:
+                made, batch = self._queues[index].get(timeout=5.0)
+            except queue.Empty:
+                if self._processes[index].is_alive():
+                    continue
+                raise RuntimeError(
+                    f"data worker {index} ended with exit code {self._processes[index].exitcode} before step {step}"
+                ) from None
+            if made != step:
+                raise RuntimeError(f"data worker {index} delivered step {made}, expected {step}")
+            return batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for process in self._processes:
+            process.kill()  # they ignore other signals
+        for process in self._processes:
+            process.join()
+        self._processes.clear()

@@ -1,5 +1,0 @@
-"""The generated pages of the documentation: methods, records, tables and figures, from docstrings and records alone."""
-
-from experiments.site.pages import draw_figures as draw_figures
-from experiments.site.pages import write_pages as write_pages
-from experiments.site.pages import write_text as write_text

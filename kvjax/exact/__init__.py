@@ -1,0 +1,1 @@
+"""Exact decoding: a method drafts tokens, and one pass of the model verifies them."""

@@ -1,0 +1,399 @@
+"""The method protocol: the functions of a KV-cache method for the whole model and for one layer.
+
+A method is a frozen pytree of hyper-parameters with pure functions. A field made with `static` decides a shape, a branch or a
+kernel; every other field is a traced leaf, which `jax.vmap` can sweep. The protocol has these classes:
+
+* `Method` is for the whole model: it says which `LayerMethod` runs in which layer, and keeps state that all layers share.
+* `LayerMethod` is for one layer: its storage and its attention. Subclass it for a method with storage or logits of its own.
+* `kvjax.protocol.slots.SlotMethod` attends exactly to some slots of a `LayerCache`. It asks for four hooks: ``compress``, ``select``,
+  ``update`` and ``count``. With `kvjax.protocol.families` most methods need only one or two functions.
+* `kvjax.protocol.slots.BoundedSlots` is for methods that bound their storage from the first token of the prompt on.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention.moments import Moments
+from kvjax.cache import Cache, LayerStorage
+from kvjax.cache import LayerSpec as LayerSpec
+from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
+from kvjax.protocol.typing import Model, pytree
+from pallas_kernels.dispatch import run_shared
+from pallas_kernels.numerics import run_if
+
+
+@pytree
+class Inputs:
+    """The arguments of one call of a layer's attention. A field that a method does not read costs nothing under jit."""
+
+    query: Array  # [B, H, G, T, D], after `kvjax.rope.prepare` and before RoPE
+    key: Array  # [B, H, T, D], after `kvjax.rope.prepare` and before RoPE
+    value: Array  # [B, H, T, D]
+    position: Array  # int32 [B, T]; EMPTY marks padding, which comes after the real tokens
+    tokens: Array  # int32 [B, T], token ids
+    inv_freq: Array  # float32 [D/2], RoPE angle per position, in radians
+    shared: Any  # the method's shared state
+    start: Array | int | None = None  # first position of a prompt chunk, the int 0 for a whole prompt; None after the prompt
+    # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
+    # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
+    guess: Array | None = None
+    sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
+
+
+@pytree
+class Prompt:
+    """A record of the prompt, for a method that compresses at its end. Unused parts have size zero."""
+
+    query: Array  # [B, H, G, W, D], the last W rotated queries of each row, oldest first
+    query_position: Array  # int32 [B, W], EMPTY for queries before the prompt's first token
+    mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
+    tokens: Array  # int32 [B, S], token id of each slot
+    moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
+    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
+    length: Array | None = None  # int32 [B], tokens of each row; known in `compress`, and None before the prompt's end
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The argument of `Method.reread`: a prompt, and the model, which can prefill further tokens after it."""
+
+    tokens: Array  # int32 [B, S], token ids, padded on the right
+    length: Array  # int32 [B], tokens of each row
+    # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
+    # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
+    # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
+    run: Callable[[tuple, Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple]
+
+
+@pytree
+class Step:
+    """The tokens that a decode step (T = 1) or an `extend` has just stored."""
+
+    query: Array  # [B, H, G, T, D], rotated
+    position: Array  # int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything
+    tokens: Array  # int32 [B, T], token ids
+    shared: Any  # the method's shared state
+    guess: Array | None = None  # [B, H, G, T, D], rotated; None where `Inputs.guess` is None
+    select_aux: Any = None  # in `update` of one token: what `select` put into `Selection.select_aux`
+
+
+@pytree
+class Cost:
+    """The cost of decoding one more token in one layer, per row. A slot that this token will evict does not count."""
+
+    attended: Array  # float32 [B], tokens in the softmax, mean over KV heads
+    kv_bytes: Array  # float32 [B], bytes of keys and values read, all KV heads
+    metadata_bytes: Array  # float32 [B], bytes of the method's own metadata read, all KV heads
+    bus_bytes: Array | float = 0.0  # float32 [B], at least so many of `kv_bytes` cross the bus
+    counters: Mapping[str, Array]  # the method's statistics of the run so far, float32 [B] each
+
+    @property
+    def bytes_read(self) -> Array:
+        """Bytes of keys, values and metadata read, all KV heads: float32 [B]."""
+        return self.kv_bytes + self.metadata_bytes
+
+
+class Method(abc.ABC):
+    """A method as the whole model sees it. Subclasses are abstract or final; no implemented function is overridden."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
+    PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
+    TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
+
+    extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
+    keeps = "every token"  # the tokens that stay stored, in words for tables
+    evicts = False  # True: tokens are removed for good, and storage physically shrinks
+    composable = False  # True: a `SlotMethod`, which wrappers can compose
+    slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
+    appends = False  # True: no `SlotMethod`, but ``state.cache`` keeps every token in the slot that it came to
+    dense_prompt = False  # True: attention over the prompt is exact and dense: see `kvjax.decoding.layers.shares_prefill`
+    spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
+    heads_differ = False  # True: its knobs treat the KV heads of a layer differently
+    needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
+    offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
+    takes_sinks = False  # True: its attention has the sink logits of `Inputs.sinks`
+    quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
+    reads_values = False  # True: it scores, sums or packs values, so that it cannot run where they are the keys (MLA)
+    drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
+    offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__post_init__" in vars(cls):
+            raise TypeError(f"{cls.__name__}: write `check`, not __post_init__, which checks each field before `check`")
+
+    def __new__(cls, *unnamed: Any, **knobs: Any) -> Self:
+        if unnamed:
+            raise TypeError(f"{cls.__name__} takes its knobs by name, got {unnamed[0]!r:.60} without a name")
+        if "__dataclass_fields__" not in vars(cls):
+            raise TypeError(f"{cls.__name__} must be decorated with kvjax.protocol.typing.pytree, got a class without it")
+        check_names(cls, knobs)
+        return super().__new__(cls)
+
+    @final
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not has_shares(self):  # `kvjax.protocol.fields.at_length` makes the method again when the prompt is known
+            self.check()
+        check_offload(self)
+
+    def check(self) -> None:
+        """Refuse fields that do not fit each other, and fill fields in from others.
+
+        Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.protocol.fields.number` of a traced value is
+        None. JAX rebuilds a method without these checks.
+        """
+        return None
+
+    def check_sizes(self, model: Model) -> None:
+        """Refuse a model whose layers or heads do not fit the knobs. Most methods have no such knobs."""
+        return None
+
+    def offloaded(self, share: float) -> Method | None:
+        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method."""
+        return dataclasses.replace(self, offload=share) if "offload" in vars(self) else None
+
+    @abc.abstractmethod
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        """Return the method that runs in ``layer``."""
+
+    def reread_tokens(self, length: int) -> int:
+        """Return the most tokens that `reread` runs at once after a prompt of ``length`` tokens; 0, the default: none."""
+        return 0
+
+    def reread(self, states: tuple, reading: Reading) -> tuple:
+        """Run the prompt a second time, while all of it is stored, and return the layers' states, which are then finished.
+
+        It is called only if `reread_tokens` is not 0. It sees the states of the layers without a window.
+        """
+        return states
+
+    @classmethod
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        """Derive the knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
+        return {}
+
+    @abc.abstractmethod
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
+        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. Or None."""
+
+    @abc.abstractmethod
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
+        """Update the shared state of the cache after a decode step, the prompt or an `extend`.
+
+        The layers and the logits of ``cache`` are up to date already.
+        """
+
+
+class LayerMethod(Method):
+    """The storage and the attention of one layer."""
+
+    # Slots that must be on one device where a mesh divides the slots of each row (`kvjax.cache.divided`); None if they
+    # cannot be divided, 0 if every device has all slots. If the method evicts, only the prompt is divided: see
+    # `PartCache.compact`.
+    slot_block: int | None = None
+    needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
+    # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
+    # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
+    common_prompt = False
+    recurs = False  # True: the layer has no keys, and the model says what it keeps: `kvjax.decoding.recurrent`
+
+    @abc.abstractmethod
+    def init(self, spec: LayerSpec) -> Any:
+        """Make the empty state, before the first prompt chunk; every leaf has axis B first."""
+
+    @abc.abstractmethod
+    def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
+        """Store the tokens and attend with them. Return the output [B, H, G, T, D] and the new state."""
+
+    @abc.abstractmethod
+    def finish(self, state: Any, spec: LayerSpec) -> Any:
+        """Make the state that decoding needs from the state after the last prompt chunk."""
+
+    @abc.abstractmethod
+    def chosen(self, state: Any, inputs: Inputs) -> Array:
+        """List the positions that the decode step ``inputs`` (T = 1) attends to: int32 [B, H, K], unused entries EMPTY."""
+
+    @abc.abstractmethod
+    def cost(self, state: Any, shared: Any) -> Cost:
+        """Compute the cost of the next decode step."""
+
+    @abc.abstractmethod
+    def room(self, state: Any) -> Array | None:
+        """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
+
+    @abc.abstractmethod
+    def max_tokens(self, in_prompt: bool) -> int | None:
+        """Return the most tokens that one `attend` call can take; None means any number."""
+
+    def due(self, state: Any) -> Array | None:
+        """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
+
+        It is for work that a method does in few steps, and is called after all layers have attended; see `settle_due`.
+        """
+        return None
+
+    def excerpt(self, state: Any) -> Any:
+        """Return what `rework` needs of a state, a few small arrays; None, the default, if `settle` needs no `rework`."""
+        return None
+
+    def rework(self, excerpt: Any) -> Any:
+        """Compute what `settle` stores from an `excerpt`. It reads static fields of the method only.
+
+        It is for work that takes long to compile: layers whose methods and excerpts have equal structure share one program.
+        """
+        return None
+
+    def settle(self, state: Any, made: Any) -> Any:
+        """Change the rows that are `due` and return the state; ``made`` is the result of `rework`."""
+        return state
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        """Return the method itself. A method whose layers differ returns other methods for some layers."""
+        return self
+
+    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
+        return None
+
+    def observe(self, cache: Cache, decoding: bool) -> Cache:
+        return cache
+
+
+def check_offload(method: Method) -> None:
+    """Refuse to offload a cache on which the method does not work.
+
+    Raises:
+        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
+    """
+    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
+        raise ValueError(
+            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
+            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
+        )
+
+
+def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
+    """Settle the states of all layers after a step (`LayerMethod.settle`), if any row of any layer is `LayerMethod.due`.
+
+    All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
+    nothing copies the layer's cache, and work that one CUDA graph cannot hold waits for the host in every layer.
+    """
+    chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
+    if not chosen:
+        return states
+
+    def any_due(some: tuple) -> Array:
+        layers = zip(chosen, some, strict=True)
+        rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
+        return functools.reduce(jnp.logical_or, [each.any() for each in rows])
+
+    def change(states: tuple, methods: Sequence[LayerMethod]) -> tuple:
+        some: list[Any] = []
+        for method, state, take in zip(methods, states, _reworked(methods, states), strict=True):
+            if some:  # one layer after the other, so that only one layer's temporaries exist at a time
+                state, some[-1] = lax.optimization_barrier((state, some[-1]))
+            some.append(run_shared(type(method).settle, method, state, take()))
+        return tuple(some)
+
+    some = tuple(states[at] for at in chosen)
+    some = run_if(change, any_due(some), some, tuple(methods[at] for at in chosen))
+    new = list(states)
+    for at, state in zip(chosen, some, strict=True):
+        new[at] = state
+    return tuple(new)
+
+
+def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Callable[[], Any]]:
+    """Run `LayerMethod.rework` for each layer; the results are functions to be called in the order of the layers.
+
+    Layers of equal structure go through one loop, and each round of the loop reads another layer. Their results are read at
+    an index that XLA does not know: otherwise it would compile kernels for each layer.
+    """
+    alike: dict[Any, list[int]] = {}
+    for at, (method, state) in enumerate(zip(methods, states, strict=True)):
+        shapes = jax.eval_shape(method.excerpt, state)
+        kinds = tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
+        if kinds:
+            alike.setdefault((jax.tree.structure((method, shapes)), kinds), []).append(at)
+    made: list[Callable[[], Any]] = [lambda: None] * len(methods)
+    for layers in alike.values():
+        excerpts = [functools.partial(run_shared, type(methods[at]).excerpt, methods[at], states[at]) for at in layers]
+        results = _in_turn(methods[layers[0]].rework, excerpts)
+        for at in layers:
+            made[at] = functools.partial(next, results)
+    return made
+
+
+def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+    """Yield ``rework`` of each of the ``excerpts``."""
+    made = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
+    number = jnp.int32(0)
+    for _ in excerpts:
+        number = lax.optimization_barrier(number)
+        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), made)
+        number = number + 1
+
+
+def check_method(role: str, value: Any) -> Method:
+    """Return ``value``, which must be a method.
+
+    Raises:
+        ValueError: it is a name, a class, or anything else; the message calls it ``role``.
+    """
+    if isinstance(value, Method):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"{role} must be a kvjax method, got the name {value!r}: kvjax.make it")
+    if isinstance(value, type):
+        raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
+    raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
+
+
+def declarations(kind: type[Method]) -> tuple[str, ...]:
+    """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
+
+    The attributes of `Method`, `LayerMethod` and `kvjax.protocol.slots` are the only list. A wrapper answers each of them; see
+    `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class and are not asked of a method.
+
+    Args:
+        kind: a class of methods; an attribute that none of its bases has is no declaration.
+    """
+    bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
+    named = {name: value for base in bases for name, value in vars(base).items()}
+    return tuple(
+        name for name, value in named.items() if name.islower() and name[0] != "_" and not inspect.isroutine(value)
+    )
+
+
+def with_inner(method: Method) -> Iterator[Method]:
+    """Yield the method, and all methods that are inside of it."""
+    yield method
+    for field in dataclasses.fields(method):
+        value = vars(method)[field.name]
+        for inner in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(inner, Method):
+                yield from with_inner(inner)
+
+
+def free_slots(cache: LayerStorage, bounded: int | None) -> Array | None:
+    """Compute `LayerMethod.room` of a cache: the number of free slots, or None if it has ``bounded`` slots or more.
+
+    A cache can have fewer slots than its bound: a budget larger than the prompt and the tokens after it is not allocated.
+    """
+    return None if bounded is not None and cache.num_slots >= bounded else cache.num_slots - cache.cursor
+
+
+def num_bytes(tree: Any) -> int:
+    """Count the bytes of all arrays of ``tree``."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

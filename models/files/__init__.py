@@ -1,0 +1,1 @@
+"""Checkpoints on disk: Hugging Face folders, GGUF files, adapters, and tables of which tensor is which parameter."""

@@ -1,0 +1,140 @@
+"""Find and open a GGUF file: its metadata, and its tensors, which stay in the file until they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from ...hub.directories import checkpoint_directory, local_path
+from ...hub.named_models import NAMED_MODELS
+from .header import TensorInfo, parse
+
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
+_CHUNK = 1 << 20  # values that are decoded at once
+_TYPES = {  # types of metadata that any file can have; config.py checks the metadata of an architecture
+    "general.architecture": str,
+    "general.type": str,
+    "split.count": int,
+    "tokenizer.chat_template": str,
+    "tokenizer.chat_templates": list,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.tokens": list,
+    "tokenizer.ggml.token_type": list,
+    "tokenizer.ggml.merges": list,
+    "tokenizer.ggml.add_bos_token": bool,
+    "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool,
+    "tokenizer.ggml.scores": list,
+}
+_TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # lists of texts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        metadata: numbers, bools, texts, and lists of numbers, bools or texts, by key.
+        tensors: where the tensors are, by their names in the file.
+        data: the mapped file, uint8 [N].
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: np.ndarray
+
+    def read(self, name: str, dtype: np.dtype, index: int | None = None) -> np.ndarray:
+        """Read the values of a tensor in ``dtype``, decoded a few rows at a time, without a float32 copy of the tensor.
+
+        Args:
+            name: of the tensor.
+            dtype: of the values that are returned.
+            index: of a stack [E, out, in], the matrix to read alone; None reads the whole tensor.
+
+        Raises:
+            ValueError: the package ``gguf`` cannot decode the tensor's type.
+        """
+        tensor = self.tensors[name]
+        shape, blocks = tensor.shape, self.data[tensor.begin : tensor.begin + tensor.size]
+        if index is not None:
+            shape, blocks = shape[1:], blocks.reshape(shape[0], -1)[index]
+        out = np.empty((math.prod(shape[:-1]), *shape[-1:]), dtype)
+        blocks = blocks.reshape(len(out), -1)
+        rows = max(1, _CHUNK * len(out) // max(1, out.size))
+        try:
+            for start in range(0, len(out), rows):
+                out[start : start + rows] = gguf.dequantize(blocks[start : start + rows], tensor.kind)
+        except NotImplementedError as error:
+            kind = tensor.kind.name
+            raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
+        return out.reshape(shape)
+
+
+def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
+    """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
+
+    Args:
+        checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
+            ``config.json`` is in Hugging Face layout, whatever else it holds.
+        offline: whether to raise an error instead of downloading.
+
+    Raises:
+        FileNotFoundError: the file or directory does not exist.
+        ValueError: the directory holds several GGUF files.
+    """
+    path = local_path(checkpoint)
+    if os.fspath(checkpoint) not in NAMED_MODELS:  # a name comes before a file of the same name
+        if path.is_file():
+            return path
+        if path.suffix == ".gguf" and not path.is_dir():
+            raise FileNotFoundError(f"no GGUF file {path}")
+    directory = checkpoint_directory(checkpoint, offline=offline)
+    if (directory / "config.json").is_file():
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
+    return found[0] if found else None
+
+
+def open_file(path: str | os.PathLike) -> GGUFFile:
+    """Open a GGUF file of version 2 or 3.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no GGUF file, big-endian, of another version, one part of a split file, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no GGUF file {path}")
+    # An empty file cannot be mapped.
+    data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    try:
+        metadata, tensors = parse(data)
+    except ValueError as error:
+        beside = (path.parent / "config.json").is_file()
+        hint = f"; for the model beside it pass the directory {path.parent}" if beside else ""
+        raise ValueError(f"{path} {error}{hint}") from error
+    for key, value in metadata.items():
+        expected = int if key.endswith("_token_id") else _TYPES.get(key)
+        items = {type(item) for item in value} if key in _TEXTS and type(value) is list else set()
+        if (expected is not None and type(value) is not expected) or items - {str}:
+            raise ValueError(f"{path}: metadata {key} has the wrong type, got {str(value)[:40]}")
+    if metadata.get("split.count", 1) > 1 or _PART.search(path.name):
+        raise ValueError(
+            f"{path} is one part of a split GGUF file, expected a whole one: join the parts first, for example with "
+            "llama.cpp's llama-gguf-split --merge"
+        )
+    return GGUFFile(path, metadata, tensors, data)

@@ -1,0 +1,1 @@
+"""Hugging Face's ``config.json`` to and from the sizes of a model."""

@@ -1,0 +1,155 @@
+"""Types of the values in a ``config.json``, checked before anything is computed from them.
+
+The translation in `models.files.hf.config` may then compare and divide. A value of the wrong type is refused: Python takes the
+text ``"false"`` for true, and the text ``"4"`` is no number of heads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # math.isfinite fails for huge whole numbers
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+_Kind = tuple[Callable[[Any], bool], str]
+_COUNT: _Kind = (_is_count, "a positive whole number")
+_WHOLE: _Kind = (_is_whole, "a whole number")
+_NUMBER: _Kind = (_is_number, "a finite number")
+_BOOL: _Kind = (_is_bool, "true or false")
+_TEXT: _Kind = (_is_text, "a text")
+_OBJECT: _Kind = (_is_object, "an object")
+_TEXTS: _Kind = (_is_texts, "a list of texts")
+
+_NEVER_NULL: dict[str, _Kind] = {
+    "vocab_size": _COUNT,
+    "hidden_size": _COUNT,
+    "intermediate_size": _COUNT,
+    "num_hidden_layers": _COUNT,
+    "num_attention_heads": _COUNT,
+    "max_position_embeddings": _COUNT,
+    "rms_norm_eps": _NUMBER,
+    "hidden_act": _TEXT,
+    "max_window_layers": _WHOLE,
+}
+_OR_NULL: dict[str, _Kind] = {
+    "num_key_value_heads": _COUNT,
+    "head_dim": _COUNT,
+    "rope_theta": _NUMBER,
+    "partial_rotary_factor": _NUMBER,
+    "rope_parameters": _OBJECT,
+    "rope_scaling": _OBJECT,
+    "layer_types": _TEXTS,
+    "sliding_window": _WHOLE,
+    "use_sliding_window": _BOOL,
+    "tie_word_embeddings": _BOOL,
+    "attention_bias": _BOOL,
+    "attention_out_bias": _BOOL,
+    "qkv_bias": _BOOL,
+    "num_local_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
+    "mlp_bias": _BOOL,
+    "dtype": _TEXT,
+    "torch_dtype": _TEXT,
+    "quantization_config": _OBJECT,
+    "hidden_activation": _TEXT,
+    "no_rope_layer_interval": _COUNT,
+    "rotary_dim": _COUNT,
+    "full_attention_interval": _COUNT,
+    "query_pre_attn_scalar": _COUNT,
+    "original_max_position_embeddings": _COUNT,
+    "use_bidirectional_attention": _BOOL,
+    **dict.fromkeys(
+        (
+            "layer_norm_eps", "rope_local_base_freq", "attn_logit_softcapping",
+            "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+            "logits_scaling", "logit_scale", "swiglu_limit", "swiglu_alpha",
+        ),
+        _NUMBER,
+    ),
+}  # fmt: skip
+_OF_ROPE: dict[str, _Kind] = {
+    "rope_theta": _NUMBER,
+    "factor": _NUMBER,
+    "low_freq_factor": _NUMBER,
+    "high_freq_factor": _NUMBER,
+    "original_max_position_embeddings": _COUNT,
+    "partial_rotary_factor": _NUMBER,
+    "rope_type": _TEXT,
+    "type": _TEXT,
+}
+
+
+def check_types(hf: Mapping[str, Any]) -> None:
+    """Refuse a ``config.json`` in which a known key has a value of the wrong type.
+
+    Args:
+        hf: the file as a dict; unknown keys are not checked.
+
+    Raises:
+        ValueError: a value has the wrong type; the message names the key, the value and the expected type.
+    """
+    for key, kind in _NEVER_NULL.items():
+        if key in hf:
+            _check(key, hf[key], kind)
+    for key, kind in _OR_NULL.items():
+        if hf.get(key) is not None:
+            _check(key, hf[key], kind)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = hf.get(name) or {}
+        nested = [(f"{name}.{kind}", of_kind) for kind, of_kind in rope.items() if _is_object(of_kind)]  # of a kind of layers
+        for place, values in ((name, rope), *nested):
+            for key, kind in _OF_ROPE.items():
+                if values.get(key) is not None:
+                    _check(f"{place}.{key}", values[key], kind)
+
+
+def _check(key: str, value: Any, kind: _Kind) -> None:
+    fits, expected = kind
+    if not fits(value):
+        raise ValueError(f"{key} must be {expected}, got {_shown(value)}")
+
+
+def eos_ids(value: Any) -> tuple[int, ...]:
+    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list.
+
+    Raises:
+        ValueError: ``value`` is no whole number, and no list of whole numbers.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for item in ids:
+        if not _is_whole(item):
+            raise ValueError(f"eos_token_id must be a whole number or a list of them, got {_shown(value)}")
+    return ids
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

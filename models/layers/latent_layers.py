@@ -1,0 +1,113 @@
+"""The layers of models with latent attention: `LatentAttention`, and `RoutedMLP` for the experts that they and others have.
+
+Parameter tree (axes: d hidden, N query heads, R latent, E experts, F intermediate; the other sizes are in `Latent`)::
+
+    attention/latents/kernel [d, query_rank + R + rotated]  attention/latent_norm/scale [R]
+    attention/query_norm/scale [query_rank]                 attention/query/kernel [query_rank, N*query_dim]
+    attention/up/kernel [R, N*(key_dim + value_dim)]        attention/out/kernel [N*value_dim, d]
+    mlp/router/kernel [d, E], router/bias [E] (sigmoid)     mlp/gate_up/kernel [E, d, 2, F], mlp/down/kernel [E, F, d]
+    mlp/shared/gate_up/kernel [d, 2, F]                     mlp/shared/down/kernel [F, d] (the shared expert)
+
+All that reads the hidden state is one product, as ``qkv`` is elsewhere. Without latents of queries ``latents`` makes the
+queries of all heads in their place: its columns are N*query_dim + R + rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import axes
+from pallas_kernels.layer.add_norm import rms_norm
+
+from ..sizes.config import ModelConfig
+from .experts import Experts, mix
+from .latent import Latent, latents_of, whole_key
+from .modules import MLP, Dense, Kernel, Scale, stored
+from .router import choose
+
+_EPS = 1e-6  # of the norms of latents, whatever the model's own
+
+
+class LatentAttention(nn.Module):
+    """The projections of one layer's latent attention; see `models.layers.latent`. The caller computes the attention itself."""
+
+    config: ModelConfig
+    layer: int
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, attend: Callable[..., tuple[Any, Any]], state: Any, before: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
+
+        ``attend`` gets the absorbed queries [B, 1, N, T, D], and keys [B, 1, T, D] that are the values too; of what it
+        returns, [B, 1, N, T, D], only the channels of latents are read. ``before`` is as in `models.layers.transformer.Attention`.
+        """
+        config, latent = self.config, cast("Latent", self.config.latent)
+        heads, (batch, length, _) = config.num_q_heads, x.shape
+        rows = x if before is None else jnp.concatenate([x, before], axis=1)
+        width = latent.query_rank or heads * latent.query_dim
+        made = Dense(config, width + latent.width, name="latents")(rows.astype(config.dtype))
+        query, key = made[..., :width], made[:, :length, width:]
+        if latent.query_rank is not None:
+            query = rms_norm(query, Scale(config, width, name="query_norm")(), _EPS)
+            query = Dense(config, heads * latent.query_dim, name="query")(query)
+        query = query.reshape(batch, rows.shape[1], heads, latent.query_dim)
+        each = latent.key_dim + latent.value_dim
+        up = Kernel(config, (latent.rank, heads * each), name="up")().astype(config.dtype)
+        up = up.reshape(latent.rank, heads, each)
+        absorbed = jnp.einsum("btnk,rnk->btnr", query[..., : latent.key_dim], up[..., : latent.key_dim])
+        query = whole_key(absorbed, query[..., latent.key_dim :], latent)
+        # Attention divides by sqrt(D), under every method.
+        query = query * jnp.asarray(cast("float", config.query_scale) * math.sqrt(latent.width), query.dtype)
+        query = query.transpose(0, 2, 1, 3)[:, None]
+        latents = rms_norm(key[..., : latent.rank], Scale(config, latent.rank, name="latent_norm")(), _EPS)
+        key = whole_key(latents, key[..., latent.rank :], latent)[:, None]
+        query, *guess = (query,) if before is None else jnp.split(query, 2, axis=3)
+        with jax.named_scope("attend"):
+            out, state = attend(self.layer, state, query, key, key, *guess)
+        if out.shape != query.shape:
+            raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {query.shape}")
+        sums = latents_of(out[:, 0].astype(config.dtype), latent)  # [B, N, T, R]
+        values = jnp.einsum("bntr,rnv->btnv", sums, up[..., latent.key_dim :])
+        values = values.reshape(batch, length, heads * latent.value_dim)
+        return axes.total(Dense(config, config.hidden_size, name="out")(values)), state
+
+
+class RouterKernel(nn.Module):
+    """The kernel [d, E] of a router, and the bias [E] of one with sigmoids, else None."""
+
+    config: ModelConfig
+    experts: Experts
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+        config, count = self.config, self.experts.num_experts
+        kernel = stored(self, "router/kernel", config, (config.hidden_size, count))
+        biased = self.experts.router is not None and self.experts.router.score == "sigmoid"
+        return kernel, stored(self, "router/bias", config, (count,)) if biased else None
+
+
+class RoutedMLP(nn.Module):
+    """A layer's MLP as a mixture of experts with a router of `models.layers.router`, and an expert that all tokens share."""
+
+    config: ModelConfig
+    experts: Experts
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply each token's experts and the shared one to ``x`` [B, T, d]; return [B, T, d]."""
+        config, experts, hidden = self.config, self.experts, self.config.hidden_size
+        count, inner = experts.num_experts, experts.intermediate_size
+        shapes = {"gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
+        gate_up, down = (Kernel(config, shape, name=name)().astype(config.dtype) for name, shape in shapes.items())
+        rows = x.reshape(-1, hidden).astype(config.dtype)
+        chosen = choose(rows, *RouterKernel(config, experts, name="router")(), experts)
+        mixed = axes.total(mix(rows, *chosen, gate_up, down)).reshape(x.shape)
+        return mixed + MLP(config, experts.shared_size, name="shared")(x) if experts.shared_size else mixed

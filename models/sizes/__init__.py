@@ -1,0 +1,1 @@
+"""Sizes and parts of decoders, without layers or files."""

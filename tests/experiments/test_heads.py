@@ -1,0 +1,113 @@
+"""What is measured for budgets of heads and layers, beside float64 loops; the commands on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.answering import LoadedModel
+from experiments.benchmarks import Example
+from experiments.heads import heads, layers
+from kvjax.methods import HeadKV
+from kvjax.protocol.typing import EMPTY
+from models import ModelConfig, random_params
+from tests.oracles.plain import softmax
+from tests.tiny_models import write_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    max_position_embeddings=2048, eos_token_ids=(0,),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_attention_to_a_sentence_equals_float64_loops():
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((2, 2, 3, 8), (2, 2, 12, 8)))
+    position = np.where(np.arange(12) < 10, np.arange(12), EMPTY)[None, None].repeat(2, axis=0).repeat(2, axis=1)
+    first, last = 3, 6
+    got = heads.on_sentence(query, key, jnp.asarray(position), jnp.int32(first), jnp.int32(last))
+    left_out = 0
+    for row, h, g in np.ndindex(2, 2, 3):
+        share = softmax(key[row, h, :10].astype(np.float64) @ query[row, h, g] / np.sqrt(8))
+        best = sorted(range(10), key=lambda i: -share[i])[: last - first + 1]  # noqa: B023
+        want = sum(share[i] for i in best if first <= i <= last)
+        left_out += len([i for i in range(first, last + 1) if i not in best])
+        np.testing.assert_allclose(got[row, h, g], want, atol=1e-6)
+    assert left_out
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("A cat. The number is 1234. A dog.", "The number is 1234."),
+        ("Look\nthe number is 1234\nand so on", "the number is 1234\n"),
+        ("1234 it is! Yes", "1234 it is!"),
+        ("Why? It is 1234", "It is 1234"),
+    ],
+)
+def test_the_sentence_of_an_answer(text, sentence):
+    given = {"task": "mine", "question": "", "answer_prefix": "", "max_new_tokens": 4, "scorer": "passkey"}
+    begin, end = heads.sentence_of(Example(context=text, answers=("1234",), **given))
+    assert text[begin:end] == sentence
+    with pytest.raises(ValueError, match="the answers of a task must stand in its text, got '99' of mine"):
+        heads.sentence_of(Example(context=text, answers=("99",), **given))
+
+
+@pytest.mark.thorough
+def test_similarity_of_layers_equals_float64():
+    """A prompt of one token attends to its own value, so the first layer can be worked out; no update turns nothing."""
+    params = jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, random_params(CONFIG, jax.random.key(0)))
+    got = layers.attention_similarity(params, [[5], [7]], CONFIG)
+    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    weights = weights.get("params", weights)
+    attention = weights["layers_0"]["attention"]
+    want = []
+    for token in (5, 7):
+        x = weights["embed"]["embedding"][token]
+        normed = x / np.sqrt(np.mean(x**2) + CONFIG.rms_norm_eps) * weights["layers_0"]["attention_norm"]["scale"]
+        qkv = (normed @ attention["qkv"]["kernel"]).reshape(2, 4, 8)
+        after = x + np.repeat(qkv[:, 3], 2, axis=0).reshape(-1) @ attention["out"]["kernel"]
+        want.append(x @ after / np.linalg.norm(x) / np.linalg.norm(after))
+    assert len(got) == 4 and got[0] == pytest.approx(np.mean(want), abs=1e-5) and got[0] < 0.99
+    shares = kvjax.layer_shares(got, 0.3)
+    assert kvjax.LayerBudgets(method=kvjax.methods.Knorm(budget=100), shares=shares).for_layer(0, 4).budget in (30, 123, 170)
+
+
+@pytest.mark.thorough
+def test_shares_count_the_attention_to_the_sentence_alone():
+    """A sentence of the whole prompt gets all attention to the prompt, in every head of every layer."""
+    params = random_params(CONFIG, jax.random.key(0))
+    model = LoadedModel("tiny", params, CONFIG, None, None)
+    tokens = np.random.default_rng(0).integers(1, 60, 40).tolist()
+    answer, shares = heads.answered(model, tokens, 0, 39, 1, 64)
+    assert len(answer) == 1 and shares.shape == (4, 4)
+    np.testing.assert_allclose(shares, 1, atol=1e-5)
+    few = heads.answered(model, tokens, 10, 12, 3, 64)[1]
+    assert (few >= 0).all() and 0 < few.max() < 3
+
+
+@pytest.mark.slow
+def test_heads_are_measured_on_right_answers(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2"]
+    out = tmp_path / "heads.json"
+    assert heads.main([*given, "--out", str(out)]) == 2
+    assert "heads are measured on right answers, got none from model in 2 samples" in capsys.readouterr().err
+    monkeypatch.setattr(heads, "score", lambda example, prediction: 1.0)
+    assert heads.main([*given, "--out", str(out)]) == 0
+    assert "16 heads, 2 of 2 samples" in capsys.readouterr().out
+    assert [len(x) for x in json.loads(out.read_text()).values()] == [2] * 16
+    method = HeadKV(budget=64, scores=kvjax.head_scores(out, CONFIG))
+    assert np.mean([method.for_layer(layer, 4).budget for layer in range(4)]) == pytest.approx(64, abs=1)
+    assert layers.main([*given, "--share", "0.25"]) == 0
+    printed = capsys.readouterr().out
+    assert "| layer | cosine | share |" in printed and "shares=(" in printed
+    assert heads.main(["--samples", "0"]) == layers.main(["--length", "0"]) == 2
