@@ -50,6 +50,6 @@ def _entry(model: models.NamedModel) -> dict[str, Any]:
         "name": model.name,
         "about": model.about,
         "licence": model.licence,
-        "download": model.file.download if model.file else 0,
+        "download": model.file.size if model.file else 0,
         "directory": directory,
     }
