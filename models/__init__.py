@@ -1,23 +1,23 @@
-"""Decoders with parameters as plain JAX arrays: the families of `models.files.tables.family_table`, one module made of the same parts."""
+"""Decoders with parameters as plain JAX arrays: one module made of parts, for every family of `models.files.tables`."""
 
 from __future__ import annotations
 
+from . import shapes as shapes
+from .config import ModelConfig
 from .files.adapter import apply_adapter
-from .files.weights import from_pretrained, param_shapes, random_params, save_pretrained
+from .files.directories import checkpoint_directory
 from .hub.builtin_model import builtin_directory
-from .hub.directories import checkpoint_directory
 from .hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
-from .layers.experts import Experts
 from .layers.transformer import Transformer
 from .loaded import Loaded, load
 from .sharding import param_specs, shard_params
-from .sizes import shapes as shapes
-from .sizes.config import ModelConfig
+from .sizes.experts import Experts
 from .sizes.linear import LinearLayers
 from .sizes.parts import LayerRope
 from .sizes.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .text.chat import ChatTemplate
 from .text.tokenizer import as_tokenizer, load_tokenizer, special_tokens
+from .weights import from_pretrained, param_shapes, random_params, save_pretrained
 
 __all__ = [
     "ChatTemplate",

@@ -18,15 +18,16 @@ from tokenizers import Tokenizer
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
+from .config import ModelConfig
 from .files import gguf as gguf_files
 from .files.coded.parameters import check_weight_dtype
-from .files.weights import from_pretrained
-from .hub.directories import checkpoint_directory
+from .files.directories import checkpoint_directory, locate_gguf
 from .hub.named_models import NAMED_MODELS
 from .layers.modules import shape_of
-from .sizes.config import ModelConfig, check_dtype
+from .sizes.architecture import check_dtype
 from .text.chat import ChatTemplate
 from .text.tokenizer import check_unicode, load_tokenizer, opening_ids
+from .weights import from_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def load(
     check_dtype(dtype)  # before a download
     check_weight_dtype(weight_dtype)
     name = str(model)
-    gguf = gguf_files.locate(model, offline=offline)
+    gguf = locate_gguf(model, offline=offline)
     directory = checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.axes import MODEL, check_names
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix
 
-from .sizes.config import ModelConfig
+from .sizes.architecture import Architecture
 
 _SPLIT = {  # the dimension that is split, from the end: gate_up and down may have a leading axis of experts
     "qkv/kernel": -1,
@@ -145,7 +145,7 @@ def _check_axes(mesh: Mesh) -> None:
     check_names(mesh.axis_names)
 
 
-def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
+def check_mesh(config: Architecture, mesh: Mesh | None) -> None:
     """Refuse a mesh over which the parameters of a model cannot be split.
 
     Raises:

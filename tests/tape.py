@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, PlainCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.layers import fingerprint
 from kvjax.rope import inverse_frequencies
@@ -162,7 +162,7 @@ def decode(params: Any, cache: Cache, active: Any, poison: Any = False, *, watch
     """
 
     def soil(x: Any) -> Any:
-        if not isinstance(x, LayerCache):
+        if not isinstance(x, PlainCache):
             return x
         bad = (jnp.asarray(poison) & (x.position < 0))[..., None]
         return dataclasses.replace(x, key=jnp.where(bad, jnp.nan, x.key), value=jnp.where(bad, jnp.nan, x.value))
@@ -170,7 +170,7 @@ def decode(params: Any, cache: Cache, active: Any, poison: Any = False, *, watch
     def step(cache: Cache, active: Any) -> tuple:
         seen = watch(cache)
         listener = Listener(cache.model)
-        layers = jax.tree.map(soil, cache.layers, is_leaf=lambda x: isinstance(x, LayerCache))
+        layers = jax.tree.map(soil, cache.layers, is_leaf=lambda x: isinstance(x, PlainCache))
         tokens = jnp.minimum(cache.length, params["k"].shape[-2] - 1)[:, None]
         after = run_step(params, dataclasses.replace(cache, model=listener, layers=layers), tokens, active[:, None])
         (outputs,) = listener.heard

@@ -163,7 +163,7 @@ def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
 def test_random_8b_fits_and_decodes():
     device = jax.devices()[0]
     limit = device.memory_stats()["bytes_limit"]
-    config = dataclasses.replace(models.sizes.shapes.llama31_8b(), dtype="bfloat16")
+    config = dataclasses.replace(models.shapes.llama31_8b(), dtype="bfloat16")
     size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(models.param_shapes(config)))
     if limit < 1.5 * size:
         pytest.skip(f"needs {1.5 * size / 2**30:.0f} GiB of device memory, this one lends {limit / 2**30:.0f}")

@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import models
-from models.files.gguf import locate
+from models.files.directories import locate_gguf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def find(name: str, *, offline: bool = False) -> Found:
         ValueError: the directory holds several GGUF files.
     """
     directory = models.checkpoint_directory(name, offline=offline)
-    if not (directory / "config.json").is_file() and locate(directory) is None:
+    if not (directory / "config.json").is_file() and locate_gguf(directory) is None:
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     named = models.NAMED_MODELS.get(name)
     licence = named.licence if named else _stated(directory / "README.md")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from experiments.cli.job import Job
 from experiments.cli.programs import cache_directory as programs_directory
 from experiments.cli.settings import option
-from models.hub.named_cache import cache_directory as models_directory
+from models.files.named_directory import cache_directory as models_directory
 
 _PROGRAMS, _MODELS = "programs", "models"
 

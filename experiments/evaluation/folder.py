@@ -16,7 +16,7 @@ from experiments.evaluation import examples
 from experiments.evaluation.settings import joined
 from experiments.evaluation.stored import read_lines, read_meta
 from experiments.records import Results, make_record, write_bytes
-from models.hub.directories import leaves_folder
+from models.files.directories import leaves_folder
 
 
 class Folder:

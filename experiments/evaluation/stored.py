@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from models.hub.directories import leaves_folder
+from models.files.directories import leaves_folder
 
 _Kind = tuple[Callable[[Any], bool], str]
 

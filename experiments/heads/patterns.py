@@ -34,7 +34,7 @@ from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
 from kvjax.rope import rotate
-from models.files import gguf as gguf_files
+from models.files.directories import locate_gguf
 from models.hub.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
 
@@ -164,7 +164,7 @@ def _file(settings: PatternSettings) -> pathlib.Path:
     """
     if not settings.with_model:
         return settings.out or pathlib.Path("runs") / FILE
-    gguf = gguf_files.locate(settings.model, offline=settings.offline)
+    gguf = locate_gguf(settings.model, offline=settings.offline)
     folder = models.checkpoint_directory(settings.model, offline=settings.offline) if gguf is None else gguf.parent
     if folder == models.builtin_directory():
         raise ValueError("the built-in model's folder belongs to the package: give --out instead of --with-model")

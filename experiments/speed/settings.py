@@ -14,8 +14,7 @@ from experiments.cli import Settings, option, record_path
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS, VERIFIED
 from kvjax.cache.quantised import check_kv_dtype
-from models import ModelConfig
-from models.sizes import shapes
+from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA, MODEL
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {

@@ -27,7 +27,8 @@ from jax.sharding import Mesh
 from kvjax.api.new_folder import folder_of_all
 from kvjax.api.plain_path import plain_path
 from kvjax.api.shard_map import shape_of, shardings
-from kvjax.cache.storage import Cache, LayerStorage, check_alive
+from kvjax.cache.storage import LayerStorage
+from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.mesh.processes import check_all_processes, readable

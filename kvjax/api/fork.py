@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.api.programs import repeat_program
-from kvjax.cache.storage import Cache, check_alive, repeat_rows
+from kvjax.cache.whole_model import Cache, check_alive, repeat_rows
 from kvjax.decoding.bits import in_32_bits
 from kvjax.protocol.fields import positive_int
 

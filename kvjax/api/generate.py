@@ -20,7 +20,7 @@ from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
 from kvjax.api.text import GrowingText, rows_of, texts_of
-from kvjax.cache.storage import Cache, check_alive
+from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
     bool_rows,

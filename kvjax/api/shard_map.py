@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.accounting.stats import Stats, step_cost
-from kvjax.cache.storage import Cache, repeat_rows
+from kvjax.cache.whole_model import Cache, repeat_rows
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
@@ -155,7 +155,7 @@ def cost(cache: Cache) -> Stats:
 
 
 def repeat(cache: Cache, copies: int) -> Cache:
-    """Run `kvjax.cache.storage.repeat_rows` on the devices that hold the cache."""
+    """Run `kvjax.cache.whole_model.repeat_rows` on the devices that hold the cache."""
     return on_devices(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows, _cache)
 
 

@@ -30,8 +30,8 @@ from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
-from kvjax.decoding.progress import Call
 from kvjax.decoding.sampling import Sampler
+from kvjax.exact.progress import Call
 from kvjax.exact.verify import advance, drafts_tokens
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
 from kvjax.protocol.describe import describe, is_known

@@ -1,12 +1,12 @@
 """Store the keys and values of each layer, in six forms behind one interface (`LayerStorage`).
 
-`LayerCache` has key and value [B, H, S, D], position int32 [B, H, S] and cursor int32 [B]:
+`PlainCache` has key and value [B, H, S, D], position int32 [B, H, S] and cursor int32 [B]:
 
 * A slot holds a token iff ``position >= 0``, in each head. Evicted slots, padding and slots that were never written look
   the same.
 * Each row has a cursor, and padding is on the right. So a row of a batch uses the slots that it would use alone, and
   generates the same tokens. Prompt chunks are slice updates; a kernel stores a decode step's token.
-* `LayerCache.evict` moves the newest token into the evicted slot: one row per head is copied and nothing is shifted, so
+* `PlainCache.evict` moves the newest token into the evicted slot: one row per head is copied and nothing is shifted, so
   slots are not in the order of positions. `LayerCache.compact` shrinks storage at the prompt's end.
 
 The other forms:
@@ -31,7 +31,8 @@ stacked layers would be copied in a loop. It carries the method that made it. A 
 traced values; another structure is an error.
 """
 
-from kvjax.cache.storage import Cache as Cache
 from kvjax.cache.storage import LayerCache as LayerCache
 from kvjax.cache.storage import LayerSpec as LayerSpec
 from kvjax.cache.storage import LayerStorage as LayerStorage
+from kvjax.cache.storage import PlainCache as PlainCache
+from kvjax.cache.whole_model import Cache as Cache

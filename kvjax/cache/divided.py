@@ -12,13 +12,13 @@ device.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, put_tokens
+from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, PlainCache, put_tokens
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
@@ -34,7 +34,7 @@ FEW = 8  # tokens whose attention costs about what one token's costs: it reads t
 
 
 @pytree
-class PartCache(LayerStorage):
+class PartCache(LayerCache):
     """One device's slots of each row, where ``parts`` devices divide them; outside of `jax.shard_map` all slots."""
 
     key: Array  # [B, H, S, D], in the dtype of the model
@@ -42,10 +42,6 @@ class PartCache(LayerStorage):
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = static()  # devices over which the slots of a row are divided
-
-    @property
-    def rows(self) -> None:
-        return None
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
         """Store tokens as `LayerStorage.append` does. A chunk may begin on another device, so no padding is written."""
@@ -75,23 +71,14 @@ class PartCache(LayerStorage):
         query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
         return query, self.append(key, value, position)
 
-    def resident(self) -> LayerCache:
-        return cast("Any", self)
-
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
         return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
-
-    def keys_between(self, slots: Array) -> Array:
-        return self.keys_at(slots)
-
-    def copied(self) -> Array:
-        return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Run `LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each device gets all kept tokens."""
         position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
         key, value = (kept_of_all(x, slots, room, self) for x in (self.key, self.value))
-        return LayerCache(key=key, value=value, position=position, cursor=cursor)
+        return PlainCache(key=key, value=value, position=position, cursor=cursor)
 
 
 def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache.storage import LayerCache, LayerStorage, next_slots, put_tokens, stored_token
+from kvjax.cache.storage import LayerCache, next_slots, put_tokens, stored_token
 from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.selection import kept_positions, kept_rows
 from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, whole
@@ -23,8 +23,8 @@ from pallas_kernels.store.store_token import Stored
 
 
 @pytree
-class LatentCache(LayerStorage):
-    """Keys of one layer, all on the device, which are the values too, with the functions of a `LayerCache`.
+class LatentCache(LayerCache):
+    """Keys of one layer, all on the device, which are the values too.
 
     Operations get the same array as keys and as values, or the same codes.
     """
@@ -51,10 +51,6 @@ class LatentCache(LayerStorage):
     def slot_bytes(self) -> int:
         return super().slot_bytes // 2  # a kernel that reads a key as a value finds it where it has just read it
 
-    @property
-    def rows(self) -> None:
-        return None
-
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LatentCache:
         if start is None and key.shape[2] == 1:
             return _after(stored_token(self, key, key, position))
@@ -75,27 +71,16 @@ class LatentCache(LayerStorage):
         stored = stored_token(self, key, key, position, query[..., 0, :], inv_freq)
         return cast("Array", stored.query)[..., None, :], _after(stored)
 
-    def resident(self) -> LayerCache:
-        return cast("Any", self)
-
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
         key = numbers_at(self.held, slots[:, None])
         return key, key
 
-    def keys_between(self, slots: Array) -> Array:
-        return self.keys_at(slots)
-
-    def copied(self) -> Array:
-        return self.cursor
-
     def compact(self, slots: Array, keep: Array, room: int) -> LatentCache:
-        """Keep slots as `LayerCache.compact` does."""
         position, cursor = kept_positions(self.position, slots, keep, room)
         held = jax.tree.map(lambda x: kept_rows(x, slots, room), self.held)
         return LatentCache(held=held, position=position, cursor=cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[LatentCache, Array | None]:
-        """Evict one token per head as `LayerCache.evict` does."""
         kept = evict_token(self.held, self.held, self.position, self.cursor, score, **options)
         return LatentCache(held=cast("Any", kept.key), position=kept.position, cursor=kept.cursor), kept.score
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache.divided import PartCache, empty_part
+from kvjax.cache.divided import empty_part
 from kvjax.cache.latent import LatentCache
 from kvjax.cache.quantised import empty_codes, empty_resident, resident_of
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, next_slots, put_tokens, stored_token
@@ -182,7 +182,7 @@ class OffloadedLayerCache(LayerStorage):
         if not self._keys_stay:
             key = with_vectors(key, self._stage(vectors(key), 0))
         if self.once:
-            return cast("Any", LatentCache(held=key, position=self.position, cursor=self.cursor))
+            return LatentCache(held=key, position=self.position, cursor=self.cursor)
         value = with_vectors(value, self._stage(vectors(value), 0 if self._keys_stay else _width(key)))
         return resident_of(key, value, self.position, self.cursor)
 
@@ -251,7 +251,7 @@ class OffloadedLayerCache(LayerStorage):
 
 def empty_storage(
     spec: LayerSpec, slots: int, values_only: bool = False
-) -> LayerCache | OffloadedLayerCache | PartCache:
+) -> LayerCache | OffloadedLayerCache:
     """Make an empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
     if spec.parts > 1 and spec.kv_dtype is None:

@@ -18,7 +18,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache.storage import LayerCache, LayerStorage
+from kvjax.cache.storage import LayerCache, LayerStorage, Older, PlainCache
 from kvjax.protocol.typing import EMPTY, pytree, traced
 from kvjax.selection import compact
 from pallas_kernels import axes
@@ -27,17 +27,6 @@ from pallas_kernels.host import Rows, take_rows
 # A packed key has a multiple of `_ROW` channels: whole products of tensor cores, and aligned rows. In heads of fewer than 64
 # channels, which no large model has, it has a multiple of a quarter of the channels.
 _ROW = 16
-
-
-@pytree
-class Older:
-    """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
-
-    key: Array  # [B, H, N, E], the C channels, then zeros; see `_ROW`
-    value: Array  # [B, H, N, D]
-    position: Array  # int32 [B, H, N]
-    limit: Array  # int32 [B], the slots of the row's longest head that hold a token
-    channels: Array  # int32 [B, H, C], ascending
 
 
 @pytree
@@ -91,7 +80,7 @@ class ThinCache(LayerStorage):
 
     def resident(self) -> LayerCache:
         older = self.older
-        return LayerCache(
+        return PlainCache(
             key=jnp.concatenate([widened(older.key, older.channels, self.key.shape[3]), self.key], axis=2),
             value=jnp.concatenate([older.value, self.value], axis=2),
             position=self.position,

@@ -25,6 +25,7 @@ from kvjax.cache.storage import (
     LayerCache,
     LayerSpec,
     LayerStorage,
+    PlainCache,
     empty_cache,
     next_slots,
     put_tokens,
@@ -57,8 +58,8 @@ KV_DTYPES = {
 
 
 @pytree
-class QuantisedCache(LayerStorage):
-    """Keys and values of one layer as codes, all on the device, with the functions of a `LayerCache`.
+class QuantisedCache(LayerCache):
+    """Keys and values of one layer as codes, all on the device.
 
     With ``parts`` above 1 it has this device's slots of each row, with the functions of a `kvjax.cache.divided.PartCache`.
     """
@@ -77,10 +78,6 @@ class QuantisedCache(LayerStorage):
     def value(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All values, dequantised: [B, H, S, D] in the dtype of the model."""
         return dequantise(self.codes[1])
-
-    @property
-    def rows(self) -> None:
-        return None
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> QuantisedCache:
         if self.parts > 1:
@@ -108,18 +105,9 @@ class QuantisedCache(LayerStorage):
         stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
         return not_none("query", stored.query)[..., None, :], _after(stored)
 
-    def resident(self) -> LayerCache:
-        return cast("Any", self)
-
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
         key, value = (numbers_at(x, slots[:, None]) for x in self.codes)
         return key, value
-
-    def keys_between(self, slots: Array) -> Array:
-        return self.keys_at(slots)
-
-    def copied(self) -> Array:
-        return self.cursor
 
     def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
         """Keep slots as `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact` do; codes move unchanged."""
@@ -128,24 +116,23 @@ class QuantisedCache(LayerStorage):
         return QuantisedCache(codes=codes, position=position, cursor=cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
-        """Evict one token per head as `LayerCache.evict` does."""
         kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
         return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
 
 
 def _after(stored: Stored) -> QuantisedCache:
-    return cast("Any", resident_of(stored.key, stored.value, stored.position, stored.cursor))
+    return QuantisedCache(codes=(stored.key, stored.value), position=stored.position, cursor=stored.cursor)  # pyright: ignore[reportArgumentType]
 
 
 def resident_of(
     key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array, like: LayerStorage | None = None
 ) -> LayerCache:
-    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `LayerCache`; of a `LatentCache` another."""
+    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `PlainCache`; of a `LatentCache` another."""
     if isinstance(like, LatentCache):
-        return cast("Any", LatentCache(held=key, position=position, cursor=cursor))
+        return LatentCache(held=key, position=position, cursor=cursor)
     if isinstance(key, Quantised) and isinstance(value, Quantised):
-        return cast("Any", QuantisedCache(codes=(key, value), position=position, cursor=cursor))
-    return LayerCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
+        return QuantisedCache(codes=(key, value), position=position, cursor=cursor)
+    return PlainCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)
 
 
 def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
@@ -153,18 +140,17 @@ def empty_resident(spec: LayerSpec, slots: int, parts: int = 1) -> LayerCache:
     shape = spec.batch, spec.num_kv_heads, slots
     once = spec.value_is_key and parts == 1
     if spec.kv_dtype is None and once:
-        return cast("Any", empty_latent(jnp.zeros((*shape, spec.head_dim), spec.dtype)))
+        return empty_latent(jnp.zeros((*shape, spec.head_dim), spec.dtype))
     if spec.kv_dtype is None:
         return empty_cache(*shape, spec.head_dim, spec.dtype)
     if once:
-        return cast("Any", empty_latent(empty_codes(spec, slots, 0)))
-    made = QuantisedCache(
+        return empty_latent(empty_codes(spec, slots, 0))
+    return QuantisedCache(
         codes=(empty_codes(spec, slots, 0), empty_codes(spec, slots, 1)),
         position=jnp.full(shape, EMPTY, jnp.int32),
         cursor=jnp.zeros((spec.batch,), jnp.int32),
         parts=parts,
     )
-    return cast("Any", made)
 
 
 def empty_codes(spec: LayerSpec, slots: int, which: int) -> Quantised:

@@ -1,4 +1,4 @@
-"""The keys and values of one layer, and the cache of a whole model.
+"""The keys and values of one layer.
 
 A slot holds a token if its ``position >= 0``, in each head separately. Evicted slots, padding and slots that were never
 written look the same. Tokens are stored in the order they arrive, from slot 0 on, with **one cursor per row**: a row of a
@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.mesh.sharding import Plan
-from kvjax.protocol.describe import count_rows, describe_numbers, is_known, megabytes, show_value
-from kvjax.protocol.typing import EMPTY, Model, not_none, pytree, static
+from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.selection import kept_positions, kept_rows
 from pallas_kernels import axes
 from pallas_kernels.formats.quantised import Quantised, stored_like, vector_bytes, whole
-from pallas_kernels.host import Rows, on_host, take_between, take_rows, to_device, to_host
+from pallas_kernels.host import Rows, take_between, take_rows
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored, store_token
-
-if TYPE_CHECKING:
-    from kvjax.cache.packed_keys import Older
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +41,21 @@ class LayerSpec:
     value_is_key: bool = False  # whether the values are the keys, see `kvjax.cache.latent`
 
 
+@pytree
+class Older:
+    """The tokens of a `kvjax.cache.packed_keys.ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
+
+    key: Array  # [B, H, N, E], the C channels, then zeros; see `kvjax.cache.packed_keys`
+    value: Array  # [B, H, N, D]
+    position: Array  # int32 [B, H, N]
+    limit: Array  # int32 [B], the slots of the row's longest head that hold a token
+    channels: Array  # int32 [B, H, C], ascending
+
+
 class LayerStorage(abc.ABC):
     """A layer's storage as methods see it.
 
-    It has six forms: `LayerCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
+    It has six forms: `PlainCache` (resident), `OffloadedLayerCache` (rows in host memory, as codes too), `PartCache` (this
     device's slots of each row), `ThinCache` (some channels of older keys), `QuantisedCache` (resident, as codes), and
     `LatentCache` (keys that are the values).
     """
@@ -135,7 +140,7 @@ class LayerStorage(abc.ABC):
         """What operations need to know of an offloaded cache besides `key` and `value`; None if the cache is resident."""
 
     @abc.abstractmethod
-    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerStorage:
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> Self:
         """Store ``T`` tokens per row.
 
         Args:
@@ -149,7 +154,7 @@ class LayerStorage(abc.ABC):
     @abc.abstractmethod
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, LayerStorage]:
+    ) -> tuple[Array, Self]:
         """Rotate the key and the query of a decode step's token, and store the token. On a GPU this is one kernel.
 
         Args:
@@ -184,20 +189,48 @@ class LayerStorage(abc.ABC):
         """Count the stored tokens whose rows are on the device, int32 [B]."""
 
 
-@pytree
 class LayerCache(LayerStorage):
-    """Keys and values of one layer, all on the device."""
+    """Storage with all rows on the device, as methods compress it: plain, divided, as codes, or keys that are the values."""
+
+    @property
+    def rows(self) -> None:
+        return None
+
+    def resident(self) -> LayerCache:
+        return self
+
+    def keys_between(self, slots: Array) -> Array:
+        return self.keys_at(slots)
+
+    def copied(self) -> Array:
+        return self.cursor
+
+    @abc.abstractmethod
+    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
+        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and append ``room`` free slots.
+
+        In every head the kept entries must come first. The cursor moves to the end of the longest head of the row.
+        """
+
+    def evict(self, score: Array | None, **options: Any) -> tuple[LayerCache, Array | None]:
+        """Evict one token per head in rows with more than ``budget`` tokens; scores and options are as in `evict_token`.
+
+        Returns:
+            The cache, and the scores of the tokens that are left, or None if no head has scores of its own.
+        """
+        raise NotImplementedError("slots that are divided over devices evict no single token")
+
+
+@pytree
+class PlainCache(LayerCache):
+    """Keys and values of one layer, all on the device, in the dtype of the model."""
 
     key: Array  # [B, H, S, D], in the dtype of the model
     value: Array  # [B, H, S, D]
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token
 
-    @property
-    def rows(self) -> None:
-        return None
-
-    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LayerCache:
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PlainCache:
         if start is None and key.shape[2] == 1:
             return store_step(self, key, value, position)[1]
         slot, cursor = next_slots(self, position)
@@ -205,7 +238,7 @@ class LayerCache(LayerStorage):
         def put(store: Array, new: Array) -> Array:
             return put_tokens(store, new, slot, start)
 
-        return LayerCache(
+        return PlainCache(
             key=put(self.key, key),
             value=put(self.value, value),
             position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
@@ -214,12 +247,9 @@ class LayerCache(LayerStorage):
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, LayerCache]:
+    ) -> tuple[Array, PlainCache]:
         rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
         return not_none("query", rotated)[..., None, :], cache
-
-    def resident(self) -> LayerCache:
-        return self
 
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
         return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
@@ -227,37 +257,16 @@ class LayerCache(LayerStorage):
     def keys_between(self, slots: Array) -> Array:
         return take_between(self.key, slots)
 
-    def copied(self) -> Array:
-        return self.cursor
-
-    def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
-        """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and append ``room`` free slots.
-
-        In every head the kept entries must come first. The cursor moves to the end of the longest head of the row.
-        """
+    def compact(self, slots: Array, keep: Array, room: int) -> PlainCache:
         position, cursor = kept_positions(self.position, slots, keep, room)
-        return LayerCache(
+        return PlainCache(
             key=kept_rows(self.key, slots, room), value=kept_rows(self.value, slots, room), position=position, cursor=cursor
         )
 
-    def evict(
-        self,
-        score: Array | None,
-        *,
-        budget: Array | int,
-        gain: Array | None = None,
-        first: int = 0,
-        recent: Array | int = 0,
-    ) -> tuple[LayerCache, Array | None]:
-        """Evict one token per head in rows with more than ``budget`` tokens; the scores are as in `evict_token`.
-
-        Returns:
-            The cache, and the scores of the tokens that are left, or None if no head has scores of its own.
-        """
-        stored = self.key, self.value, self.position, self.cursor
-        kept = evict_token(*stored, score, budget=budget, gain=gain, first=first, recent=recent)
+    def evict(self, score: Array | None, **options: Any) -> tuple[PlainCache, Array | None]:
+        kept = evict_token(self.key, self.value, self.position, self.cursor, score, **options)
         key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
-        return LayerCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
+        return PlainCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
 
 
 def store_step[Storage: LayerStorage](
@@ -315,84 +324,11 @@ def put_tokens(store: Array, new: Array, slot: Array, start: Array | int | None)
     return store.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
 
 
-def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> LayerCache:
+def empty_cache(batch: int, heads: int, slots: int, head_dim: int, dtype: Any) -> PlainCache:
     """Make a resident cache without tokens."""
-    return LayerCache(
+    return PlainCache(
         key=jnp.zeros((batch, heads, slots, head_dim), dtype),
         value=jnp.zeros((batch, heads, slots, head_dim), dtype),
         position=jnp.full((batch, heads, slots), EMPTY, jnp.int32),
         cursor=jnp.zeros((batch,), jnp.int32),
-    )
-
-
-@pytree
-class Cache:
-    """Everything that `generate` needs to go on: a pytree, which functions take and return."""
-
-    layers: tuple[Any, ...]  # the method's state of each layer; every leaf has axis B first
-    shared: Any  # the method's state that all layers read, written once per token
-    method: Any  # the method that made the layers
-    length: Array  # int32 [B], tokens seen so far, which is the position of the next token
-    logits: Array  # float32 [B, V], of the next token
-    model: Model = static()  # the model description that made it
-    weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
-    plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
-    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for the model's dtype
-
-    @property
-    def batch(self) -> int:
-        """Rows B."""
-        return self.length.shape[0]
-
-    def __repr__(self) -> str:
-        return describe_cache(self)
-
-
-def describe_cache(cache: Cache) -> str:
-    """Write rows, tokens, method, layers and bytes of a cache for its ``repr``."""
-    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
-        return f"Cache(length={cache.length!r}, ...)"
-    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
-    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
-    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
-    model = cache.model
-    return (
-        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {show_value(cache.method, brief=True)}, "
-        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
-        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
-        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
-        + (f", over {cache.plan})" if cache.plan else ")")
-    )
-
-
-def check_alive(cache: Cache) -> None:
-    """Refuse an object that is no cache, and a cache that was consumed."""
-    if not isinstance(cache, Cache):
-        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
-    if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
-        raise ValueError(
-            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
-            "returned, or kvjax.fork the cache before the call"
-        )
-
-
-def repeat_rows(cache: Cache, copies: int) -> Cache:
-    """Run `fork` without its checks."""
-
-    def repeat(x: Array) -> Array:
-        if copies == 1:
-            return jnp.copy(x)
-        repeated = jnp.repeat(to_device(x), copies, axis=0)
-        return to_host(repeated) if on_host(x) else repeated
-
-    def rows(tree: Any) -> Any:
-        return jax.tree.map(repeat, tree)
-
-    return dataclasses.replace(
-        cache,
-        layers=rows(cache.layers),
-        shared=rows(cache.shared),
-        method=jax.tree.map(jnp.copy, cache.method),
-        length=rows(cache.length),
-        logits=rows(cache.logits),
     )

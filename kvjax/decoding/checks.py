@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache.storage import Cache, check_alive
+from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
 from kvjax.mesh.sharding import check_plan, readable
 from kvjax.protocol.describe import describe, is_known

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.sinks import with_sinks
-from kvjax.cache.storage import LayerCache, LayerSpec, empty_cache
+from kvjax.cache.storage import LayerSpec, PlainCache, empty_cache
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import cost_of_all
 from kvjax.protocol.typing import pytree, static
@@ -52,11 +52,11 @@ class SlidingWindow(LayerMethod):
     takes_sinks = True
     quantisable = True  # a window is small, and keeps the dtype of the model
 
-    def init(self, spec: LayerSpec) -> LayerCache:
+    def init(self, spec: LayerSpec) -> PlainCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)
         return empty_cache(spec.batch, spec.num_kv_heads, slots, spec.head_dim, spec.dtype)
 
-    def attend(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+    def attend(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         if inputs.start is None and inputs.query.shape[3] == 1:
             return self._step(state, inputs)
         query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
@@ -78,22 +78,22 @@ class SlidingWindow(LayerMethod):
             )
         return out, self._stored(state, key, inputs.value, inputs.position)
 
-    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
+    def finish(self, state: PlainCache, spec: LayerSpec) -> PlainCache:
         return state
 
-    def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
+    def chosen(self, state: PlainCache, inputs: Inputs) -> Array:
         return self._appended(state, inputs)[1].position
 
-    def cost(self, state: LayerCache, shared: Any) -> Cost:
+    def cost(self, state: PlainCache, shared: Any) -> Cost:
         return cost_of_all(state)
 
-    def room(self, state: LayerCache) -> Array | None:
+    def room(self, state: PlainCache) -> Array | None:
         return free_slots(state, self.window)
 
     def max_tokens(self, in_prompt: bool) -> None:
         return None
 
-    def _step(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+    def _step(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         query, cache = self._appended(state, inputs)
         out, lse = dense_decode(
             query[..., 0, :],
@@ -105,12 +105,12 @@ class SlidingWindow(LayerMethod):
         )
         return with_sinks(out, lse, inputs.sinks)[0][..., None, :], cache
 
-    def _appended(self, state: LayerCache, inputs: Inputs) -> tuple[Array, LayerCache]:
+    def _appended(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         """Rotate the query of a decode step, and store the step's token in the slot of the oldest token."""
         ring = dataclasses.replace(state, cursor=state.cursor % self.window)
         return ring.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
 
-    def _earlier(self, state: LayerCache, first: Array) -> tuple[Array, Array, Array]:
+    def _earlier(self, state: PlainCache, first: Array) -> tuple[Array, Array, Array]:
         """Gather the tokens at the W - 1 positions before ``first`` int32 [B], in order of position.
 
         Returns:
@@ -126,7 +126,7 @@ class SlidingWindow(LayerMethod):
         key, value = (jnp.take_along_axis(x, index, axis=2) for x in (state.key, state.value))
         return key, value, present
 
-    def _stored(self, state: LayerCache, key: Array, value: Array, position: Array) -> LayerCache:
+    def _stored(self, state: PlainCache, key: Array, value: Array, position: Array) -> PlainCache:
         """Store rotated tokens at ``position`` int32 [B, T]: every slot keeps the newest of its tokens."""
         first, real = position[:, :1], jnp.sum(position >= 0, axis=1, dtype=jnp.int32)[:, None]
         last = first + real - 1
@@ -138,7 +138,7 @@ class SlidingWindow(LayerMethod):
         def put(old: Array, new: Array) -> Array:
             return jnp.where(taken[:, None, :, None], jnp.take_along_axis(new, index, axis=2), old)
 
-        return LayerCache(
+        return PlainCache(
             key=put(state.key, key),
             value=put(state.value, value),
             position=jnp.where(taken[:, None], newest[:, None], state.position),

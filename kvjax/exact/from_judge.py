@@ -53,7 +53,6 @@ class FromJudge(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2602.07223"
 
     observes_several = True
-    told_later = True
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")

@@ -16,7 +16,7 @@ from kvjax.rope import depends_on_length
 from kvjax.wrappers.compose import answers, passes
 
 # A draft that is not known yet counts as if 1.5 of 2 drafted tokens were right. With the default `worth` its first round has
-# two tokens, two failed rounds end in a rest, and one whole round brings it to four tokens.
+# two tokens, two failed rounds end the drafting, and one whole round brings it to four tokens.
 _FIRST_RATE, _FIRST_TOKENS = 0.75, 2
 _MEMORY = 0.875  # what is left of the moving mean of agreement after one more drafted token, when many were seen
 
@@ -43,9 +43,8 @@ class Verified(Method):
     exact keys and values of the prompt and of kept tokens.
 
     How many tokens are drafted follows from how many are kept, in all rows of a batch together: a token is drafted if it
-    is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes 128 tokens
-    alone before the draft is tried again. The next rests have 512 and 1,024 tokens, as long as the
-    tries between them fail. ``worth=None`` always drafts ``depth`` tokens.
+    is kept with a probability of at least ``worth``, by a moving mean. If not even the first one is, Full decodes alone for
+    the rest of the call, and the next call tries the draft once more. ``worth=None`` always drafts ``depth`` tokens.
 
     With ``offload`` Full's keys and values are in host memory, and a pass brings each layer to the device for a moment. A
     draft that shares them chooses rows there, as with its own ``offload``; any other draft stays on the device.
@@ -154,8 +153,6 @@ def no_passes(draft: Any, batch: int, depth: int) -> Passes:
         drafted=zeros(depth),
         accepted=zeros(depth),
         rate=jnp.full((batch,), _FIRST_RATE, jnp.float32),
-        rest=zeros(),
-        last_rest=zeros(),
     )
 
 

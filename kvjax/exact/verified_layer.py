@@ -11,7 +11,7 @@ from jax import Array, lax
 from kvjax.attention.over_cache import append_tokens, attend_few_mass, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
-from kvjax.cache.rewind import rewound
+from kvjax.exact.rewind import rewound
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, Prompt, Step, free_slots
 from kvjax.protocol.slots import SlotMethod, SlotState
@@ -48,8 +48,6 @@ class Passes:
     drafted: Array  # int32 [B, N], passes that had a drafted token at each of the N = ``depth`` places behind the first
     accepted: Array  # int32 [B, N], passes that kept it
     rate: Array  # float32 [B], moving mean of the share of drafted tokens that Full agrees with
-    rest: Array  # int32 [B], tokens that Full still decodes alone before the draft is tried again
-    last_rest: Array  # int32 [B], tokens of the last rest, 0 if the draft was worth its steps since then
 
 
 @answers("draft")

@@ -8,7 +8,7 @@ first one that differs are kept; the logits behind the last kept token are the n
 What is rolled back, and how:
 
 * The cursor, and the positions of slots. Keys and values of rejected tokens stay where they are, in empty slots, so no large
-  array is copied (`kvjax.cache.rewind`).
+  array is copied (`kvjax.exact.rewind`).
 * Everything else that the draft changes in its steps: metadata, shared state, the small storage of a method that moves slots.
   The draft works on a copy. `VerifiedLayer.commit` tells the true state of the kept tokens, with exact keys and values.
 
@@ -30,7 +30,9 @@ from kvjax.cache import Cache
 from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
-from kvjax.decoding.progress import (
+from kvjax.decoding.recurrent import run_recurrent
+from kvjax.decoding.sampling import Sampler
+from kvjax.exact.progress import (
     Call,
     active_rows,
     draw,
@@ -42,17 +44,15 @@ from kvjax.decoding.progress import (
     next_token,
     written,
 )
-from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.sampling import Sampler
-from kvjax.exact.rests import alone_steps, rate_of, rested, run_alone
 from kvjax.exact.verified import Verified, noted
-from kvjax.exact.verified_alone import waking_rounds
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due
 from kvjax.protocol.typing import EMPTY, attention_soft_cap, method_layers
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
+
+_TURN = 4  # steps of Full alone in a turn of its loop; at most three come after the last row's end
 
 
 def drafts_tokens(cache: Cache) -> bool:
@@ -75,33 +75,52 @@ def run_verified(
     """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended."""
     start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
     draws, last = (None, None) if key is None else keys_of_draws(key, steps)
-    step = functools.partial(advance, Call(params, sampler, eos, limits, draws, may_end=stop_early))
-    end = lax.while_loop(functools.partial(goes_on, limits), step, start)
+    end = advance(Call(params, sampler, eos, limits, draws), start)
     return dataclasses.replace(end, key=last)
 
 
 def advance(call: Call, now: Decoded) -> Decoded:
-    """Run rounds, and blocks of steps of Full alone, each until the other's turn comes; at least one of them."""
-    limits, rounds = call.limits, functools.partial(_round, call)
-    if cast("Verified", now.cache.method).worth is None:
-        return lax.while_loop(functools.partial(goes_on, limits), rounds, now)
+    """Run rounds to the end of all rows, or until the draft is not worth its steps; then Full decodes alone.
 
-    def rests(now: Decoded) -> Array:
-        return goes_on(limits, now) & (alone_steps(limits, now) > 0)
+    Each call tries the draft at least once: a later call's text may suit it.
+    """
+    limits, worth = call.limits, cast("Verified", now.cache.method).worth
+    more, once = functools.partial(goes_on, limits), functools.partial(_round, call)
+    if worth is None:
+        return lax.while_loop(more, once, now)
 
-    def tries(now: Decoded) -> Array:
-        return goes_on(limits, now) & (alone_steps(limits, now) == 0)
+    def pays(now: Decoded) -> Array:
+        agreed = rate_of(cast("Passes", now.cache.shared), active_rows(limits, now))
+        return more(now) & ((now.step == 0) | (agreed >= worth))
 
-    rest = functools.partial(run_alone, call)
-    return lax.while_loop(tries, rounds, lax.while_loop(rests, rest, now))
+    drafted, step = lax.while_loop(pays, once, now), functools.partial(_alone, call)
+    with jax.named_scope("alone"):
+        # The host waits for the condition of a loop whose length only the device knows, so a turn has several steps.
+        return lax.while_loop(more, lambda now: lax.fori_loop(0, _TURN, step, now), drafted)
 
 
-def _depth(limits: Array | None, now: Decoded) -> Array:
+def rate_of(passes: Passes, active: Array) -> Array:
+    """Average the rate of agreement of the rows that are ``active`` bool [B], on all devices: a float32 scalar."""
+    count = jnp.maximum(axes.total(jnp.sum(active, dtype=jnp.float32), axes.DATA), 1)
+    return axes.total(jnp.sum(jnp.where(active, passes.rate, 0)), axes.DATA) / count
+
+
+def _alone(call: Call, _: Array, now: Decoded) -> Decoded:
+    """Decode one token of each row with Full, and tell the draft of it, so that a later call can draft."""
+    active = active_rows(call.limits, now)
+    token, bad = next_token(call.sampler, call.draws, active, now)
+    cache = run_step(call.params, now.cache, token[:, None], active[:, None])
+    passes = dataclasses.replace(cache.shared, passes=cache.shared.passes + active.astype(jnp.int32))
+    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
+    return written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), call.eos, call.limits)
+
+
+def _depth(call: Call, now: Decoded) -> Array:
     """Choose how many tokens to draft in the next round, for all rows that draft: an int32 scalar."""
-    method, passes = cast("Verified", now.cache.method), cast("Passes", now.cache.shared)
+    method, limits = cast("Verified", now.cache.method), call.limits
     if method.worth is None:
         return jnp.int32(method.depth)
-    rate = rate_of(passes, active_rows(limits, now))
+    rate = rate_of(cast("Passes", now.cache.shared), active_rows(limits, now))
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
     return jnp.minimum(depth, largest(limits, now, left_tokens(limits, now)) - 1)
@@ -113,8 +132,8 @@ def _round(call: Call, now: Decoded) -> Decoded:
     active = active_rows(limits, now)
     first, bad = next_token(call.sampler, call.draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
-    wanted = jnp.minimum(_depth(limits, now), left_tokens(limits, now) - 1)
-    wanted = jnp.where(active & ~ends(first, eos) & (cast("Passes", cache.shared).rest == 0), wanted, 0)
+    wanted = jnp.minimum(_depth(call, now), left_tokens(limits, now) - 1)
+    wanted = jnp.where(active & ~ends(first, eos), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
         tokens, cache = _drafted(call, cache, first, wanted, place)
@@ -130,10 +149,6 @@ def _round(call: Call, now: Decoded) -> Decoded:
     with jax.named_scope("commit"):
         cache = _committed(cache, made, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
-    worth = cast("Verified", cache.method).worth
-    if worth is not None:
-        passes = dataclasses.replace(passes, rest=jnp.maximum(passes.rest - 1, 0))
-        passes = rested(passes, active, wanted, accepted, worth, waking_rounds(cache))
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
     return written(now, tokens, active, accepted, eos, limits)
 

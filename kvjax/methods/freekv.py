@@ -41,6 +41,7 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
+from kvjax.methods.budgets import SHARE
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.protocol.method import LayerMethod, Prompt, Step
@@ -79,6 +80,17 @@ class FreeKV(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2505.13109"
 
     offloadable = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        total, page = length // SHARE, 32
+        while page > 4 and 3 * page > total:  # a page at each end, and one found page
+            page //= 2
+        share = min(1.0, total / 2 / (512 + 512))
+        sinks, local = int(512 * share) // page * page, max(int(512 * share) // page, 1) * page
+        note = f"1/{SHARE} of the context, sinks and recent tokens too"
+        note += f"; pages of {page} tokens" if page < 32 else ""
+        return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")

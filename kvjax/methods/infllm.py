@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from jax import Array, lax
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import Near, empty_storage, offload
+from kvjax.methods.budgets import SHARE
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -102,6 +103,20 @@ class InfLLM(LayerMethod):
     quantisable = True
     takes_sinks = True
     appends = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        total, block = length // SHARE, 128
+        if total >= 128 + 4096 + 2048:
+            return {}, ""
+        while block > 8 and 4 * block > total:
+            block //= 2
+        share = min(1.0, total / 2 / (128 + 4096))
+        sinks, local = int(128 * share), int(4096 * share)
+        knobs = {"num_sink": sinks, "num_local": local, "chunk": min(512, local), "block_size": block}
+        note = f"1/{SHARE} of the context, sinks and recent tokens too"
+        note += f"; blocks of {block} tokens" if block < 128 else ""
+        return {**knobs, "budget": total - sinks - local}, note
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")

@@ -22,13 +22,11 @@ snu-mllab/KVzip 5d84729, level "pair", with its texts, chunk and overlap; NVIDIA
 ``layerwise`` and 4 first tokens.
 
 **Departures**: a head keeps at most ``head_factor`` times the budget; what it would keep beyond that goes to the other
-heads. With eight times the budget, the whole prompt, near-duplicate keys score 56 instead of 10 (multikey 2,
-Qwen2.5-Coder-1.5B at 16K, Full 80) at the same bytes a step, in a cache as large as Full's. Two other tasks change within
-noise, and ``num_sink=32`` besides changes none beyond noise. The released code stores heads of any length one behind the
-other, and keeps the whole system prompt: set ``num_sink`` to its length. It gives a budget as a share of the prompt,
-without the system prompt. The end of the user's turn in the model's chat template, which stands before what is repeated,
-is ``answer``: a tokenizer alone gives a line break, which kvpress takes where there is no template. The softmax is in
-float32. Without a tokenizer the text is reread without a request.
+heads. What other factors score: docs/notebook/readings-others.md. The released code stores heads of any length one behind
+the other, and keeps the whole system prompt: set ``num_sink`` to its length. It gives a budget as a share of the prompt,
+without the system prompt. The end of the user's turn in the model's chat template, which stands before what is repeated, is
+``answer``: a tokenizer alone gives a line break, which kvpress takes where there is no template. The softmax is in float32.
+Without a tokenizer the text is reread without a request.
 """
 
 from __future__ import annotations

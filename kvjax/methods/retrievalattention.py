@@ -28,12 +28,13 @@ read in every step, so with ``offload`` only the values are in host memory; the 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from pallas_kernels.score.page_score import page_score
@@ -61,6 +62,10 @@ class RetrievalAttention(ScoredScan):
     PAPER: ClassVar[str] = "arXiv:2409.10516"
 
     keys_stay = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        return searched(length, 128, 512, " for each query head")
 
     def index(self, cache: LayerCache) -> Ends:
         none = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32)

@@ -23,12 +23,13 @@ bytes. JAX's generator draws the random planes.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan, by_blocks
 from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
@@ -61,6 +62,10 @@ class SOCKET(ScoredScan):
 
     score_is_masked = True
     reads_values = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        return searched(length, 128, 128)
 
     def index(self, cache: LayerCache) -> Hashed:
         ids = by_blocks(lambda key: buckets(key, self._planes(cache)), cache.key)

@@ -21,29 +21,16 @@ the rotation of scoring queries.
 it shortens the vote by one. Several tokens after the prompt (`extend`) select like a chunk, and the selection before them is
 not reused.
 
-Other readings are knobs. The scores here are means of five tasks (needles of uuids, among one and many others, of several
-values, and a string of digits) on Qwen2.5-Coder-1.5B at 16K, with 16 samples a task. Full scores 92.8.
-docs/notebook/readings-others.md has all rows.
-
-* The prompt's chunk: the paper and the code read 512 tokens at a time, as many as there are local ones. The default is 256:
-  it selects for fewer tokens, and more often. Chunks of 512, 256 and 128 score 65.3, 73.8 and 72.5, and the prompts of 16
-  samples take 1.71, 1.92 and 2.29 s on an H200.
-* Pooling of votes: none, as the paper does not mention it. The code pools them over neighbouring tokens, with a width
-  for each dataset and model, while the prompt is read too: 5 for Qwen2 on passkeys, numbers and key-value pairs, and 6, 0
-  and 32 for Llama-3. ``kernel=5`` scores 65.3, 74.1 and 73.4 with the three chunks: no difference beyond noise.
-* Reuse while decoding, as the paper says; in the released code it is switched off (``theta=2`` never reuses). The paper sets
-  0.9 for InfiniteBench and LongBench and no value for RULER, where the default of 0.9 is our choice. With ``theta=2`` and
-  chunks of 512 and 128 the scores are the same, and a step reads 65 % of Full's bytes instead of 41 %. With the default
-  chunk and 50 samples of three tasks reuse costs nothing beyond noise, too (53.2 without it, 54.0 with it).
-* A query head is scored against the KV head that it attends to; paper and code take ``head mod num_kv_heads``
-  (``gqa_map="mod"``). The release's reading of it all (chunk 512, ``kernel=5``, ``theta=2``, "mod") scores 63.4.
+The default chunk of 256 tokens is half of the paper's; ``theta=2`` never reuses a selection, as in the released code, which
+also pools votes (``kernel=5`` for Qwen2). A query head is scored against the KV head that it attends to; paper and code
+take ``head mod num_kv_heads``. What these readings score: docs/notebook/readings-others.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +41,7 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
+from kvjax.methods.budgets import scaled
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
@@ -131,6 +119,15 @@ class TokenSelect(LayerMethod):
     takes_sinks = True
     appends = True
     slot_block = 1
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        share, note = scaled(128 + 2048 + 512, length)
+        local = max(int(512 * share), 1)
+        budget, sinks = max(int(2048 * share), 1), int(128 * share)
+        # The paper's chunk is as long as the local window. Half of it finds more, see docs/notebook/readings-others.md.
+        chunk = min(max(local // 2, 2), local)
+        return {"budget": budget, "num_sink": sinks, "num_local": local, "chunk": chunk, "theta": 0.9}, note
 
     def check(self) -> None:
         if self.chunk > self.num_local:

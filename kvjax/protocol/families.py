@@ -33,7 +33,6 @@ class AppendOnly(SlotMethod):
     """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
 
     selects = False
-    told_later = True
 
     def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
         return None
@@ -167,8 +166,6 @@ class Retrieval(SlotMethod):
     page_size: int = static(default=16, least=1)  # slots per page
     implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
-
-    told_later = True
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")

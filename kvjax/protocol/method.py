@@ -184,6 +184,11 @@ class Method(abc.ABC):
         """Derive the knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
         return {}
 
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str] | None:
+        """Return the knobs for ``length`` tokens of text, and what differs from the paper; None if a budget is all."""
+        return None
+
     @abc.abstractmethod
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
         """Make the state that all layers share from the sizes of every layer; leaves have axis B first. Or None."""

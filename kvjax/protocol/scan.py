@@ -64,7 +64,6 @@ class ScanRetrieval(SlotMethod):
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     offloadable = True
-    told_later = True
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:

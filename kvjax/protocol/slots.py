@@ -57,7 +57,6 @@ class SlotAttention(LayerMethod):
     reads_covariance = False  # True: the moments include the covariance, not the means alone
     observes_steps = False  # True: `update` gets the attention mass of its step
     observes_several = False  # True: `update` gets the attention mass of several tokens at once, and of no single token
-    told_later = False  # True: `update` of several tokens needs nothing of them but their positions and what is stored
     reads_tokens = False  # True: `compress` gets the prompt's token ids
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     selects = True  # False: `select` always returns None, so a step attends to all stored slots

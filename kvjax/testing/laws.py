@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.api.fork import fork
 from kvjax.api.generate import generate
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
@@ -210,7 +210,7 @@ def bfloat16_is_kept(subject: Subject) -> None:
 
     cache = jax.eval_shape(run)
     _must(cache.logits.dtype == jnp.float32, f"logits must be float32, got {cache.logits.dtype}")
-    is_cache = lambda x: isinstance(x, (LayerCache, LatentCache))  # noqa: E731
+    is_cache = lambda x: isinstance(x, (PlainCache, LatentCache))  # noqa: E731
     for x in filter(is_cache, jax.tree.leaves(cache.layers, is_leaf=is_cache)):
         kinds = x.key.dtype, x.value.dtype
         _must(set(kinds) == {jnp.dtype("bfloat16")}, f"keys and values must stay bfloat16, got {kinds}")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import LayerCache
+from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.cache.quantised import QuantisedCache
 from kvjax.protocol.method import Inputs, LayerSpec, settle_due
@@ -79,7 +79,7 @@ def stored(state: Any) -> LayerCache | ThinCache | QuantisedCache:
 
 
 def _is_stored(x: Any) -> bool:
-    return isinstance(x, (LayerCache, ThinCache, QuantisedCache))
+    return isinstance(x, (PlainCache, ThinCache, QuantisedCache))
 
 
 def _soiled(x: Quantised, empty: jax.Array) -> Quantised:

@@ -32,11 +32,11 @@ from safetensors.numpy import save_file
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
-from ..hub.directories import read_json
-from ..hub.replaced_files import replaced_files
-from ..sizes.config import ModelConfig
+from ..sizes.architecture import Architecture
 from ..sizes.rope_scaling import RopeScaling
+from .directories import read_json
 from .eight_bits import SCALE, numbers, problem
+from .replaced_files import replaced_files
 
 WEIGHTS = "adapter_model.safetensors"
 DESCRIPTION = "adapter_config.json"
@@ -201,7 +201,7 @@ def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int)
     return problems
 
 
-def stretched(config: ModelConfig, factor: float) -> ModelConfig:
+def stretched(config: Architecture, factor: float) -> Architecture:
     """Stretch a model's context: divide its slow rotary frequencies by a factor, so that no angle is new to the model.
 
     The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
@@ -225,8 +225,8 @@ def stretched(config: ModelConfig, factor: float) -> ModelConfig:
 
 
 def apply_adapter(
-    params: Mapping[str, Any], config: ModelConfig, directory: str | os.PathLike
-) -> tuple[dict[str, Any], ModelConfig]:
+    params: Mapping[str, Any], config: Architecture, directory: str | os.PathLike
+) -> tuple[dict[str, Any], Architecture]:
     """Apply the adapter in a directory to a model.
 
     Args:

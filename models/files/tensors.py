@@ -12,12 +12,13 @@ from typing import cast
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..hub.directories import leaves_folder, read_json
-from ..sizes.config import ModelConfig
+from ..sizes.architecture import Architecture
 from . import four_bits
+from .directories import leaves_folder, read_json
 from .eight_bits import SCALE, numbers, problem
-from .tables.checkpoint import EMBEDDING, LM_HEAD, AnyLeaf, Index, Parts, tensor_problems
+from .tables.checkpoint import EMBEDDING, LM_HEAD, tensor_problems
 from .tables.families import FAMILIES
+from .tables.leaf import AnyLeaf, Index, Parts
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -40,7 +41,7 @@ class SafeTensors:
     tied: bool
 
     @classmethod
-    def of(cls, directory: Path, config: ModelConfig, table: list[AnyLeaf]) -> SafeTensors:
+    def of(cls, directory: Path, config: Architecture, table: list[AnyLeaf]) -> SafeTensors:
         """Find and check the tensors that ``table`` asks for.
 
         Raises:
@@ -133,7 +134,7 @@ def _damage(file: Path) -> str:
     return f"got {size} bytes, expected {8 + header_size + data}"
 
 
-def _check(directory: Path, config: ModelConfig, table: list[AnyLeaf], sources: dict[str, Path]) -> None:
+def _check(directory: Path, config: Architecture, table: list[AnyLeaf], sources: dict[str, Path]) -> None:
     """Refuse tensors that do not fit the table, with one message for all of them."""
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
     if config.tie_word_embeddings and LM_HEAD in sources:

@@ -6,101 +6,47 @@ each head's query is multiplied by K_h^T once (it is *absorbed*), and attention 
 sum of values is ``V_h`` times the same sum of latents. So the value of a token is its key, and V_h multiplies what attention
 returns; the channels of p are left out there. No head's keys or values are made.
 
-A key has its channels in the order of `models.files.tables.families.channel_order`: pair i is i and i + D/2, and the first pairs rotate.
+A key has its channels in the order of `models.files.tables.families.channel_order`: pair i is i and i + D/2, and the first
+pairs rotate.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C; the order of operations as in transformers 5.24, which
 makes the keys and values of all heads.
+
+The layers are `LatentAttention`, and `RoutedMLP` for the experts that these models and others have.
+
+Parameter tree (axes: d hidden, N query heads, R latent, E experts, F intermediate; the other sizes are in `Latent`)::
+
+    attention/latents/kernel [d, query_rank + R + rotated]  attention/latent_norm/scale [R]
+    attention/query_norm/scale [query_rank]                 attention/query/kernel [query_rank, N*query_dim]
+    attention/up/kernel [R, N*(key_dim + value_dim)]        attention/out/kernel [N*value_dim, d]
+    mlp/router/kernel [d, E], router/bias [E] (sigmoid)     mlp/gate_up/kernel [E, d, 2, F], mlp/down/kernel [E, F, d]
+    mlp/shared/gate_up/kernel [d, 2, F]                     mlp/shared/down/kernel [F, d] (the shared expert)
+
+All that reads the hidden state is one product, as ``qkv`` is elsewhere. Without latents of queries ``latents`` makes the
+queries of all heads in their place: its columns are N*query_dim + R + rotated.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..sizes.rope_scaling import YarnScaling
+from pallas_kernels import axes
+from pallas_kernels.layer.add_norm import rms_norm
 
-_SIZES = ("rank", "rotated", "key_dim", "value_dim")
+from ..sizes.architecture import Architecture
+from ..sizes.experts import Experts
+from ..sizes.latent import Latent
+from .experts import mix
+from .modules import MLP, Dense, Kernel, Scale, stored
+from .router import choose
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Latent:
-    """The sizes of latent attention.
-
-    Raises:
-        ValueError: a size is not positive, or ``rank`` or ``rotated`` is odd.
-    """
-
-    rank: int  # R, numbers of a latent
-    rotated: int  # channels of a key that rotate, one vector for all heads
-    key_dim: int  # channels of a head's key that come from the latent
-    value_dim: int  # channels of a head's value
-    query_rank: int | None = None  # numbers of a query's own latent; None: queries come from the hidden state
-    interleaved: bool = True  # whether neighbouring channels of the file are a pair that rotates
-
-    def __post_init__(self):
-        for name in (*_SIZES, *(("query_rank",) if self.query_rank is not None else ())):
-            value = vars(self)[name]
-            if type(value) is not int or not 0 < value < 2**31:
-                raise ValueError(f"Latent: {name} must be a positive integer below 2**31, got {value!r}")
-        for name in ("rank", "rotated"):
-            if vars(self)[name] % 2:
-                raise ValueError(f"Latent: {name} must be even (RoPE rotates pairs), got {vars(self)[name]}")
-        if type(self.interleaved) is not bool:
-            raise ValueError(f"Latent: interleaved must be True or False, got {self.interleaved!r}")
-
-    @property
-    def width(self) -> int:
-        """D, the channels of a stored key."""
-        return self.rank + self.rotated
-
-    @property
-    def query_dim(self) -> int:
-        """Channels of a head's query before it is absorbed."""
-        return self.key_dim + self.rotated
-
-
-def check_latent(config: Any) -> None:
-    """Refuse a `ModelConfig` whose other fields do not fit its latent.
-
-    Raises:
-        ValueError: the message names the field, what it holds, and what was expected.
-    """
-    latent = config.latent
-    if latent is None:
-        return
-    if not isinstance(latent, Latent):
-        raise ValueError(f"ModelConfig: latent must be a Latent or None, got {latent!r}")
-    if config.query_scale is None:
-        raise ValueError(f"ModelConfig: query_scale must be a positive number with {latent}, got None")
-    for name, expected in (("num_kv_heads", 1), ("head_dim", latent.width)):
-        if vars(config)[name] != expected:
-            raise ValueError(f"ModelConfig: {name} must be {expected} with {latent}, got {vars(config)[name]}")
-    others = ("qkv_bias", "qk_norm", "wide_qk_norm", "output_gate", "out_bias", "attention_sinks")
-    own = [name for name in others if vars(config)[name]]
-    if own:
-        raise ValueError(f"ModelConfig: {own[0]} must be False with a latent, got True")
-    turned = {rope.rotated for rope in config.ropes}
-    if turned != {latent.rotated} or any(config.windows):
-        raise ValueError(
-            f"ModelConfig: every layer must rotate {latent.rotated} channels and have no window with {latent}, got ropes of "
-            f"{sorted(turned, key=str)} channels and windows={config.windows!r:.60}"
-        )
-
-
-def query_scale(latent: Latent, scaling: Any) -> float:
-    """Compute the factor on the product of query and key, with YaRN's factor on all channels.
-
-    Args:
-        latent: the sizes.
-        scaling: the rule that stretches RoPE, or None.
-    """
-    share = scaling.mscale_all_dim if isinstance(scaling, YarnScaling) else None
-    stretch = 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1 if share else 1.0
-    return latent.query_dim**-0.5 * stretch**2
+_EPS = 1e-6  # of the norms of latents, whatever the model's own
 
 
 def halves(x: jax.Array, latent: Latent) -> tuple[jax.Array, jax.Array]:
@@ -122,3 +68,82 @@ def latents_of(keys: jax.Array, latent: Latent) -> jax.Array:
     """Take the latents [..., R] out of keys or sums of keys [..., D]."""
     half = latent.rotated // 2
     return jnp.concatenate([part[..., half:] for part in jnp.split(keys, 2, axis=-1)], axis=-1)
+
+
+class LatentAttention(nn.Module):
+    """The projections of one layer's latent attention. The caller computes the attention itself."""
+
+    config: Architecture
+    layer: int
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, attend: Callable[..., tuple[Any, Any]], state: Any, before: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
+
+        ``attend`` gets the absorbed queries [B, 1, N, T, D], and keys [B, 1, T, D] that are the values too; of what it
+        returns, [B, 1, N, T, D], only the channels of latents are read. ``before`` is as in `Attention` of the transformer.
+        """
+        config, latent = self.config, cast("Latent", self.config.latent)
+        heads, (batch, length, _) = config.num_q_heads, x.shape
+        rows = x if before is None else jnp.concatenate([x, before], axis=1)
+        width = latent.query_rank or heads * latent.query_dim
+        made = Dense(config, width + latent.width, name="latents")(rows.astype(config.dtype))
+        query, key = made[..., :width], made[:, :length, width:]
+        if latent.query_rank is not None:
+            query = rms_norm(query, Scale(config, width, name="query_norm")(), _EPS)
+            query = Dense(config, heads * latent.query_dim, name="query")(query)
+        query = query.reshape(batch, rows.shape[1], heads, latent.query_dim)
+        each = latent.key_dim + latent.value_dim
+        up = Kernel(config, (latent.rank, heads * each), name="up")().astype(config.dtype)
+        up = up.reshape(latent.rank, heads, each)
+        absorbed = jnp.einsum("btnk,rnk->btnr", query[..., : latent.key_dim], up[..., : latent.key_dim])
+        query = whole_key(absorbed, query[..., latent.key_dim :], latent)
+        # Attention divides by sqrt(D), under every method.
+        query = query * jnp.asarray(cast("float", config.query_scale) * math.sqrt(latent.width), query.dtype)
+        query = query.transpose(0, 2, 1, 3)[:, None]
+        latents = rms_norm(key[..., : latent.rank], Scale(config, latent.rank, name="latent_norm")(), _EPS)
+        key = whole_key(latents, key[..., latent.rank :], latent)[:, None]
+        query, *guess = (query,) if before is None else jnp.split(query, 2, axis=3)
+        with jax.named_scope("attend"):
+            out, state = attend(self.layer, state, query, key, key, *guess)
+        if out.shape != query.shape:
+            raise ValueError(f"attend returned shape {out.shape} at layer {self.layer}, expected {query.shape}")
+        sums = latents_of(out[:, 0].astype(config.dtype), latent)  # [B, N, T, R]
+        values = jnp.einsum("bntr,rnv->btnv", sums, up[..., latent.key_dim :])
+        values = values.reshape(batch, length, heads * latent.value_dim)
+        return axes.total(Dense(config, config.hidden_size, name="out")(values)), state
+
+
+class RouterKernel(nn.Module):
+    """The kernel [d, E] of a router, and the bias [E] of one with sigmoids, else None."""
+
+    config: Architecture
+    experts: Experts
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+        config, count = self.config, self.experts.num_experts
+        kernel = stored(self, "router/kernel", config, (config.hidden_size, count))
+        biased = self.experts.router is not None and self.experts.router.score == "sigmoid"
+        return kernel, stored(self, "router/bias", config, (count,)) if biased else None
+
+
+class RoutedMLP(nn.Module):
+    """A layer's MLP as a mixture of experts with a router of `models.layers.router`, and an expert that all tokens share."""
+
+    config: Architecture
+    experts: Experts
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply each token's experts and the shared one to ``x`` [B, T, d]; return [B, T, d]."""
+        config, experts, hidden = self.config, self.experts, self.config.hidden_size
+        count, inner = experts.num_experts, experts.intermediate_size
+        shapes = {"gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
+        gate_up, down = (Kernel(config, shape, name=name)().astype(config.dtype) for name, shape in shapes.items())
+        rows = x.reshape(-1, hidden).astype(config.dtype)
+        chosen = choose(rows, *RouterKernel(config, experts, name="router")(), experts)
+        mixed = axes.total(mix(rows, *chosen, gate_up, down)).reshape(x.shape)
+        return mixed + MLP(config, experts.shared_size, name="shared")(x) if experts.shared_size else mixed

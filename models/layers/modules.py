@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,20 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 from pallas_kernels.layer.add_norm import add_norm, rms_norm
 from pallas_kernels.layer.coded_product import coded_product
 
-from ..sizes.config import ModelConfig
-from ..sizes.parts import ACTIVATIONS, layer_norm
+from ..sizes.architecture import Architecture
 from .one_row import multiplied
 
 _INIT_STD = 0.02
+# The function on the gate of a gated MLP, by its name in config.json.
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
+def initializer(path: str, config: Architecture) -> Callable[..., jax.Array]:
     """Return the initial distribution of the parameter at ``path`` ('a/b/c').
 
     Norm scales are ones, biases are zeros, and matrices are normal with standard deviation 0.02. The two projections that
@@ -37,7 +44,7 @@ def initializer(path: str, config: ModelConfig) -> Callable[..., jax.Array]:
     return nn.initializers.normal(stddev=_INIT_STD * shrink)
 
 
-def stored(module: nn.Module, path: str, config: ModelConfig, shape: tuple[int, ...]) -> Any:
+def stored(module: nn.Module, path: str, config: Architecture, shape: tuple[int, ...]) -> Any:
     """Return the parameter of a module that the last part of ``path`` names, in the dtype in which it is stored.
 
     ``nn.Module.param`` checks a parameter's shape by tracing its `initializer`, which takes half the time of tracing a model.
@@ -88,10 +95,21 @@ def product(
     return multiplied(times, x, math.prod(matrix.shape[1:]))
 
 
+def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Normalise ``x`` [..., N] by mean and variance, times ``scale`` [N]: in float32, cast back to its dtype.
+
+    Source: Ba et al., "Layer Normalization" (arXiv:1607.06450), without a bias.
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
 class Scale(nn.Module):
     """The factors [N] of a norm."""
 
-    config: ModelConfig
+    config: Architecture
     width: int
 
     @nn.compact
@@ -102,7 +120,7 @@ class Scale(nn.Module):
 class Norm(nn.Module):
     """A norm over the last axis, computed in float32: by the root mean square, or LayerNorm."""
 
-    config: ModelConfig
+    config: Architecture
 
     @nn.compact
     def __call__(self, x: jax.Array, update: jax.Array | None = None) -> Any:
@@ -118,7 +136,7 @@ class Norm(nn.Module):
 class Dense(nn.Module):
     """A projection. Its stored kernel can have any dtype; its product is in the dtype of computation."""
 
-    config: ModelConfig
+    config: Architecture
     features: int
     use_bias: bool = False
 
@@ -134,7 +152,7 @@ class Dense(nn.Module):
 class Kernel(nn.Module):
     """A stored kernel of any shape, or a bias that is no part of a projection."""
 
-    config: ModelConfig
+    config: Architecture
     shape: tuple[int, ...]
     leaf: str = "kernel"
 
@@ -146,7 +164,7 @@ class Kernel(nn.Module):
 class MLP(nn.Module):
     """A gated MLP, whose projections gate and up are fused; or an MLP without a gate."""
 
-    config: ModelConfig
+    config: Architecture
     inner: int | None = None  # F; None: the model's
 
     @nn.compact
@@ -155,7 +173,7 @@ class MLP(nn.Module):
 
         With the ``scale`` [d] of a norm ``x`` is the stream before the norm, and the result is the stream after the MLP.
         """
-        config, act = self.config, ACTIVATIONS[self.config.activation]
+        config, act = self.config, _ACTIVATIONS[self.config.activation]
         width = config.intermediate_size if self.inner is None else self.inner
         if not config.mlp_gate:
             inner = Dense(config, width, name="inner")(x.astype(config.dtype))

@@ -43,26 +43,68 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import axes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import MOST_VECTORS, coded_product
 
-from ..sizes.config import ModelConfig
-from ..sizes.parts import final_logits, plain_layer, wide_qk_norm, without_gates
-from .experts import Experts, mix, mixed_bias, route
-from .latent_layers import LatentAttention, RoutedMLP
+from ..sizes.architecture import Architecture
+from ..sizes.experts import Experts
+from .experts import clamped_gate, mix, mixed_bias, route
+from .latent import LatentAttention, RoutedMLP
 from .linear.layer import GatedDelta
 from .modules import MLP, Dense, Kernel, Norm, Scale, stored
 
 Attend = Callable[..., tuple[jax.Array, Any]]  # see `Transformer.__call__`
 
 
+def wide_qk_norm(qkv: jax.Array, of_query: jax.Array, of_key: jax.Array, eps: float) -> jax.Array:
+    """Normalise the queries of all heads together by their root mean square, and the keys of all heads too.
+
+    Args:
+        qkv: [B, T, H, G + 2, D], the queries, the key and the value of each KV head; on a mesh, the heads of this device.
+        of_query: [H * G * D], factors, in the order of the heads.
+        of_key: [H * D], factors.
+        eps: added to the mean square.
+
+    Returns:
+        The same array with normalised queries and keys. The arithmetic is in float32.
+    """
+    heads, group, dim = qkv.shape[2], qkv.shape[3] - 2, qkv.shape[4]
+    wide = qkv.astype(jnp.float32)
+    square = axes.total(jnp.sum(wide * wide, axis=(2, 4)))  # [B, T, G + 2]
+    width = heads * axes.size(axes.MODEL) * dim
+    query = lax.rsqrt(jnp.sum(square[..., :group], axis=-1, keepdims=True) / (width * group) + eps)
+    key = lax.rsqrt(square[..., group : group + 1] / width + eps)
+    rate = jnp.concatenate([jnp.repeat(query, group, axis=-1), key], axis=-1)[:, :, None, :, None]
+    scale = jnp.concatenate([of_query.reshape(heads, group, dim), of_key.reshape(heads, 1, dim)], axis=1)
+    normed = wide[..., :-1, :] * rate * scale.astype(jnp.float32)[None, None]
+    return jnp.concatenate([normed.astype(qkv.dtype), qkv[..., -1:, :]], axis=3)
+
+
+def without_gates(qkv: jax.Array, group: int) -> tuple[jax.Array, jax.Array | None]:
+    """Take the gates of attention's output out of a fused projection.
+
+    Args:
+        qkv: [B, T, H, 2 * G + 2, D], where each query is followed by its gate; or [B, T, H, G + 2, D] without gates.
+        group: G.
+
+    Returns:
+        [B, T, H, G + 2, D], and the gates [B, T, H, G, D] or None.
+    """
+    if qkv.shape[3] == group + 2:
+        return qkv, None
+    both, rest = qkv[:, :, :, : 2 * group], qkv[:, :, :, 2 * group :]
+    both = both.reshape(*qkv.shape[:3], group, 2, qkv.shape[4])
+    return jnp.concatenate([both[..., 0, :], rest], axis=3), both[..., 1, :]
+
+
 class Attention(nn.Module):
     """The projections of one layer's attention. The caller computes the attention itself."""
 
-    config: ModelConfig
+    config: Architecture
     layer: int
 
     @nn.compact
@@ -129,7 +171,7 @@ class Attention(nn.Module):
 class MixtureMLP(nn.Module):
     """A layer's MLP as a mixture of experts; see `models.layers.experts`."""
 
-    config: ModelConfig
+    config: Architecture
     experts: Experts
 
     @nn.compact
@@ -150,7 +192,7 @@ class MixtureMLP(nn.Module):
             shapes = {"router_bias": (count,), "gate_up_bias": (count, 2, inner), "down_bias": (count, hidden)}
             of_router, of_gates, of_down = made(shapes, "bias")
             chosen, weight = route(rows, router, experts, of_router)
-            mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, experts.clamp))
+            mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, clamped_gate(experts.clamp)))
             mixed = (mixed + mixed_bias(chosen, weight, of_down).astype(x.dtype)).reshape(x.shape)
         if not experts.shared_size:
             return mixed
@@ -161,7 +203,7 @@ class MixtureMLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, whose outputs are added to the residual stream (`ModelConfig.norm_place`)."""
 
-    config: ModelConfig
+    config: Architecture
     layer: int
 
     @nn.compact
@@ -214,7 +256,7 @@ class Block(nn.Module):
             and all(scale is not None and scale.dtype == x.dtype for scale in scales)
             and math.prod(x.shape[:-1]) <= MOST_VECTORS
             and x.dtype == jnp.dtype(self.config.dtype)
-            and plain_layer(self.config)
+            and _is_plain(self.config)
             and not axes.is_split(axes.MODEL)
         )
 
@@ -234,10 +276,17 @@ class Block(nn.Module):
         return update if multiplier == 1 else update * multiplier
 
 
+def _is_plain(config: Architecture) -> bool:
+    """Tell whether a layer is norm, attention, norm and MLP, gated by silu, with nothing between products and the stream."""
+    norms = config.norm == "rms" and config.norm_place == "before" and config.residual_multiplier == 1
+    others = config.experts, config.latent, config.linear
+    return norms and config.mlp_gate and config.activation == "silu" and not config.out_bias and others == (None,) * 3
+
+
 class Table(nn.Module):
     """A table [V, d] that embeds token ids, or scores hidden states against every token."""
 
-    config: ModelConfig
+    config: Architecture
 
     def setup(self):
         """Create the table."""
@@ -273,13 +322,15 @@ class Table(nn.Module):
             table = self.embedding.astype(self.config.dtype)
             made = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
         made = axes.joined(made, x.ndim - 1)
-        return final_logits(made, self.config.logits_multiplier, self.config.logit_softcap)
+        cap, multiplier = self.config.logit_softcap, self.config.logits_multiplier
+        logits = made if multiplier == 1 else made * multiplier
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
 class Transformer(nn.Module):
     """The decoder: embedding, layers, final norm, LM head."""
 
-    config: ModelConfig
+    config: Architecture
 
     @nn.compact
     def __call__(

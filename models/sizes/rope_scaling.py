@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-_FREE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # every rule may have them
 _FLOAT32 = float(np.finfo(np.float32).max)  # frequencies are computed in float32
-_NOTES = ("finetuned",)  # written by YaRN's authors about their weights; changes nothing
 
 
 def _number(owner: str, name: str, value: Any, least: float) -> None:
@@ -24,7 +22,8 @@ def _number(owner: str, name: str, value: Any, least: float) -> None:
         raise ValueError(f"{owner}: {name} must be a finite number of at least {least}, got {value!r:.60}")
 
 
-def _tokens(owner: str, value: Any) -> None:
+def check_tokens(owner: str, value: Any) -> None:
+    """Refuse a length of the old context that is no positive number of tokens."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise ValueError(
             f"{owner}: original_max_position_embeddings must be a positive integer below 2**31, got {value!r:.60}"
@@ -58,7 +57,7 @@ class RopeScaling(RopeRule):
     original_max_position_embeddings: int  # tokens of the old context
 
     def __post_init__(self):
-        _tokens("RopeScaling", self.original_max_position_embeddings)
+        check_tokens("RopeScaling", self.original_max_position_embeddings)
         _number("RopeScaling", "factor", self.factor, 1)
         _number("RopeScaling", "low_freq_factor", self.low_freq_factor, 0)
         _number("RopeScaling", "high_freq_factor", self.high_freq_factor, 0)
@@ -106,7 +105,7 @@ class DynamicScaling(RopeRule):
 
     def __post_init__(self):
         _number("DynamicScaling", "factor", self.factor, 1)
-        _tokens("DynamicScaling", self.original_max_position_embeddings)
+        check_tokens("DynamicScaling", self.original_max_position_embeddings)
 
     def context(self, declared: int) -> int:
         return int(declared * self.factor)
@@ -133,7 +132,7 @@ class YarnScaling(RopeRule):
 
     def __post_init__(self):
         _number("YarnScaling", "factor", self.factor, 1)
-        _tokens("YarnScaling", self.original_max_position_embeddings)
+        check_tokens("YarnScaling", self.original_max_position_embeddings)
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if vars(self)[name] is not None:
                 _number("YarnScaling", name, vars(self)[name], 0)
@@ -169,7 +168,7 @@ class LongRopeScaling(RopeRule):
 
     def __post_init__(self):
         _number("LongRopeScaling", "factor", self.factor, 0)
-        _tokens("LongRopeScaling", self.original_max_position_embeddings)
+        check_tokens("LongRopeScaling", self.original_max_position_embeddings)
         if self.attention_factor is not None:
             _number("LongRopeScaling", "attention_factor", self.attention_factor, 0)
         for name in ("short_factor", "long_factor"):
@@ -185,85 +184,3 @@ class LongRopeScaling(RopeRule):
 
     def context(self, declared: int) -> int:
         return declared
-
-
-RULES = {rule.rope_type: rule for rule in (RopeScaling, LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling)}
-_REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-             "longrope": ("short_factor", "long_factor")}  # None: all fields  # fmt: skip
-
-
-def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
-    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
-
-    Args:
-        hf: the file as a dict, with ``max_position_embeddings``.
-        default_theta: the base if the file has none.
-
-    Raises:
-        ValueError: the rule is unknown, lacks a parameter, or has a parameter that this library does not read.
-    """
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    known = ("default", *RULES)
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"unsupported rope scaling {rope!r}, expected one object with rope_type")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in known:
-        raise ValueError(f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(known)}")
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"unsupported partial_rotary_factor {partial!r}, expected 1.0")
-    theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
-    if kind == "default":
-        _refuse_others(kind, rope, ())
-        return theta, None
-    rule = RULES[kind]
-    names = [field.name for field in dataclasses.fields(rule)]
-    _refuse_others(kind, rope, names)
-    # A yarn that says "factor": null takes it from the two lengths, as in transformers; one that says nothing is refused.
-    stated = {name for name, value in rope.items() if value is not None or kind == "yarn"}
-    absent = [name for name in _REQUIRED[kind] or names if name not in stated]
-    if absent:
-        raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
-    given = {name: rope[name] for name in names if rope.get(name) is not None}
-    positions = hf["max_position_embeddings"]
-    if kind == "dynamic":  # transformers begins to stretch here, whatever value the rule has
-        if given.setdefault("original_max_position_embeddings", positions) != positions:
-            raise ValueError(
-                f"rope scaling of type 'dynamic' begins at max_position_embeddings={positions}, "
-                f"got original_max_position_embeddings={given['original_max_position_embeddings']!r}"
-            )
-    elif kind != "linear":
-        # A value outside of the rule takes precedence over the rule's own value.
-        outer = hf.get("original_max_position_embeddings")
-        if outer is not None:
-            given["original_max_position_embeddings"] = outer
-        given.setdefault("original_max_position_embeddings", positions)
-    if kind in ("yarn", "longrope") and "factor" not in given:
-        _tokens(rule.__name__, given["original_max_position_embeddings"])
-        given["factor"] = positions / given["original_max_position_embeddings"]
-    for name in ("short_factor", "long_factor"):
-        if isinstance(given.get(name), list):
-            given[name] = tuple(given[name])
-    for name in ("beta_fast", "beta_slow"):
-        if not given.get(name, 1):  # zero means the default, as in transformers
-            del given[name]
-    return theta, rule(**given)
-
-
-def _refuse_others(kind: str, rope: dict[str, Any], names: Any) -> None:
-    """Refuse parameters that the rule does not have: whoever wrote them meant something by them."""
-    others = [key for key, value in rope.items() if value is not None and key not in (*_FREE, *_NOTES, *names)]
-    if others:
-        expected = ", ".join(names) or "none"
-        raise ValueError(f"rope scaling of type {kind!r} has unsupported {', '.join(others)}, expected {expected}")
-
-
-def write(rule: RopeRule | None) -> dict[str, Any]:
-    """Return the rule as an object of ``config.json``, without the base."""
-    if rule is None:
-        return {"rope_type": "default"}
-    given = {field.name: vars(rule)[field.name] for field in dataclasses.fields(rule)}
-    numbers = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if x is not None}
-    if rule.rope_type == "dynamic":
-        del numbers["original_max_position_embeddings"]  # it is the config's max_position_embeddings
-    return {"rope_type": rule.rope_type, **numbers}

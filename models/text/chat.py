@@ -16,7 +16,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ..files import gguf as gguf_files
-from ..hub.directories import checkpoint_directory, read_json
+from ..files.directories import checkpoint_directory, locate_gguf, read_json
 from . import jinja
 from .tokenizer import special_tokens
 
@@ -58,7 +58,7 @@ class ChatTemplate:
             FileNotFoundError: the directory does not exist.
             ValueError: the checkpoint has templates but none called ``name``, or a file is damaged.
         """
-        path = gguf_files.locate(directory, offline=offline)
+        path = locate_gguf(directory, offline=offline)
         if path is not None:
             file = gguf_files.open_file(path)
             templates, tokens = gguf_files.chat_templates(file), gguf_files.special_tokens(file)

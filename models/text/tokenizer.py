@@ -11,14 +11,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..files import gguf as gguf_files
-from ..hub.directories import checkpoint_directory, read_json
-from ..sizes.config import ModelConfig
+from ..files.directories import checkpoint_directory, locate_gguf, read_json
+from ..sizes.architecture import Architecture
 
 _FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 
 
 def load_tokenizer(
-    directory: str | os.PathLike, config: ModelConfig | None = None, *, offline: bool = False
+    directory: str | os.PathLike, config: Architecture | None = None, *, offline: bool = False
 ) -> Tokenizer:
     """Read ``tokenizer.json``, or the tokenizer of a GGUF file.
 
@@ -35,7 +35,7 @@ def load_tokenizer(
         FileNotFoundError: the directory does not exist.
         ValueError: the file is absent, damaged or of an unsupported kind (GGUF), or its ids do not fit ``config.vocab_size``.
     """
-    path = gguf_files.locate(directory, offline=offline)
+    path = locate_gguf(directory, offline=offline)
     if path is not None:
         tokenizer, source = gguf_files.build_tokenizer(gguf_files.open_file(path)), path
     else:
@@ -64,7 +64,7 @@ def _padding_ids(tokenizer: Tokenizer, named: str | None) -> set[int]:
     return {at for at, token in added if token.content == named or (token.special and "pad" in token.content.lower())}
 
 
-def tokenizer_files(tokenizer: Any, config: ModelConfig) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Any, config: Architecture) -> dict[str, bytes]:
     """Build the files that `load_tokenizer`, transformers and `models.ChatTemplate` read, by their names.
 
     Args:
@@ -77,7 +77,7 @@ def tokenizer_files(tokenizer: Any, config: ModelConfig) -> dict[str, bytes]:
     """
     if isinstance(tokenizer, (str, os.PathLike)):
         load_tokenizer(tokenizer, config)
-        gguf = gguf_files.locate(tokenizer)
+        gguf = locate_gguf(tokenizer)
         if gguf is None:
             directory = checkpoint_directory(tokenizer)
             return {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
@@ -141,7 +141,7 @@ def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
     They come from ``tokenizer_config.json`` and, for names that it lacks, from ``special_tokens_map.json``. Without these
     files the result is empty. The special tokens of a GGUF file come from its metadata.
     """
-    path = gguf_files.locate(directory)
+    path = locate_gguf(directory)
     if path is not None:
         return gguf_files.special_tokens(gguf_files.open_file(path))
     named: dict[str, str] = {}

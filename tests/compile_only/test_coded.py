@@ -12,8 +12,7 @@ import pytest
 from kvjax import memory_needed, registry
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
-from models import param_shapes
-from models.sizes import shapes
+from models import param_shapes, shapes
 from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
 from tests.compile_only.compiling import launches

@@ -21,8 +21,7 @@ from experiments.speed import uneven_scores
 from kvjax import memory_needed, registry
 from kvjax.api.programs import lower_programs
 from kvjax.mesh.sharding import plan_of
-from models import param_shapes, sharding
-from models.sizes import shapes
+from models import param_shapes, shapes, sharding
 from tests.compile_only import compiling
 from tests.compile_only.compiling import SPILLING, crossing, device_bytes
 from tests.compile_only.test_methods import CONFIG, KNOBS, NAMES

@@ -24,8 +24,8 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from models import ModelConfig
-from models.files.weights import param_shapes
 from models.layers.modules import MLP
+from models.weights import param_shapes
 from pallas_kernels._triton.call import triton_call
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.formats.quantised import zeros

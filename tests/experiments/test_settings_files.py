@@ -44,7 +44,7 @@ def load(file):
 def test_settings_load_and_their_methods_can_be_made(file):
     settings = load(file)
     tokenizer = models.load_tokenizer(models.builtin_directory())
-    shape = models.sizes.shapes.qwen25_1_5b if settings.model == "qwen2.5-coder-1.5b" else models.sizes.shapes.llama31_8b
+    shape = models.shapes.qwen25_1_5b if settings.model == "qwen2.5-coder-1.5b" else models.shapes.llama31_8b
     config = shape()
     labels = [choice.label for choice in settings.choices]
     assert labels[0] == "full" and len(set(labels)) == len(labels)

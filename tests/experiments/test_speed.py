@@ -27,9 +27,8 @@ from kvjax.decoding.decode import run_decode
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from models import LinearLayers, ModelConfig, param_shapes, random_params
+from models import LinearLayers, ModelConfig, param_shapes, random_params, shapes
 from models.sharding import param_spec
-from models.sizes import shapes
 from tests.harness import group, repeated
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

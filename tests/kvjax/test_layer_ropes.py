@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import rope
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.methods.chess.method import Chess
 from kvjax.methods.chess.page_tree import page_vectors
 from kvjax.protocol.typing import Rope, layer_ropes
@@ -116,7 +116,7 @@ def test_chess_undoes_the_rotation_of_each_layer():
     keys, values, _ = random_tokens(1, 3, 2, 2, 12, 8)
     position = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (3, 2, 12))
     layers = [
-        LayerCache(key=jnp.asarray(key), value=jnp.asarray(key), position=position, cursor=jnp.full((3,), 12, jnp.int32))
+        PlainCache(key=jnp.asarray(key), value=jnp.asarray(key), position=position, cursor=jnp.full((3,), 12, jnp.int32))
         for key in (values, keys[:, :, 0])
     ]
     frequencies = [rope.frequencies(each, TINY.head_dim) for each in layer_ropes(NOPE)]

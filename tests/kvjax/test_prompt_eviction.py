@@ -15,7 +15,7 @@ import pytest
 import kvjax
 import models
 from kvjax import registry
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.protocol.method import Inputs, LayerSpec, Prompt
@@ -238,7 +238,7 @@ def test_a_window_is_the_methods_own_whatever_a_wrapper_records():
     """Another stage may want more of the last queries than vote here."""
     q, k, _ = (jnp.asarray(x[..., :40, :]) for x in tokens_of_layer())
     at = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[None, None], k.shape[:3])
-    cache = LayerCache(key=k, value=k, position=at, cursor=jnp.full((len(k),), 40, jnp.int32))
+    cache = PlainCache(key=k, value=k, position=at, cursor=jnp.full((len(k),), 40, jnp.int32))
     nothing = {"mass": jnp.zeros((len(k), 2, 0)), "tokens": jnp.zeros((len(k), 0), jnp.int32)}
     narrow, wide = (Prompt(query=q[..., -w:, :], query_position=at[:, 0, -w:], **nothing) for w in (3, 7))
     np.testing.assert_array_equal(*(prefix_votes(cache, prompt, 3, 5, "avg") for prompt in (narrow, wide)))

@@ -18,7 +18,7 @@ from kvjax.protocol.method import Inputs, LayerSpec, Prompt
 from kvjax.protocol.slots import SlotState
 from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
-from models.sizes import shapes
+from models import shapes
 from tests import goldens
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
 from tests.kvjax.cases import subject

@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 import models
-from models import sharding
-from models.files import adapter, weights
+from models import sharding, weights
+from models.files import adapter
 from models.files import gguf as gguf_files
 from models.files.tensors import SafeTensors
 from tests.models import test_families

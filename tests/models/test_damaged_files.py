@@ -14,9 +14,8 @@ from filelock import FileLock
 
 import models
 from models import ModelConfig
-from models.files import adapter
+from models.files import adapter, replaced_files
 from models.files.hf.checks import check_types
-from models.hub import replaced_files
 from tests.models.test_weights import saved  # noqa: F401
 from tests.tiny_models import FAMILIES
 

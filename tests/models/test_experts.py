@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 import models
 from models import ModelConfig
 from models.files.adapter import init_adapter, merge_adapter
-from models.layers.experts import Experts, all_experts, grouped, mix, one_by_one, route
+from models.layers.experts import all_experts, grouped, mix, one_by_one, route
+from models.sizes.experts import Experts
 from tests.models.test_models import HF
 from tests.tiny_models import TINY, vivid_params
 

@@ -131,7 +131,7 @@ def test_decoded_numbers_lie_within_a_step(kind, tmp_path):
     else:
         assert (np.abs(got - blocks) <= {"BF16": 2**-8, "F16": 2**-11, "F32": 0}[kind.name] * np.abs(blocks)).all()
     np.testing.assert_array_equal(file.read("b", np.dtype(np.float32)), read[0])
-    bfloat = models.sizes.config.HOST_DTYPES["bfloat16"]
+    bfloat = models.sizes.architecture.HOST_DTYPES["bfloat16"]
     np.testing.assert_array_equal(file.read("a", bfloat), read.astype(bfloat))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import models
 from models.files import gguf as gguf_files
+from models.files.directories import locate_gguf
 from tests.models import gguf_writing
 from tests.models.gguf_writing import QUANTS
 from tests.models.test_gguf import golden
@@ -233,12 +234,12 @@ def test_a_directory_must_hold_one_gguf_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json and no GGUF file in "):
         models.from_pretrained(tmp_path)
     write(tmp_path / "b.gguf")
-    assert gguf_files.locate(tmp_path) == tmp_path / "b.gguf"
+    assert locate_gguf(tmp_path) == tmp_path / "b.gguf"
     write(tmp_path / "a.gguf")
     with pytest.raises(ValueError, match="holds 2 GGUF files, expected one; pass the path of one of: a.gguf, b.gguf"):
         models.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert gguf_files.locate(tmp_path) is None
+    assert locate_gguf(tmp_path) is None
     part = write(tmp_path / "model-00001-of-00002.gguf")
     with pytest.raises(ValueError, match="is one part of a split GGUF file"):
         models.from_pretrained(part)

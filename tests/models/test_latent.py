@@ -19,9 +19,10 @@ from experiments.speed.filled_cache import filled_cache
 from kvjax.attention.over_cache import attend_held
 from kvjax.cache.latent import LatentCache
 from models.files.adapter import init_adapter
-from models.layers.experts import Clamp, Experts
-from models.layers.latent import Latent, latents_of, query_scale, whole_key
-from models.layers.router import Router, choose
+from models.layers.latent import latents_of, whole_key
+from models.layers.router import choose
+from models.sizes.experts import Clamp, Experts, Router
+from models.sizes.latent import Latent, query_scale
 from models.sizes.parts import LayerRope
 from models.sizes.rope_scaling import YarnScaling
 from pallas_kernels.formats.quantised import dequantise, stored_like
@@ -267,7 +268,7 @@ def test_a_published_config_has_the_published_number_of_parameters(name):
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(models.param_shapes(config))) == count
     assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     if name == "deepseek-v2-lite":
-        assert config == dataclasses.replace(models.sizes.shapes.deepseek_v2_lite(), eos_token_ids=())
+        assert config == dataclasses.replace(models.shapes.deepseek_v2_lite(), eos_token_ids=())
     # A token has one key of 576 numbers in each layer, and its position.
     needed = kvjax.memory_needed("full", config, batch=1, prompt_slots=1024, max_new_tokens=1024)
     assert needed.device == pytest.approx(config.num_layers * 2048 * (2 * width + 4), rel=1e-4)

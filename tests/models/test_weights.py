@@ -17,10 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 
 import models
-from models.files import weights
+from models import shapes, weights
 from models.files.tables import checkpoint as checkpoint_table
 from models.hub import builtin_model
-from models.sizes import shapes
 from tests.tiny_models import FAMILIES, TINY, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
@@ -370,7 +369,7 @@ def test_a_tokenizer_must_fit_the_vocabulary(tmp_path):
 
 
 def test_a_missing_builtin_model_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "builtin_model.py"))
+    monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "hub" / "builtin_model.py"))
     with pytest.raises(FileNotFoundError, match="builtin model is not installed: no config.json in "):
         models.builtin_directory()
     (tmp_path / "builtin").mkdir()

@@ -145,7 +145,7 @@ def test_unknown_method_is_refused():
 
 def test_memory_is_what_a_full_cache_takes():
     """Worked out by hand: 32 layers of 8 heads, a key and a value of 128 bfloat16 and an int32 position per slot."""
-    config = models.sizes.shapes.llama31_8b()
+    config = models.shapes.llama31_8b()
     slots = 32_768 + method_costs.NEW_TOKENS
     assert method_costs.held_bytes(registry.make("full"), config, 32_768) == 32 * (8 * slots * (512 + 4) + 4)
     assert "516 bytes per layer and KV head" in method_costs.memory("full")

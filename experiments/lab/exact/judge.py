@@ -16,7 +16,7 @@ from experiments.records import Results
 from experiments.speed.device_time import loop_seconds
 from experiments.speed.settings import MODELS
 from kvjax.attention.over_cache import attend_stored
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.cache.divided import PartCache
 from pallas_kernels import axes
 
@@ -81,7 +81,7 @@ def _mesh(parts: int) -> jax.sharding.Mesh:
 
 def _attend(parts: int, query: Array, key: Array, value: Array, position: Array, cursor: Array, newest: Array) -> Array:
     stored = {"key": key, "value": value, "position": position, "cursor": cursor}
-    cache = LayerCache(**stored) if parts == 1 else PartCache(**stored, parts=parts)
+    cache = PlainCache(**stored) if parts == 1 else PartCache(**stored, parts=parts)
     return attend_stored(query, cache, newest, observes=False)[0]
 
 

@@ -68,7 +68,7 @@ def measure_shape(settings: ExactSettings, results: Results, say: Say) -> None:
                     never = Forced.keeping([0.0] * depth, batch)
                     full[wrong] = _in_shape(settings, params, config, Full(), sizes, never, wrong)
                 sampler = Forced.keeping(kept, batch)
-                # A draft that is never right rests, as it would with a real model.
+                # A draft that is never right is given up, as it would with a real model.
                 method = kvjax.Verified(draft=chosen, depth=depth, worth=0.5 if wrong else None)
                 try:
                     own = _in_shape(settings, params, config, method, sizes, sampler, wrong)

@@ -35,7 +35,7 @@ def memory(name: str) -> str:
     Returns:
         Markdown: a table, and the bytes of a further token per KV head.
     """
-    config = models.sizes.shapes.llama31_8b(dtype="bfloat16")
+    config = models.shapes.llama31_8b(dtype="bfloat16")
     method, full = _default(name), registry.make("full")
     head = ("prompt tokens", "at most, GiB", "while decoding, GiB", "of Full's")
     body, held = [], []
@@ -176,7 +176,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 @functools.cache
 def _default(name: str) -> Method:
-    config = models.sizes.shapes.llama31_8b()
+    config = models.shapes.llama31_8b()
     tokenizer = models.load_tokenizer(models.builtin_directory()) if registry.classes()[name].needs_tokenizer else None
     knobs = _STANDS_FOR.get(name, {})
     if "scores" in registry.classes()[name].__dataclass_fields__:

@@ -22,37 +22,11 @@ which keeps ten times the stated budgets. Here each cut counts only the children
 tables say. The last chunk and grid are means of the members they have. An unfinished newest page counts in the anchor. All
 pages are active while there are at most sink + window + 1 pages.
 
-``Chess(**PRINTED)`` is the printed form: equation 4 over rotated keys, with the window as anchor, and all pages compete.
-The default reads four points otherwise. The figures below are means over 32 samples of 7 tasks at 16K on
-Qwen2.5-Coder-1.5B, where Full scores 93.6, at 1/8 of the pages. There the printed form scores 2.0 and the default 63.6. At
-the paper's 1, 9 and 40 % they score 1.2, 2.0 and 23, and 42.9, 67.6 and 86.2 (9 and 40 %: 6 tasks, Full 92.5). Each point
-alone stays at 10.4 or less.
-
-* Are keys averaged after or before rotation? The paper does not say. Before, which undoes the stored rotation;
-  ``page_vec_rope="post"`` averages rotated keys. Models whose frequencies change with the length need ``"post"``.
-* Equation 4 is a raw product, and section 3.1 supposes that unrelated vectors are orthogonal. Page vectors are not: on
-  three models, 74 to 100 % of their squared length is the mean of all page vectors. So the product ranks places (rotated
-  keys) or norms (keys before rotation) rather than contents. The default subtracts the mean page vector from the anchor,
-  which on every level ranks as if the mean were subtracted from all vectors, too. This is no part of the text; it makes the
-  text's premise true. ``centred=False`` is the equation. Keys before rotation score 1.5 without it and 36 with it.
-* Do sink and window pages, which are active anyway, compete with the pages to be found? The paper scores "historical
-  segments". They do not compete, and only chunks and grids with candidates are counted; ``candidates="all"`` ranks all
-  pages.
-* How many pages are in the local window, in the anchor and among the sinks, and in chunks and grids? The paper gives no
-  numbers. 8 pages in the window (``window``), 1 sink page (``num_sink_pages``), chunks of 8 pages (``pages_per_chunk``),
-  grids of 8 chunks (``chunks_per_grid``). The anchor has 2 pages (``anchor_pages``), because a question is short; the paper
-  takes it from the window, which is ``anchor_pages=None``. With 8 pages the score is 36 in place of 64.
-* Are the parts of a page vector scaled? No; ``normalize=True`` gives each layer's and head's part length 1. In place of
-  centring it scores 34.
-* Are grids and chunks worth their loss? A grid's vector is a mean over 2,048 tokens. ``hierarchy=False`` ranks pages alone,
-  stores no other vectors, and keeps the product of ``ratios``. It scores 91, but leaves the paper's central idea: it is a
-  departure for comparisons, and no reading. Without centring it scores 2 to 11.
-* When is the first page left out? At the prompt's end, and once more after each `extend`. Section 3.3 selects "strictly
-  when generation quality deteriorates": with ``first_selection="trigger"`` all pages are active until the first trigger,
-  and the page list has room for all of them.
-* How often does the list change? Section 3.3 names the triggers, which are the default; section 3 selects "at each decoding
-  step", which is ``trigger="step"``. Pages that are finished between two changes join the list.
-* Do some layers attend to all tokens? The paper names none, and none do; there is no knob.
+The default reads the paper otherwise at four points: page vectors are means of keys before rotation, scores are centred
+(the mean page vector is subtracted from the anchor), the anchor has two pages, and sinks and window, which are active
+anyway, do not compete. ``Chess(**PRINTED)`` is the printed form: equation 4 over rotated keys, with the window as anchor,
+and all pages compete. Models whose RoPE frequencies change with the length need ``printed=True``. Why, and what other
+readings score: docs/notebook/readings.md.
 """
 
 from __future__ import annotations
@@ -190,6 +164,14 @@ class Chess(Method):
     spans_layers = True
     offloadable = True
     quantisable = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        window = 8
+        while window > 1 and 2 * (1 + window) * 32 > length:
+            window //= 2
+        note = f"window of {window} pages, 8 would be more than half of {length} tokens" if window < 8 else ""
+        return {"ratios": "aggressive", "trigger": "and", "window": window}, note
 
     def check(self) -> None:
         if isinstance(self.ratios, str):

@@ -24,15 +24,8 @@ channels can share a bit, and their score is their squared sum. The channel perm
 out, because the paper does not say how to compute it. No layer is dense; the paper does not say, and Quest, its baseline,
 leaves two layers dense (`kvjax.PerLayer` can).
 
-Other readings are knobs. How the query heads of a group share blocks: the paper does not say. Each KV head has one list of
-blocks from all segments together, with raw scores and the maximum over the group (``reduce``). With ``reduce="each"`` every
-query head has a list of its own: a step calls the kernel once for each query head of a group, and the accounting counts a
-block once for each KV head. Which blocks are always attended: the paper names only the buffer, so no block is; its blocks
-compete although the first has the attention sink (``keep_first_block``). The paper never stores the last quarter of the
-rotated channels; here every channel can be kept, which costs 4 bytes a vector at head_dim 128 (``truncate``). A quarter of
-the channels is the paper's share: 32 of its 128 channels, and 16 of a head of 64 (``channels``). Its blocks are of 8 tokens,
-or chosen from 4, 8 and 16 (``block_size``). On three needle tasks (Qwen2.5-Coder-1.5B, 16K, Full 85.7) the default scores
-61.5, blocks of 4 66.0, all blocks 67.3 (``fraction=1``), and the dynamic strategy 57.0, within noise of the default.
+Each KV head has one list of blocks from all segments together, by the maximum over its group; no block is always attended,
+and every rotated channel can be kept. What other readings score: docs/notebook/readings-others.md.
 
 ``strategy="dynamic"`` chooses three sizes per row, KV head and segment. The kept share and the element group need the fewest
 bytes with a mean loss of at most ``max_loss``; the block is the largest with a variance inside blocks of at most
@@ -48,7 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +129,10 @@ class MosaicKV(LayerMethod):
     reads_values = True
     dense_prompt = True
     offloadable = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        return {"channels": 0.25, "fraction": 0.10, "strategy": "static"}, ""
 
     def check(self) -> None:
         granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size

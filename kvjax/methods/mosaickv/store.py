@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache import LayerCache, LayerStorage, PlainCache
 from kvjax.methods.mosaickv.packing import words_of
 from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune, put, stack
 from kvjax.protocol.typing import EMPTY, not_none, pytree
@@ -250,7 +250,7 @@ def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tup
     if tokens > 1:  # the tokens that are left move to the front
         key, value = (jnp.where(when[..., None], jnp.roll(x, -size, axis=2), x) for x in (key, value))
         position = position.at[:, :, :size].set(cache.position[:, :, size:])
-    cache = LayerCache(
+    cache = PlainCache(
         key=key, value=value, position=jnp.where(when, position, cache.position), cursor=cache.cursor - gone
     )
     return cache, dataclasses.replace(store, packed=store.packed + gone), full

@@ -21,18 +21,17 @@ of q.k.
 **Source**: "ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs" (arXiv:2602.07721); amy-77/ParisKV
 db7ad7f for the schedule of rho and beta, the group's mean query, the levels (in bfloat16) and when a flush comes.
 
-**Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel the
-order of atomics decides. The oldest tokens of local window *and* buffer join the zone, as in the code; in the paper only
-tokens of the local window do, which can be smaller than the buffer. A token is encoded when it arrives and counted later,
-one per step; the code encodes a whole buffer at once. The state is the same, and the work per step is constant. A flush
-ends the step before the one whose token fills the buffer, so ``num_local`` is at least 2. Keys and queries are rotated
-and averaged in float32, in the code in bfloat16; so signs and levels of channels near a bound may differ. Neither keys
-nor the query are divided by their norm: the weight of a key contains its norm again, and the norm of the query does not
-change the ranking. So there is no switch for it. Without the rotation (``rotate=False``) three needle tasks on
-Qwen2.5-Coder-1.5B at 16K score 72.8 instead of 77.5, and Full 85.7. Shares of the zone are rounded to millionths. A key's
-levels and weights take 128 bytes, a line of memory, in place of the paper's 96. Three bugs of the code are not
-replicated: offloading writes a slot late, batch rows above 0 are re-ranked with wrong codes, and generated tokens are
-rotated one position too far in all layers but the first.
+**Departures**: among candidates with equal votes at the cut the lowest slot is taken first; in the code's kernel the order
+of atomics decides. The oldest tokens of local window *and* buffer join the zone, as in the code; in the paper only tokens
+of the local window do, which can be smaller than the buffer. A token is encoded when it arrives and counted later, one per
+step; the code encodes a whole buffer at once. The state is the same, and the work per step is constant. A flush ends the
+step before the one whose token fills the buffer, so ``num_local`` is at least 2. Keys and queries are rotated and averaged
+in float32, in the code in bfloat16; so signs and levels of channels near a bound may differ. Neither keys nor the query are
+divided by their norm: the weight of a key contains its norm again, and the norm of the query does not change the ranking.
+So there is no switch for it. What the rotation gives: docs/notebook/readings-others.md. Shares of the zone are rounded to
+millionths. A key's levels and weights take 128 bytes, a line of memory, in place of the paper's 96. Three bugs of the code
+are not replicated: offloading writes a slot late, batch rows above 0 are re-ranked with wrong codes, and generated tokens
+are rotated one position too far in all layers but the first.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.divided import total
 from kvjax.cache.offload import Near
+from kvjax.methods.budgets import scaled
 from kvjax.methods.pariskv import divided, hashing
 from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
@@ -105,6 +105,12 @@ class ParisKV(SlotMethod):
 
     offloadable = True
     slot_block = 1
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        share, note = scaled(2000, length)  # rows below 2000 tokens are dense
+        paper = {"budget": 100, "num_sink": 64, "num_local": 256, "buffer": 512, "dense_below": 2000}
+        return {knob: max(int(value * share), 1) for knob, value in paper.items()}, note
 
     def check(self) -> None:
         rho, beta = number(self.rho), number(self.beta)

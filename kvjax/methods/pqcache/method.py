@@ -28,13 +28,14 @@ copied ahead.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.methods.budgets import SHARE
 from kvjax.methods.pqcache.product_codes import kmeans
 from kvjax.protocol.method import Step
 from kvjax.protocol.scan import Regions, ScanRetrieval, by_blocks, shortest
@@ -68,6 +69,10 @@ class PQCache(ScanRetrieval):
     iterations: int = static(default=20, least=1)  # rounds of k-means
 
     PAPER: ClassVar[str] = "arXiv:2407.12820"
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        return {"fraction": 1 / SHARE}, f"1/{SHARE} of the prompt"
 
     def check(self) -> None:
         if self._code_bits > 16:

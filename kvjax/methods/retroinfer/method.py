@@ -46,6 +46,7 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
+from kvjax.methods.budgets import SHARE
 from kvjax.methods.retroinfer.kmeans import assign, centroids_of, mean_key
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
@@ -103,6 +104,11 @@ class RetroInfer(SlotMethod):
 
     composable = False  # wrappers know slots, but not estimates
     offloadable = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        buffer = max(min(1024, length // SHARE), 16)
+        return {"fraction": 1 / SHARE, "buffer": buffer}, f"1/{SHARE} of the clusters exactly"
 
     def check(self) -> None:
         for name in ("segment", "buffer"):

@@ -24,35 +24,12 @@ which ends with the prompt. Tokens of an `extend` count as written text. ``segme
 which sentences end at fixed positions.
 
 The pool is chosen once, so a question that comes later by `extend` finds what the prompt's last queries have left, and its
-own tokens count as the open sentence. On four of RULER's tasks at 16K (docs/quality.md) the score is 85.2 with the question
-in the prompt, 26.0 with the question after it, and 89.9 under Full. The paper has no later question. A ``keep_factor`` that
-keeps every token of the prompt finds what a later question asks for: the cache is larger, a step reads as many tokens.
+own tokens count as the open sentence. A ``keep_factor`` that keeps every token of the prompt finds what a later question
+asks for: the cache is larger, a step reads as many tokens.
 
-Other readings are knobs. The scores here are means of seven of RULER's tasks on Qwen2.5-Coder-1.5B at 16K, with 32 samples a
-task. The rows read 6 to 9 % of Full's bytes unless it is said. Full scores 90.0. docs/notebook/readings-others.md has all.
-
-* Which heads keep the same prompt tokens: in the paper's text all heads (``prefilter="global"``, the default). In the code
-  each query head keeps its own, which multiplies the cache by the group size and is not offered. With ``"kv_head"`` each KV
-  head keeps its own, by votes summed over the group: 83.9 where one pool scores 84.9, and with ``kernel=7`` 61.9 and 64.6.
-* Pooling: the paper has none, the code pools over 7 tokens, and the default of 31 is our choice. With one pool, 1, 7, 15 and
-  31 score 58.3, 64.6, 67.4 and 84.9. A value of more tokens than the window loses its end; a uuid has 33 in this
-  model, where each digit is a token. Wider windows and other budgets with 31 were not measured.
-* Which heads read the same sentences: the paper ranks them for each head, and the code for each query head, on keys that it
-  repeats. Here a KV head has one list, ranked by the sum over its query heads. With ``lists="q_head"`` every query head has a
-  list of its own budget. Its KV head reads the union, at most G times the budget; the accounting counts each token once.
-* When a sentence asks: the paper's text says once it is complete, its pseudo-code in every step with the open sentence, as
-  the code and the default here. With ``query="finished"`` the last finished sentence asks, until the next one ends. The text
-  is silent about the first sentence, where the open one asks. The text to the letter (``kernel=1``, ``lists="q_head"``,
-  ``query="finished"``) scores 57.7 at 12 % of the bytes.
-* The open sentence: its tokens belong to no sentence yet, so the code (``mode="code"``) does not attend to tokens of it that
-  are no longer recent. Mode "paper" always attends to its newest ``open_cap`` tokens, within the budget, and treats the first
-  token of a sentence like every other.
-* Sinks and recent tokens within the budget are the code's; the paper names none (``num_sink``, ``num_recent``). r is "2 or 3"
-  in the paper and 3, 2 or 5 in the code's scripts (``keep_factor``). With r 1, 2 and 4, three needle tasks score 81.8, 78.8
-  and 79.3 (50 samples, within noise). With 1 the whole pool is attended, and no sentence is chosen.
-
-`RELEASED` has the code's pooling and the nearest pool (61.9). ``mode``, ``lists`` and ``query`` were each changed from there
-on one task, multikey 2, where the pool has lost the tokens: all score 9, as `RELEASED` does.
+By default all heads keep the same prompt tokens, as in the paper's text, and their votes are pooled over 31 tokens, which
+is our choice; `RELEASED` has the code's pooling and its nearest pool. What each reading of the paper scores:
+docs/notebook/readings-others.md.
 """
 
 from __future__ import annotations
@@ -72,6 +49,7 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.divided import whole
 from kvjax.cache.offload import Near
+from kvjax.methods.budgets import scaled
 from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.protocol.fields import number, positive_int, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step
@@ -143,6 +121,12 @@ class SentenceKV(SlotMethod):
     needs_tokenizer = True
     offloadable = True
     slot_block = 1
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        share, note = scaled(2 * 1024, length)  # it keeps twice its budget
+        # 32 sink and 32 recent tokens are always kept: a smaller budget would leave nothing to choose.
+        return {"budget": max(int(1024 * share), 80), "keep_factor": 2.0}, note
 
     def check(self) -> None:
         if self.boundary is not None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -39,6 +39,7 @@ from kvjax.attention.over_cache import attend_all, attend_held_parts, attend_who
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
+from kvjax.methods.budgets import SHARE
 from kvjax.methods.shadowkv.landmarks import landmarks
 from kvjax.methods.shadowkv.low_rank import factorize
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
@@ -100,6 +101,15 @@ class ShadowKV(LayerMethod):
     dense_prompt = True
     offloadable = True
     takes_sinks = True
+
+    @classmethod
+    def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
+        total, chunk = length // SHARE, 8
+        share = min(1.0, total / 2 / ((48 + 4) * chunk))
+        outliers, local = max(int(48 * share), 1), max(int(4 * share), 1)
+        note = f"1/{SHARE} of the context, outliers and the end of the prompt too"
+        kept = (outliers + local) * chunk
+        return {"outlier_chunks": outliers, "local_chunks": local, "budget": total - kept}, note
 
     def check(self) -> None:
         check_budget(self, self.chunk_size, f"one chunk of chunk_size={self.chunk_size}")

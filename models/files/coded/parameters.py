@@ -12,14 +12,14 @@ from jax import Array, lax
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded
 
-from ...sizes.config import ModelConfig
+from ...sizes.architecture import Architecture
 from .rounding import rounded
 
 _DEVIATION = 0.02  # of random numbers
 BITS = {"int8": 8, "int4": 4}  # by the names of ``weight_dtype``
 
 
-def check_weight_dtype(weight_dtype: str | None, config: ModelConfig | None = None) -> None:
+def check_weight_dtype(weight_dtype: str | None, config: Architecture | None = None) -> None:
     """Refuse an unknown name, and codes for a model with experts or latent attention.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .codes import coder
 from .config import read_config
 from .conversion import convert, save_tokenizer
-from .reader import GGUFFile, locate, open_file
+from .reader import GGUFFile, open_file
 from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
 
@@ -22,7 +22,6 @@ __all__ = [
     "chat_templates",
     "coder",
     "convert",
-    "locate",
     "open_file",
     "read_config",
     "save_tokenizer",

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed
 
 from ..coded.parameters import coded_kernel
-from ..tables.checkpoint import Leaf
+from ..tables.leaf import Leaf
 from .tensors import GGUFTensors, halves
 
 _Types = gguf.GGMLQuantizationType

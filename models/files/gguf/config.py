@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...sizes.config import ModelConfig
+from ...sizes.architecture import Architecture
+from ..hf import config as hf_config
 from ..hf.families import SIZES
 from . import families, qwen3next
 from .reader import GGUFFile
@@ -60,7 +61,7 @@ _END_OF_TURN = (
 )  # llama.cpp knows these by their text, because older files have no key for them
 
 
-def read_config(file: GGUFFile, dtype: str | None = None) -> ModelConfig:
+def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
     """Read the configuration of the model in ``file``.
 
     Embeddings are tied if the file has no ``output.weight``. A text ends with any token that the metadata names as end of
@@ -100,7 +101,7 @@ def architecture(file: GGUFFile) -> str:
     return arch
 
 
-def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
+def _read(file: GGUFFile, arch: str, dtype: str | None) -> Architecture:
     required = {**_SIZES, _EPS: "rms_norm_eps"}
     absent = [f"{arch}.{key}" for key in required if f"{arch}.{key}" not in file.metadata]
     absent += [name for name in (EMBEDDING,) if name not in file.tensors]
@@ -124,7 +125,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
         scaling = scaling_from_factors(factors, head_dim, theta)
-    return ModelConfig(
+    return Architecture(
         **sizes,
         vocab_size=_vocab_size(file, arch),
         num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
@@ -143,7 +144,7 @@ def _read(file: GGUFFile, arch: str, dtype: str | None) -> ModelConfig:
 
 def _of_family(
     file: GGUFFile, arch: str, sizes: dict[str, Any], head_dim: int, theta: float, dtype: str
-) -> ModelConfig:
+) -> Architecture:
     """Read the configuration of a model whose parts `models.files.tables.families` has."""
     hf = {key: sizes[field] for key, field in SIZES.items() if field in sizes}
     hf |= {
@@ -155,7 +156,7 @@ def _of_family(
         "tie_word_embeddings": OUTPUT not in file.tensors,
         "eos_token_id": list(_end_ids(file)),
     }
-    config = ModelConfig.from_hf(families.declared(file, arch, hf), dtype)
+    config = Architecture(**hf_config.read(families.declared(file, arch, hf)) | {"dtype": dtype})
     families.check_factor(file, config)
     return config
 

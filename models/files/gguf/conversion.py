@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ...sizes.config import HOST_DTYPES, ModelConfig, check_dtype
+from ...sizes.architecture import HOST_DTYPES, Architecture, check_dtype
+from ..hf import config as hf_config
 from ..tables.checkpoint import checkpoint_table
 from .config import read_config
-from .reader import GGUFFile, locate, open_file
+from .reader import GGUFFile, open_file
 from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
 
@@ -38,7 +39,7 @@ def convert(
     is renamed at the end: ``directory`` is whole or absent.
 
     Args:
-        gguf_path: the file, or a directory that holds exactly one.
+        gguf_path: the file.
         directory: must not exist; its parent is created.
         dtype: dtype of the weights, "float32" or "bfloat16".
         progress: called with the bytes of weights written so far and the bytes of all weights, at the start and after each
@@ -57,17 +58,14 @@ def convert(
     check_dtype(dtype)
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; it is not written over")
-    path = locate(gguf_path)
-    if path is None:
-        raise ValueError(f"{gguf_path} holds no GGUF file")
-    file = open_file(path)
+    file = open_file(gguf_path)
     config = read_config(file, dtype)
     tensors = GGUFTensors.of(file, config, checkpoint_table(config))
     build_tokenizer(file)  # refuses a kind that is not supported before anything is written
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name[:_KEPT]}-", dir=directory.parent))
     try:
-        _write_json(scratch / "config.json", config.to_hf())
+        _write_json(scratch / "config.json", hf_config.write(vars(config)))
         save_tokenizer(file, scratch)
         _write_weights(scratch / "model.safetensors", tensors, config, progress or (lambda done, total: None))
         scratch.chmod(0o755)  # a temporary directory is closed to other users
@@ -92,7 +90,7 @@ def save_tokenizer(file: GGUFFile, directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def _tokenizer_config(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+def _tokenizer_config(file: GGUFFile, config: Architecture) -> dict[str, Any]:
     """Build the ``tokenizer_config.json`` of a file: special tokens and chat templates."""
     templates = chat_templates(file)
     found: dict[str, Any] = {
@@ -108,7 +106,7 @@ def _tokenizer_config(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _write_weights(path: Path, tensors: GGUFTensors, config: ModelConfig, progress: Progress) -> None:
+def _write_weights(path: Path, tensors: GGUFTensors, config: Architecture, progress: Progress) -> None:
     """Write ``model.safetensors`` one tensor after the other: the size of a JSON header, the header, and the data.
 
     Source: the description of the format in the safetensors repository.

@@ -1,4 +1,4 @@
-"""GGUF files of architectures whose models are families (`models.files.tables.families`): their metadata as keys of ``config.json``.
+"""GGUF files of the families of `models.files.tables.families`: their metadata as keys of ``config.json``.
 
 A file does not say all that ``config.json`` says. What llama.cpp knows of an architecture without being told is here, too.
 

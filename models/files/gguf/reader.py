@@ -1,4 +1,4 @@
-"""Find and open a GGUF file: its metadata, and its tensors, which stay in the file until they are read."""
+"""Open a GGUF file: its metadata, and its tensors, which stay in the file until they are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-from ...hub.directories import checkpoint_directory, local_path
-from ...hub.named_models import NAMED_MODELS
 from .header import TensorInfo, parse
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
@@ -79,34 +77,6 @@ class GGUFFile:
             kind = tensor.kind.name
             raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
         return out.reshape(shape)
-
-
-def locate(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
-    """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
-
-    Args:
-        checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
-            ``config.json`` is in Hugging Face layout, whatever else it holds.
-        offline: whether to raise an error instead of downloading.
-
-    Raises:
-        FileNotFoundError: the file or directory does not exist.
-        ValueError: the directory holds several GGUF files.
-    """
-    path = local_path(checkpoint)
-    if os.fspath(checkpoint) not in NAMED_MODELS:  # a name comes before a file of the same name
-        if path.is_file():
-            return path
-        if path.suffix == ".gguf" and not path.is_dir():
-            raise FileNotFoundError(f"no GGUF file {path}")
-    directory = checkpoint_directory(checkpoint, offline=offline)
-    if (directory / "config.json").is_file():
-        return None
-    found = sorted(directory.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
-    return found[0] if found else None
 
 
 def open_file(path: str | os.PathLike) -> GGUFFile:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import gguf
 import numpy as np
 
-from ...sizes.config import ModelConfig
-from ..tables.checkpoint import AnyLeaf, Index, Parts, tensor_problems
+from ...sizes.architecture import Architecture
+from ..tables.checkpoint import tensor_problems
+from ..tables.leaf import AnyLeaf, Index, Parts
 from .config import ROPE_FACTORS, architecture
 from .families import FACTORS_LONG, FACTORS_SHORT
 from .qwen3next import ARCHITECTURE as QWEN3NEXT
@@ -40,7 +41,7 @@ class GGUFTensors:
     offsets: Mapping[str, float]
 
     @classmethod
-    def of(cls, file: GGUFFile, config: ModelConfig, table: Sequence[AnyLeaf]) -> GGUFTensors:
+    def of(cls, file: GGUFFile, config: Architecture, table: Sequence[AnyLeaf]) -> GGUFTensors:
         """Map the tensors that ``table`` asks for to tensors of the file.
 
         Raises:

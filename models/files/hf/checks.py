@@ -1,7 +1,7 @@
 """Types of the values in a ``config.json``, checked before anything is computed from them.
 
-The translation in `models.files.hf.config` may then compare and divide. A value of the wrong type is refused: Python takes the
-text ``"false"`` for true, and the text ``"4"`` is no number of heads.
+The translation in `models.files.hf.config` may then compare and divide. A value of the wrong type is refused: Python takes
+the text ``"false"`` for true, and the text ``"4"`` is no number of heads.
 """
 
 from __future__ import annotations

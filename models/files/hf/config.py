@@ -1,4 +1,4 @@
-"""Translation between Hugging Face's ``config.json`` and the fields of `models.sizes.config.ModelConfig`.
+"""Translation between Hugging Face's ``config.json`` and the fields of `models.sizes.architecture.Architecture`.
 
 A setting that this decoder does not compute is an error here, so that a checkpoint never runs as a slightly different model.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...layers import experts
-from ...sizes import rope_scaling
+from ...sizes.architecture import Architecture
 from ..tables.families import FAMILIES, MISSING
+from . import experts
 from . import families as hf_families
 from . import latent as hf_latent
+from . import rope as hf_rope
 from . import windows as hf_windows
 from .checks import check_types, eos_ids
 from .families import SIZES, declared_dtype
@@ -28,7 +29,7 @@ _QWEN3_HEAD_DIM = 128  # default of transformers' class for Qwen3, whose heads a
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` to the fields of a ModelConfig, with ``rope_scaling`` as a `RopeRule` or None.
+    """Translate a ``config.json`` to the fields of an Architecture, with ``rope_scaling`` as a `RopeRule` or None.
 
     Args:
         hf: a ``config.json`` as a dict.
@@ -56,7 +57,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         head_dim = _QWEN3_HEAD_DIM if model_type == "qwen3" else hf["hidden_size"] // heads
     kv_heads = hf.get("num_key_value_heads")
     positions = hf["max_position_embeddings"]
-    theta, rule = rope_scaling.read(hf, default_theta=1e6 if model_type == "mixtral" else 1e4)
+    theta, rule = hf_rope.read(hf, default_theta=1e6 if model_type == "mixtral" else 1e4)
     context = positions if rule is None else rule.context(positions)
     return {
         **{field: hf[key] for key, field in SIZES.items()},
@@ -76,6 +77,16 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_family(family: str) -> None:
+    """Refuse a ``family`` that `FAMILIES` lacks.
+
+    Raises:
+        ValueError: the message lists the families.
+    """
+    if family not in ("", *FAMILIES):
+        raise ValueError(f"ModelConfig: family must be '' or one of {', '.join(FAMILIES)}, got {family!r}")
+
+
 def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
     """Refuse settings that would change the arithmetic."""
     act = hf.get("hidden_act", "silu")
@@ -90,7 +101,7 @@ def _refuse_unsupported(hf: dict[str, Any], model_type: str) -> None:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of a ModelConfig to a dict for ``config.json``.
+    """Translate the fields of an Architecture to a dict for ``config.json``.
 
     The dict has the old and the new RoPE keys, so that old and new readers agree. A model without switches is written as
     Llama. It is written as Mistral if it has windows, or if its hidden size is no multiple of its heads, which Llama's class
@@ -99,8 +110,11 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: no supported family has the switches (q/k norm and QKV bias both on) or the windows.
     """
-    if fields["family"]:
-        return (hf_latent if FAMILIES[fields["family"]].latent else hf_families).write(fields)
+    if family := fields["family"]:
+        hf = (hf_latent if FAMILIES[family].latent else hf_families).write(fields)
+        if (described := Architecture(**fields)) != Architecture(**read(hf)):
+            raise ValueError(f"no config.json of model_type {family!r} has all parts of this model: {described}")
+        return hf
     own = [name for name, default in _OF_FAMILIES.items() if fields[name] != default]
     if own:
         raise ValueError(f"a model with {own[0]}={fields[own[0]]!r:.60} needs the family of its files, got family=''")
@@ -115,7 +129,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     model_type, of_experts = experts.write(fields, model_type)
     model_type, windows = hf_windows.write(fields["windows"], model_type)
     rule = fields["rope_scaling"]
-    rope = rope_scaling.write(rule)
+    rope = hf_rope.write(rule)
     eos = list(fields["eos_token_ids"])
     hf = {
         "architectures": [_CLASSES[model_type] + "ForCausalLM"],

@@ -1,16 +1,17 @@
-"""Translation between ``config.json`` of the families in `models.files.tables.families` and the fields of `models.sizes.config.ModelConfig`."""
+"""Translation between ``config.json`` and an `Architecture`, for the families in `models.files.tables.families`."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from ...layers import experts
-from ...sizes import rope_scaling
+from ...sizes.experts import Experts
 from ...sizes.parts import ACTIVATIONS, LayerRope
 from ..tables import linear as linear_files
 from ..tables import stacked_experts
 from ..tables.families import FAMILIES, Family
+from . import experts
+from . import rope as hf_rope
 from . import routed as hf_routed
 from .checks import check_types, eos_ids
 
@@ -40,7 +41,7 @@ _MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` whose ``model_type`` is in `models.files.tables.families.FAMILIES`; see `models.files.hf.config.read`."""
+    """Translate a ``config.json`` whose ``model_type`` is in `FAMILIES`; see `models.files.hf.config.read`."""
     model_type = hf["model_type"]
     family = FAMILIES[model_type]
     hf = {**family.defaults, **hf}
@@ -94,7 +95,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _experts(hf: dict[str, Any], family: Family) -> experts.Experts | None:
+def _experts(hf: dict[str, Any], family: Family) -> Experts | None:
     """Read the experts, where the family has no latent attention."""
     if family.router and not family.latent:
         hf = {**hf, **family.fixed}
@@ -250,12 +251,12 @@ def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int
     file = {"rope_parameters": {"rope_theta": theta, **rest}, "max_position_embeddings": hf["max_position_embeddings"]}
     if "original_max_position_embeddings" in hf:
         file["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
-    base, rule = rope_scaling.read(file)
+    base, rule = hf_rope.read(file)
     return LayerRope(theta=base, scaling=rule, rotated=None if rotated == head_dim else rotated)
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of a ModelConfig with a ``family`` to a dict for ``config.json``; see `models.files.hf.config.write`."""
+    """Translate the fields of an Architecture with a ``family``; see `models.files.hf.config.write`."""
     model_type, head_dim, count = fields["family"], fields["head_dim"], fields["num_layers"]
     family = FAMILIES[model_type]
     windows = fields["windows"] or (None,) * count
@@ -318,7 +319,7 @@ def _written_ropes(
     """Return ``rope_parameters``: one object, or an object for each kind of layer."""
 
     def one(rope: LayerRope) -> dict[str, Any]:
-        made = {**rope_scaling.write(rope.scaling), "rope_theta": rope.theta}
+        made = {**hf_rope.write(rope.scaling), "rope_theta": rope.theta}
         share = {} if rope.rotated is None else {"partial_rotary_factor": rope.rotated / head_dim}
         return {**made, **share}
 

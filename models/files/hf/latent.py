@@ -1,10 +1,10 @@
-"""Translation between ``config.json`` of the families with latent attention and the fields of `models.sizes.config.ModelConfig`."""
+"""Translation between ``config.json`` and an `Architecture`, for the families with latent attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...layers.latent import Latent, query_scale
+from ...sizes.latent import Latent, query_scale
 from ...sizes.parts import LayerRope
 from . import families as hf_families
 from . import routed as hf_routed
@@ -39,7 +39,7 @@ _DEFAULTS = {  # keys that a file may lack -> value in transformers' class
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` whose family has `models.files.tables.families.Family.latent`; see `models.files.hf.config.read`."""
+    """Translate a ``config.json`` whose family has a latent; see `models.files.hf.config.read`."""
     kind = hf["model_type"]
     hf = {**_DEFAULTS[kind], **hf}
     hf_routed.check(hf)
@@ -63,7 +63,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of a ModelConfig with a latent to a dict for ``config.json``; see `models.files.hf.config.write`.
+    """Translate the fields of an Architecture with a latent; see `models.files.hf.config.write`.
 
     Raises:
         ValueError: the model has no latent.

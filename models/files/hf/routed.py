@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...layers.experts import Experts
-from ...layers.router import Router
+from ...sizes.experts import Experts, Router
 from ..tables.families import FAMILIES
 
 _SIZES = {"n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok",
@@ -94,7 +93,7 @@ def _mixed_layers(hf: dict[str, Any]) -> tuple[int, ...]:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the experts among the fields of a ModelConfig: the inverse of `read`."""
+    """Return the keys of ``config.json`` for the experts among the fields of an Architecture: the inverse of `read`."""
     kind, count = fields["family"], fields["num_layers"]
     experts: Experts | None = fields["experts"]
     hf: dict[str, Any] = {"first_k_dense_replace": count, "n_shared_experts": 0, "num_nextn_predict_layers": 0}

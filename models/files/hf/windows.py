@@ -1,4 +1,4 @@
-"""Translation between the sliding windows of Hugging Face's ``config.json`` and `models.sizes.config.ModelConfig.windows`.
+"""Translation between the sliding windows of Hugging Face's ``config.json`` and `Architecture.windows`.
 
 The families declare in three ways which layers have a window, and transformers' classes have defaults for absent keys:
 
@@ -62,7 +62,7 @@ def write(windows: tuple[int | None, ...], model_type: str) -> tuple[str, dict[s
     """Translate the windows of a model to keys of ``config.json``.
 
     Args:
-        windows: as in `models.sizes.config.ModelConfig.windows`.
+        windows: as in `Architecture.windows`.
         model_type: the type of the same model without windows.
 
     Returns:

@@ -1,8 +1,8 @@
 """The families of models whose layers have other parts than Llama's, and how their files name and store the parameters.
 
 A family is data: the parts that all its models have, and the defaults of transformers' class for keys that a ``config.json``
-may lack. `models.files.hf.families` translates the files, and `models.files.tables.checkpoint` reads the tensors. The older families
-(Llama, Mistral, Qwen, Mixtral) are in `models.files.hf.config`.
+may lack. `models.files.hf.families` translates the files, and `models.files.tables.checkpoint` names the tensors. The older
+families (Llama, Mistral, Qwen, Mixtral) are in `models.files.hf.config`.
 
 Source: the classes of transformers 5.24.
 """
@@ -14,10 +14,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from .linear import DEFAULTS as LINEAR_DEFAULTS
 from .stacked_experts import GPT_OSS, GRANITE, ExpertFiles
 
-# Our norms of a layer, by the names of the file's tensors, for each `models.sizes.config.ModelConfig.norm_place`.
+# Our norms of a layer, by the names of the file's tensors, for each `models.sizes.architecture.Architecture.norm_place`.
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 _GEMMA = {"attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
@@ -67,8 +66,12 @@ _GEMMA_DEFAULTS = {
 }  # fmt: skip
 _GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
 _QWEN_PARTS = {"qk_norm": True, "output_gate": True}
+_LINEAR_DEFAULTS = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
 _QWEN_DEFAULTS = {
-    **LINEAR_DEFAULTS, "head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "num_attention_heads": 16,
+    **_LINEAR_DEFAULTS, "head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "num_attention_heads": 16,
     "max_position_embeddings": 32768,
 }  # fmt: skip
 _GRANITE_NUMBERS = {

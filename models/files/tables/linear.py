@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...sizes.linear import LinearLayers
-
-if TYPE_CHECKING:
-    from .checkpoint import Leaf
+from .leaf import Leaf
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 KEYS = {  # of config.json -> our field
@@ -17,10 +15,6 @@ KEYS = {  # of config.json -> our field
     "linear_value_head_dim": "value_dim",
     "linear_conv_kernel_dim": "conv_width",
 }
-DEFAULTS = {
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-}  # fmt: skip
 
 
 def read(hf: dict[str, Any]) -> LinearLayers | None:
@@ -61,8 +55,6 @@ def leaves(linear: LinearLayers, hidden: int, layer: int, fused: bool) -> list[L
         fused: whether two tensors have the rows of all projections, in our order (Qwen3-Next); else there are four, each with
             the rows of all heads (Qwen3.5).
     """
-    from .checkpoint import Leaf  # it imports this module
-
     ours, theirs = f"layers_{layer}/linear", f"model.layers.{layer}.linear_attn"
     heads, group, key, value = linear.num_key_heads, linear.group, linear.key_dim, linear.value_dim
     qkv, width = (key, key, group * value), linear.conv_width

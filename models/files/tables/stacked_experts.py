@@ -6,13 +6,11 @@ Source: the classes of transformers 5.24, and the files of the published models.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...layers.experts import Clamp, Experts
-from .stacked_leaf import StackedLeaf
-
-if TYPE_CHECKING:  # the config knows the families
-    from ...sizes.config import ModelConfig
+from ...sizes.architecture import Architecture
+from ...sizes.experts import Clamp, Experts
+from .leaf import StackedLeaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,7 @@ class ExpertFiles:
     down: str
     gates: str
     turned: bool = False
-    clamped: bool = False  # gpt-oss: biases, and the gate of `models.layers.experts.Clamp`
+    clamped: bool = False  # gpt-oss: biases, and the gate of `models.sizes.experts.Clamp`
 
 
 GPT_OSS = ExpertFiles(
@@ -68,7 +66,7 @@ def write(experts: Experts | None) -> dict[str, Any]:
     return made if experts.clamp is None else {**made, **{key: vars(experts.clamp)[field] for key, field in _CLAMP.items()}}
 
 
-def stacked(config: ModelConfig, files: ExpertFiles, layer: int) -> list[StackedLeaf]:
+def stacked(config: Architecture, files: ExpertFiles, layer: int) -> list[StackedLeaf]:
     """List the parameters of a layer's experts, without the router's kernel."""
     ours, theirs, experts = f"layers_{layer}/mlp", f"model.layers.{layer}", config.experts
     if experts is None:

@@ -26,7 +26,7 @@ from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.layer.add_norm import rms_norm
 
-from ...sizes.config import ModelConfig
+from ...sizes.architecture import Architecture
 from ...sizes.linear import LinearLayers
 from ..modules import Dense, Scale, stored
 from .convolution import causal_convolution
@@ -36,7 +36,7 @@ from .delta import gated_delta
 class GatedDelta(nn.Module):
     """The projections of one layer of linear attention. The caller keeps the state."""
 
-    config: ModelConfig
+    config: Architecture
     layer: int
 
     @nn.compact
@@ -98,7 +98,7 @@ def _advance(
 class Taps(nn.Module):
     """The weights [C, W] of a convolution."""
 
-    config: ModelConfig
+    config: Architecture
     shape: tuple[int, int]
 
     @nn.compact
@@ -109,7 +109,7 @@ class Taps(nn.Module):
 class Decay(nn.Module):
     """The logarithm of the rate, and the bias, of the decay of each value head: [N*R] each."""
 
-    config: ModelConfig
+    config: Architecture
     width: int
 
     @nn.compact

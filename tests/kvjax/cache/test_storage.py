@@ -1,4 +1,4 @@
-"""Laws of `LayerCache`, against a cache kept as Python dictionaries."""
+"""Laws of `PlainCache`, against a cache kept as Python dictionaries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache.storage import LayerCache, empty_cache
+from kvjax.cache.storage import PlainCache, empty_cache
 from kvjax.protocol.typing import EMPTY
 from kvjax.selection import page_slots, smooth, top_slots
 from pallas_kernels.store.evict_token.reference import worst_slot
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 SLOTS, HEADS, DIM = 6, 2, 2
 QUICK = settings(max_examples=20, deadline=None, database=None)
 # One program for each instead of one for each operation in it.
-APPEND = jax.jit(LayerCache.append)
-COMPACT = jax.jit(LayerCache.compact, static_argnums=3)
-EVICT = jax.jit(LayerCache.evict)
+APPEND = jax.jit(PlainCache.append)
+COMPACT = jax.jit(PlainCache.compact, static_argnums=3)
+EVICT = jax.jit(PlainCache.evict)
 BEST = jax.jit(top_slots, static_argnums=3)
 
 

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import rope
 from kvjax.accounting.stats import step_cost
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.decoding.decode import run_extend, run_step
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.sliding_window import SlidingWindow, window_attention
@@ -190,7 +190,7 @@ def check_windows(config, cache):
     """Assert that layers with a window hold its slots and no others, and those without are the method's."""
     for window, state in zip(config.windows, cache.layers, strict=True):
         if window is not None:
-            assert type(state) is LayerCache and state.key.shape[2] == state.position.shape[2] == window
+            assert type(state) is PlainCache and state.key.shape[2] == state.position.shape[2] == window
 
 
 def test_prompt_logits_equal_the_masked_model():

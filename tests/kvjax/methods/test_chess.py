@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import PRESETS, PRINTED, Chess
@@ -270,7 +270,7 @@ def test_devices_that_divide_heads_have_parts_of_a_page_vector():
         position = jnp.broadcast_to(jnp.arange(key.shape[3], dtype=jnp.int32), key[0][:, heads].shape[:3])
         cursor = jnp.full((key.shape[1],), key.shape[3], jnp.int32)
         stored = zip(key[:, :, heads], value[:, :, heads], strict=True)
-        return [LayerCache(key=k, value=v, position=position, cursor=cursor) for k, v in stored]
+        return [PlainCache(key=k, value=v, position=position, cursor=cursor) for k, v in stored]
 
     pages = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (key.shape[1], 3))
     whole, *parts = (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.methods import FreeKV
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.typing import EMPTY
@@ -41,7 +41,7 @@ def test_the_share_of_corrected_heads():
         method = dataclasses.replace(example("freekv"), tau=tau)
         at = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
         stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
-        cache = LayerCache(
+        cache = PlainCache(
             key=k, value=v, position=jnp.where(stored, at, EMPTY), cursor=jnp.asarray(LENGTHS, jnp.int32)
         )
         nothing = jnp.zeros((3, 0), jnp.int32)

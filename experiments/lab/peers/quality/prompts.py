@@ -18,7 +18,7 @@ from experiments.evaluation.comparison import BASELINE, Entry, load
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.lab.peers.quality.settings import METHODS, PeersSettings, beside
 from models.files import gguf as gguf_files
-from models.hub.directories import read_json
+from models.files.directories import locate_gguf, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def find_weights(folder: pathlib.Path, weights: pathlib.Path | None, beside_reco
         OSError, ValueError: the file cannot be converted.
     """
     source = str(weights or EvaluationSettings.from_yaml(folder / "config.yaml").model)
-    file = gguf_files.locate(source, offline=True)
+    file = locate_gguf(source, offline=True)
     if file is None:
         return models.checkpoint_directory(source, offline=True)
     if not beside_record.is_dir():

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..layers.experts import Experts
-from ..layers.latent import Latent, query_scale
-from ..layers.router import Router
 from .config import ModelConfig
-from .parts import LayerRope
-from .rope_scaling import RopeScaling, YarnScaling
+from .sizes.experts import Experts, Router
+from .sizes.latent import Latent, query_scale
+from .sizes.parts import LayerRope
+from .sizes.rope_scaling import RopeScaling, YarnScaling
 
 _LLAMA31_ROPE = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192

@@ -22,21 +22,23 @@ from safetensors.numpy import save_file
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
-from ..hub.directories import checkpoint_directory, read_json
-from ..hub.named_models import adapter_directory
-from ..hub.progress import megabytes, progress, say
-from ..hub.replaced_files import replaced_files
-from ..layers.modules import initializer, shape_of
-from ..layers.transformer import Transformer
-from ..sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
-from ..sizes.config import HOST_DTYPES, ModelConfig, check_dtype
-from ..text.tokenizer import tokenizer_files
-from . import gguf as gguf_files
-from .adapter import apply_adapter
-from .coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
-from .hf.checks import eos_ids
-from .tables.checkpoint import AnyLeaf, Leaf, Parts, checkpoint_table
-from .tensors import WEIGHTS, SafeTensors
+from .config import ModelConfig
+from .files import gguf as gguf_files
+from .files.adapter import apply_adapter
+from .files.coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
+from .files.directories import checkpoint_directory, locate_gguf, read_json
+from .files.hf.checks import eos_ids
+from .files.replaced_files import replaced_files
+from .files.tables.checkpoint import checkpoint_table
+from .files.tables.leaf import AnyLeaf, Leaf, Parts
+from .files.tensors import WEIGHTS, SafeTensors
+from .hub.named_models import adapter_directory
+from .hub.progress import megabytes, progress, say
+from .layers.modules import initializer, shape_of
+from .layers.transformer import Transformer
+from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
+from .sizes.architecture import HOST_DTYPES, check_dtype
+from .text.tokenizer import tokenizer_files
 
 _CONFIG = "config.json"
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
@@ -195,10 +197,10 @@ def _load(
     directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
-    gguf_path = gguf_files.locate(directory, offline=offline)
+    gguf_path = locate_gguf(directory, offline=offline)
     if gguf_path is not None:
         file = gguf_files.open_file(gguf_path)
-        config = gguf_files.read_config(file, dtype)
+        config = ModelConfig(**vars(gguf_files.read_config(file, dtype)))
         check_mesh(config, mesh)
         check_weight_dtype(weight_dtype, config)
         table = checkpoint_table(config)

@@ -13,7 +13,7 @@ from jax.scipy.stats import chi2
 import kvjax
 import models
 from kvjax.methods import Full, SnapKV
-from tests.kvjax.wrappers.test_verified import Wrong
+from tests.kvjax.exact.test_verified import Wrong
 
 ROWS, TOP, TOKENS = 640, 3, 3  # rows of a call, tokens that can come at each place, tokens that are compared
 KEYS = (11, 12)

@@ -14,12 +14,9 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.api import programs
-from kvjax.decoding.progress import keys_of_draws
 from kvjax.decoding.sampling import Sampler
-from kvjax.exact.rests import rested
+from kvjax.exact.progress import keys_of_draws
 from kvjax.exact.verified import no_passes, noted
-from kvjax.exact.verified_alone import can_wait
-from kvjax.exact.verified_layer import Passes
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.typing import pytree
@@ -134,65 +131,36 @@ def test_a_draft_that_is_always_right_gives_a_whole_pass():
     assert set(place(out, "passes")) == {N / (DEPTH + 1)} and set(place(out, "tokens_per_pass")) == {DEPTH + 1}
 
 
-def test_a_draft_that_is_always_wrong_rests():
-    """The depth falls, and after a few passes Full decodes alone: no more tokens are drafted."""
+def test_a_draft_that_is_always_wrong_is_given_up():
+    """The depth falls, and after a few passes Full decodes alone; a later call tries one token of the draft again."""
     out = go_on(read(verified(Wrong(), worth=0.5)))
     np.testing.assert_array_equal(out.tokens, full().tokens)
-    passes = out.cache.shared
-    drafted = np.asarray(passes.drafted).sum(axis=1)
-    assert not np.asarray(passes.accepted).any() and (np.asarray(passes.rest) > 0).all() and (drafted <= 12).all(), (
-        drafted
-    )
+    drafted = np.asarray(out.cache.shared.drafted).sum(axis=1)
+    assert not np.asarray(out.cache.shared.accepted).any() and (drafted <= 12).all(), drafted
     assert (place(out, "passes") == N).all()
-    again = go_on(kvjax.fork(out.cache))
-    assert (np.asarray(again.cache.shared.drafted).sum(axis=1) == drafted).all(), "the draft did not rest"
-    short = dataclasses.replace(passes, rest=jnp.full(3, 5))
-    again = go_on(dataclasses.replace(out.cache, shared=short))
-    tried = np.asarray(again.cache.shared.drafted).sum(axis=1) - drafted
-    assert tried.tolist() == [1, 1, 1] and set(np.asarray(again.cache.shared.rest).tolist()) == {512 - (N - 6)}
+    again = np.asarray(go_on(out.cache).cache.shared.drafted).sum(axis=1) - drafted
+    assert again.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))]
 )
-def test_a_draft_that_rests_is_told_of_fulls_tokens(name):
-    """At the end of a block, or one by one: its state is what it is when the tokens come one by one."""
+def test_a_draft_that_is_given_up_is_told_of_fulls_tokens(name):
+    """Its state is what it is when the tokens come one by one, so that a later call can draft."""
     draft = example(name)
     layers = layers_of(draft)
     cache = read(verified(draft, worth=0.5), layers)
-    resting = dataclasses.replace(cache.shared, rest=jnp.full_like(cache.shared.rest, 100))
-    assert can_wait(cache, N) == (name != "tova")
-    single = kvjax.fork(cache)
-    out = go_on(dataclasses.replace(cache, shared=resting), layers, limits=None)
+    single, poor = kvjax.fork(cache), dataclasses.replace(cache.shared, rate=jnp.zeros_like(cache.shared.rate))
+    out = go_on(dataclasses.replace(cache, shared=poor), layers, limits=None)
     np.testing.assert_array_equal(out.tokens, full(layers).tokens)
-    assert (place(out, "passes") == N).all() and set(np.asarray(out.cache.shared.rest).tolist()) == {100 - N}
     for at in range(N):
         single = kvjax.decode_step(params(layers), single, out.tokens[:, at])
     for got, want in zip(jax.tree.leaves(out.cache.layers), jax.tree.leaves(single.layers), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
 
 
-def test_a_rest_grows_until_a_try_is_worth_it():
-    active, drafted = jnp.array([True, True, False]), jnp.full(3, 2)
-    zero = jnp.zeros(3, jnp.int32)
-    passes = Passes(
-        draft=None, passes=zero, drafted=zero, accepted=zero, rate=jnp.full(3, 0.1), rest=zero, last_rest=zero
-    )
-    rests = []
-    for kept in (0, 0, 0, 0, 0, 0, 2, 0):
-        accepted = jnp.full(3, kept).at[2].set(0)
-        passes = rested(dataclasses.replace(passes, rest=zero), active, drafted, accepted, 0.5)
-        rests.append(int(passes.rest[0]))
-    assert rests == [128, 512, 1024, 1024, 1024, 1024, 128, 512]
-    assert int(rested(dataclasses.replace(passes, rest=zero), active, drafted, zero, 0.5, waking=1).rest[0]) == 1025
-    waking = rested(dataclasses.replace(passes, rest=zero), active, zero, zero, 0.5)  # nothing was drafted
-    assert not waking.rest.any() and int(waking.last_rest[0]) == 512
-    trusted = rested(dataclasses.replace(passes, rest=zero, rate=jnp.full(3, 0.9)), active, drafted, drafted, 0.5)
-    assert not trusted.rest.any() and not trusted.last_rest.any()
-
-
 def test_an_unknown_draft_is_judged_by_few_tokens():
-    """Two failed rounds end in a rest, and a whole round of two tokens leads to a depth of four; later it takes longer."""
+    """Two failed rounds end the drafting, and a whole round of two tokens leads to a depth of four; later it takes longer."""
     active = jnp.ones(1, bool)
     for drafted, kept, rates in (((2, 1), (0, 0), (0.5, 0.375)), ((2, 4), (2, 4), (0.875, 0.93))):
         passes = no_passes(None, 1, 4)
@@ -205,35 +173,13 @@ def test_an_unknown_draft_is_judged_by_few_tokens():
     np.testing.assert_allclose(passes.rate[0], 0.875, rtol=0.01)
 
 
-def test_a_draft_that_becomes_good_is_found():
-    """Every draft is right after some failed rounds: at most the longest rest and six short ones later it drafts on."""
-    active, one = jnp.ones(1, bool), jnp.ones(1, jnp.int32)
-
-    @jax.jit
-    def round_of_one(passes, right):
-        passes = noted(dataclasses.replace(passes, rest=0 * one), one, right * one, active)
-        return rested(passes, active, one, right * one, 0.5)
-
-    for failed in (1, 3, 9, 40):
-        passes, tokens = no_passes(None, 1, 4), 0
-        for _ in range(failed):
-            passes = round_of_one(passes, 0)
-        for _ in range(8):
-            tokens += int(passes.rest[0]) + 2
-            passes = round_of_one(passes, 1)
-            if not passes.rest[0]:
-                break
-        assert not passes.rest[0] and tokens <= 1024 + 6 * 130, (failed, tokens)
-
-
-def test_a_rest_ends_soon_after_the_last_row():
-    """Steps run four at a time where rows may end, so at most three come behind the last row's end."""
+def test_full_alone_ends_soon_after_the_last_row():
+    """Its steps run four at a time, so at most three come behind the last row's end."""
     cache, want = read(verified(Wrong(), worth=0.5)), np.asarray(full().tokens)
-    resting = dataclasses.replace(cache, shared=dataclasses.replace(cache.shared, rest=jnp.full(3, 100)))
+    poor = dataclasses.replace(cache, shared=dataclasses.replace(cache.shared, rate=jnp.zeros(3)))
     eos, none = jnp.asarray(np.unique(want[:, 2])), jnp.zeros(3, bool)
-    given = params(), resting, Sampler(), None, eos, none
-    end = programs.decode_program(*given, steps=N, stop_early=True)
-    assert end.done.all() and int(end.num_tokens.max()) <= 3 and int(end.step) <= 4
+    end = programs.decode_program(params(), poor, Sampler(), None, eos, none, steps=N, stop_early=True)
+    assert end.done.all() and int(end.num_tokens.max()) <= 3 and int(end.step) <= 5
     for row, count in enumerate(end.num_tokens.tolist()):
         np.testing.assert_array_equal(end.tokens[row, :count], want[row, :count])
 
@@ -313,7 +259,7 @@ def test_tokens_are_fulls_on_codes(draft, kv_dtype):
 def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
     """Rejected tokens have replaced older ones in the ring of 64 copies, and these are there again.
 
-    The next pass with drafts would write over the rejected tokens, but Full's own step does not: the draft soon rests.
+    The next pass with drafts would write over the rejected tokens, but Full's own step does not: the draft is soon given up.
     """
     draft = example(name)
     layers = layers_of(draft)

@@ -9,9 +9,9 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from .named_cache import named_directory
-from .named_models import NAMED_MODELS
-from .repository import repository_directory
+from ..hub.named_models import NAMED_MODELS
+from ..hub.repository import repository_directory
+from .named_directory import named_directory
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # "owner/name"; "./name" and "../name" are paths
 
@@ -50,6 +50,34 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
         names = f"; named models: {', '.join(NAMED_MODELS)}" if re.fullmatch(r"[\w.-]+", text) else ""
         raise FileNotFoundError(f"no model directory {text}{hint}{names}")
     return repository_directory(text, offline=offline)
+
+
+def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
+    """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
+
+    Args:
+        checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
+            ``config.json`` is in Hugging Face layout, whatever else it holds.
+        offline: whether to raise an error instead of downloading.
+
+    Raises:
+        FileNotFoundError: the file or directory does not exist.
+        ValueError: the directory holds several GGUF files.
+    """
+    path = local_path(checkpoint)
+    if os.fspath(checkpoint) not in NAMED_MODELS:  # a name comes before a file of the same name
+        if path.is_file():
+            return path
+        if path.suffix == ".gguf" and not path.is_dir():
+            raise FileNotFoundError(f"no GGUF file {path}")
+    directory = checkpoint_directory(checkpoint, offline=offline)
+    if (directory / "config.json").is_file():
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
+    return found[0] if found else None
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path:

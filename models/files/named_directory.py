@@ -12,12 +12,13 @@ import platformdirs
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from .builtin_model import builtin_directory
-from .file import cached, fetched
-from .named_models import ModelFile, NamedModel
-from .packaged_file import pieces_there, unpack
-from .progress import megabytes, progress, say
-from .repository import hub_is_offline
+from ..hub.builtin_model import builtin_directory
+from ..hub.file import cached, fetched
+from ..hub.named_models import ModelFile, NamedModel
+from ..hub.packaged_file import pieces_there, unpack
+from ..hub.progress import megabytes, progress, say
+from ..hub.repository import hub_is_offline
+from .gguf import convert
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
@@ -141,8 +142,6 @@ def _clear(file: ModelFile, partial: Path, done: bool = False) -> None:
 
 def _convert(source: Path, directory: Path) -> None:
     """Convert a GGUF file to a directory in Hugging Face layout, and show the progress."""
-    from ..files.gguf import convert  # imported here, because it imports this module
-
     with progress(f"converting {source.name}") as show:
         convert(source, directory, dtype="bfloat16", progress=show)
 

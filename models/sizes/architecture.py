@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
-from typing import Any, ClassVar, cast
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax.errors import (
-    ApplyScopeInvalidVariablesStructureError,
-    ApplyScopeInvalidVariablesTypeError,
-    ScopeCollectionNotFound,
-    ScopeParamNotFoundError,
-    ScopeParamShapeError,
-)
 
-from pallas_kernels.formats.coded_matrix import CodedMatrix
-
-from ..files.hf import config as hf_config
-from ..layers.experts import Experts
-from ..layers.latent import Latent, check_latent
+from .experts import Experts
+from .latent import Latent, check_latent
 from .linear import LinearLayers, check_linear
 from .parts import LayerRope, check_parts, check_rope
 from .rope_scaling import RopeRule
@@ -35,13 +23,6 @@ from .rope_scaling import RopeRule
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
 _FLOAT32 = float(np.finfo(np.float32).max)
-_WRONG_PARAMS = (
-    ApplyScopeInvalidVariablesStructureError,
-    ApplyScopeInvalidVariablesTypeError,
-    ScopeCollectionNotFound,
-    ScopeParamNotFoundError,
-    ScopeParamShapeError,
-)
 
 
 def _require(owner: str, **values: Any) -> None:
@@ -64,8 +45,8 @@ def check_dtype(dtype: str | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Sizes and switches of one decoder; hashable, so it can be part of a jit key.
+class Architecture:
+    """Sizes and switches of one decoder, as layers and files read them; `models.ModelConfig` is this with its decoder.
 
     Raises:
         ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, the
@@ -106,10 +87,8 @@ class ModelConfig:
     attention_sinks: bool = False  # gpt-oss: a learned logit of each query head in the softmax of every layer
     out_bias: bool = False  # gpt-oss: a bias on the output of attention
     logit_softcap: float | None = None  # c: logits become c * tanh(logits / c), after the multiplier
-    latent: Latent | None = None  # latent attention (MLA): one KV head of head_dim = latent.width, see `models.layers.latent`
-    family: str = ""  # model_type of its files (`models.files.tables.families`); "" = inferred: Llama, Mistral, Qwen or Mixtral
-
-    can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
+    latent: Latent | None = None  # latent attention (MLA): one KV head of head_dim = latent.width
+    family: str = ""  # model_type of its files; "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     def __post_init__(self):
         sizes = (
@@ -179,7 +158,7 @@ class ModelConfig:
         """G, query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
 
-    def local(self, devices: int) -> ModelConfig:
+    def local(self, devices: int) -> Self:
         """Divide the heads and every MLP's F by a number of devices; return the configuration of one device's share.
 
         Raises:
@@ -214,51 +193,18 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> tuple[Any, ...]:
-        """The shapes of what each layer of linear attention keeps, None for other layers; see `kvjax.protocol.typing.Model`."""
+        """The shapes of what each layer of linear attention keeps of a row, None for other layers."""
         linear = self.linear
         if linear is None:
             return ()
         memory = linear.memory(self.dtype)
         return tuple(memory if layer in linear.layers else None for layer in range(self.num_layers))
 
-    def apply(
-        self,
-        params: Any,
-        tokens: jax.Array,
-        attend: Any,
-        states: tuple,
-        *,
-        last: jax.Array | None = None,
-        guess: Collection[int] = (),
-    ) -> tuple[jax.Array, tuple]:
-        """Run the decoder; see `models.layers.transformer.Transformer` for shapes and errors.
-
-        Raises:
-            ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
-        """
-        # Imported here, because transformer.py imports this class.
-        from ..layers.transformer import Transformer
-
-        plain = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
-        plain = [leaf for leaf in plain if not isinstance(leaf, CodedMatrix)]
-        kinds = {str(leaf.dtype) for leaf in plain if not jnp.issubdtype(leaf.dtype, jnp.floating)}
-        if kinds:
-            raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
-        try:
-            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
-            return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
-        except _WRONG_PARAMS as error:
-            told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
-            raise ValueError(
-                f"params must belong to this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
-                f"other parameters: {told}"
-            ) from error
-
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads.
 
         A step reads everything but the unused rows of the embedding and the experts that no row uses
-        (`models.layers.experts.Experts.unread_bytes`).
+        (`models.sizes.experts.Experts.unread_bytes`).
         """
         total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
         if self.experts is not None:
@@ -267,34 +213,3 @@ class ModelConfig:
             return total
         table = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params["embed"]["embedding"]))
         return total - table + rows * table // self.vocab_size
-
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
-        """Translate a Hugging Face ``config.json``.
-
-        Args:
-            hf: the file as a dict; its ``model_type`` is one of `models.files.hf.config.MODEL_TYPES` (Yi's is llama).
-            dtype: dtype of computation, or None for the file's dtype. float16 becomes float32, because bfloat16 would
-                drop some of its bits.
-
-        Raises:
-            ValueError: this decoder would not compute exactly what the file declares.
-            TypeError: ``hf`` is no dict.
-        """
-        if not isinstance(hf, dict):
-            raise TypeError(f"expected the dict of a config.json, got {type(hf).__name__} (from_pretrained reads a folder)")
-        fields = hf_config.read(hf)
-        if dtype is not None:
-            fields["dtype"] = dtype
-        return cls(**fields)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.
-
-        Raises:
-            ValueError: no family of ``transformers``, or not the one in ``family``, has this combination of switches.
-        """
-        hf = hf_config.write(vars(self))
-        if self.family and self.from_hf(hf) != self:
-            raise ValueError(f"no config.json of model_type {self.family!r} has all parts of this model: {self}")
-        return hf

@@ -25,7 +25,6 @@ class Call:
     eos: Array  # int32 [E], tokens that end a row
     limits: Array | None  # int32 [B], most tokens of each row; None if nothing limits them
     draws: Array | None = None  # N keys, one for each place of the result; None if nothing is drawn at random
-    may_end: bool = True  # a row may end before it has N tokens
 
 
 def keys_of_draws(key: Array, steps: int) -> tuple[Array, Array]:

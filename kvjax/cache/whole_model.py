@@ -1,0 +1,88 @@
+"""The cache of a whole model: what `kvjax.prefill` returns and the other functions take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kvjax.mesh.sharding import Plan
+from kvjax.protocol.describe import count_rows, describe_numbers, is_known, megabytes, show_value
+from kvjax.protocol.typing import Model, pytree, static
+from pallas_kernels.host import on_host, to_device, to_host
+
+
+@pytree
+class Cache:
+    """Everything that `generate` needs to go on: a pytree, which functions take and return."""
+
+    layers: tuple[Any, ...]  # the method's state of each layer; every leaf has axis B first
+    shared: Any  # the method's state that all layers read, written once per token
+    method: Any  # the method that made the layers
+    length: Array  # int32 [B], tokens seen so far, which is the position of the next token
+    logits: Array  # float32 [B, V], of the next token
+    model: Model = static()  # the model description that made it
+    weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
+    plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
+    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for the model's dtype
+
+    @property
+    def batch(self) -> int:
+        """Rows B."""
+        return self.length.shape[0]
+
+    def __repr__(self) -> str:
+        return describe_cache(self)
+
+
+def describe_cache(cache: Cache) -> str:
+    """Write rows, tokens, method, layers and bytes of a cache for its ``repr``."""
+    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
+        return f"Cache(length={cache.length!r}, ...)"
+    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
+    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
+    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
+    model = cache.model
+    return (
+        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {show_value(cache.method, brief=True)}, "
+        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
+        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
+        + (f", over {cache.plan})" if cache.plan else ")")
+    )
+
+
+def check_alive(cache: Cache) -> None:
+    """Refuse an object that is no cache, and a cache that was consumed."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
+    if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
+        raise ValueError(
+            "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
+            "returned, or kvjax.fork the cache before the call"
+        )
+
+
+def repeat_rows(cache: Cache, copies: int) -> Cache:
+    """Run `fork` without its checks."""
+
+    def repeat(x: Array) -> Array:
+        if copies == 1:
+            return jnp.copy(x)
+        repeated = jnp.repeat(to_device(x), copies, axis=0)
+        return to_host(repeated) if on_host(x) else repeated
+
+    def rows(tree: Any) -> Any:
+        return jax.tree.map(repeat, tree)
+
+    return dataclasses.replace(
+        cache,
+        layers=rows(cache.layers),
+        shared=rows(cache.shared),
+        method=jax.tree.map(jnp.copy, cache.method),
+        length=rows(cache.length),
+        logits=rows(cache.logits),
+    )

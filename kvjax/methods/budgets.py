@@ -1,0 +1,24 @@
+"""Budgets as functions of a text's length, for `Method.at_length`: the paper's where it fits, an eighth for the baselines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHARE = 8  # tokens of the context / tokens of a baseline's budget
+
+
+def scaled(total: int, length: int) -> tuple[float, str]:
+    """Compute a factor for budgets, and a note. A `total` above half of the length becomes a quarter of it, else it stays."""
+    if 2 * total <= length:
+        return 1.0, ""
+    share = length / 4 / total
+    return share, f"the paper's {total} tokens scaled by {share:.3f} to fit {length}"
+
+
+def searched(length: int, num_sink: int, num_local: int, whose: str = "") -> tuple[dict[str, Any], str]:
+    """Divide an eighth of the context: at most half for sinks and recent tokens, the rest for tokens that are found."""
+    total = length // SHARE
+    share = min(1.0, total / 2 / (num_sink + num_local))
+    ends = {"num_sink": int(num_sink * share), "num_local": max(int(num_local * share), 1)}
+    note = f"1/{SHARE} of the context{whose}, sinks and recent tokens too"
+    return {**ends, "budget": total - sum(ends.values())}, note

@@ -1,0 +1,104 @@
+"""The description of a decoder that a user holds: its architecture, its files' ``config.json``, and the decoder itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+from flax.errors import (
+    ApplyScopeInvalidVariablesStructureError,
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+    ScopeParamShapeError,
+)
+
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+
+from .files.hf import config as hf_config
+from .layers.transformer import Transformer
+from .sizes.architecture import Architecture
+
+_WRONG_PARAMS = (
+    ApplyScopeInvalidVariablesStructureError,
+    ApplyScopeInvalidVariablesTypeError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+    ScopeParamShapeError,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Architecture):
+    """Sizes and switches of one decoder; hashable, so it can be part of a jit key.
+
+    The fields are those of `models.sizes.architecture.Architecture`.
+
+    Raises:
+        ValueError: a size is not positive, ``num_q_heads`` is no multiple of ``num_kv_heads``, ``head_dim`` is odd, the
+            dtype or the family is unknown, or ``windows`` has another number of layers.
+    """
+
+    can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
+
+    def __post_init__(self):
+        super().__post_init__()
+        hf_config.check_family(self.family)
+
+    def apply(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        attend: Any,
+        states: tuple,
+        *,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
+    ) -> tuple[jax.Array, tuple]:
+        """Run the decoder; see `models.layers.transformer.Transformer` for shapes and errors.
+
+        Raises:
+            ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
+        """
+        plain = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
+        plain = [leaf for leaf in plain if not isinstance(leaf, CodedMatrix)]
+        kinds = {str(leaf.dtype) for leaf in plain if not jnp.issubdtype(leaf.dtype, jnp.floating)}
+        if kinds:
+            raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
+        try:
+            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
+            return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
+        except _WRONG_PARAMS as error:
+            told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
+            raise ValueError(
+                f"params must belong to this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
+                f"other parameters: {told}"
+            ) from error
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], dtype: str | None = None) -> ModelConfig:
+        """Translate a Hugging Face ``config.json``.
+
+        Args:
+            hf: the file as a dict; its ``model_type`` is one of `models.files.hf.config.MODEL_TYPES` (Yi's is llama).
+            dtype: dtype of computation, or None for the file's dtype. float16 becomes float32, because bfloat16 would
+                drop some of its bits.
+
+        Raises:
+            ValueError: this decoder would not compute exactly what the file declares.
+            TypeError: ``hf`` is no dict.
+        """
+        if not isinstance(hf, dict):
+            raise TypeError(f"expected the dict of a config.json, got {type(hf).__name__} (from_pretrained reads a folder)")
+        return cls(**hf_config.read(hf) | ({} if dtype is None else {"dtype": dtype}))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.
+
+        Raises:
+            ValueError: no family of ``transformers``, or not the one in ``family``, has this combination of switches.
+        """
+        return hf_config.write(vars(self))

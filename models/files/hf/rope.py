@@ -1,0 +1,99 @@
+"""Translation between the rules of RoPE in ``config.json`` and `models.sizes.rope_scaling`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...sizes.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    LongRopeScaling,
+    RopeRule,
+    RopeScaling,
+    YarnScaling,
+    check_tokens,
+)
+
+_FREE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # every rule may have them
+_NOTES = ("finetuned",)  # written by YaRN's authors about their weights; changes nothing
+RULES = {rule.rope_type: rule for rule in (RopeScaling, LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling)}
+_REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+             "longrope": ("short_factor", "long_factor")}  # None: all fields  # fmt: skip
+
+
+def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
+    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
+
+    Args:
+        hf: the file as a dict, with ``max_position_embeddings``.
+        default_theta: the base if the file has none.
+
+    Raises:
+        ValueError: the rule is unknown, lacks a parameter, or has a parameter that this library does not read.
+    """
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    known = ("default", *RULES)
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"unsupported rope scaling {rope!r}, expected one object with rope_type")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in known:
+        raise ValueError(f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(known)}")
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"unsupported partial_rotary_factor {partial!r}, expected 1.0")
+    theta = rope.get("rope_theta", hf.get("rope_theta", default_theta))
+    if kind == "default":
+        _refuse_others(kind, rope, ())
+        return theta, None
+    rule = RULES[kind]
+    names = [field.name for field in dataclasses.fields(rule)]
+    _refuse_others(kind, rope, names)
+    # A yarn that says "factor": null takes it from the two lengths, as in transformers; one that says nothing is refused.
+    stated = {name for name, value in rope.items() if value is not None or kind == "yarn"}
+    absent = [name for name in _REQUIRED[kind] or names if name not in stated]
+    if absent:
+        raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
+    given = {name: rope[name] for name in names if rope.get(name) is not None}
+    positions = hf["max_position_embeddings"]
+    if kind == "dynamic":  # transformers begins to stretch here, whatever value the rule has
+        if given.setdefault("original_max_position_embeddings", positions) != positions:
+            raise ValueError(
+                f"rope scaling of type 'dynamic' begins at max_position_embeddings={positions}, "
+                f"got original_max_position_embeddings={given['original_max_position_embeddings']!r}"
+            )
+    elif kind != "linear":
+        # A value outside of the rule takes precedence over the rule's own value.
+        outer = hf.get("original_max_position_embeddings")
+        if outer is not None:
+            given["original_max_position_embeddings"] = outer
+        given.setdefault("original_max_position_embeddings", positions)
+    if kind in ("yarn", "longrope") and "factor" not in given:
+        check_tokens(rule.__name__, given["original_max_position_embeddings"])
+        given["factor"] = positions / given["original_max_position_embeddings"]
+    for name in ("short_factor", "long_factor"):
+        if isinstance(given.get(name), list):
+            given[name] = tuple(given[name])
+    for name in ("beta_fast", "beta_slow"):
+        if not given.get(name, 1):  # zero means the default, as in transformers
+            del given[name]
+    return theta, rule(**given)
+
+
+def _refuse_others(kind: str, rope: dict[str, Any], names: Any) -> None:
+    """Refuse parameters that the rule does not have: whoever wrote them meant something by them."""
+    others = [key for key, value in rope.items() if value is not None and key not in (*_FREE, *_NOTES, *names)]
+    if others:
+        expected = ", ".join(names) or "none"
+        raise ValueError(f"rope scaling of type {kind!r} has unsupported {', '.join(others)}, expected {expected}")
+
+
+def write(rule: RopeRule | None) -> dict[str, Any]:
+    """Return the rule as an object of ``config.json``, without the base."""
+    if rule is None:
+        return {"rope_type": "default"}
+    given = {field.name: vars(rule)[field.name] for field in dataclasses.fields(rule)}
+    numbers = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if x is not None}
+    if rule.rope_type == "dynamic":
+        del numbers["original_max_position_embeddings"]  # it is the config's max_position_embeddings
+    return {"rope_type": rule.rope_type, **numbers}
