@@ -1,4 +1,4 @@
-"""Every way a GGUF file can be wrong, cut, edited or hostile: one ValueError that names the file, in little time and space."""
+"""Every way a GGUF file can be wrong, cut, edited or hostile: a ValueError that names the file, in little time and space."""
 
 from __future__ import annotations
 
