@@ -2,8 +2,7 @@
 
 Tracing holds Python's lock, so a single thread traces, in the order in which the programs will be needed. XLA's compiler does
 not hold the lock, so several threads compile the traced programs. The thread that runs the methods finds the programs in
-JAX's own caches, and first runs the programs that compile first. If a program fails to compile here, the running thread
-compiles it again and raises the error.
+JAX's own caches. If a program fails to compile here, the running thread compiles it again and raises the error.
 
 A method's times stay usable: XLA never tries variants of a kernel while another program is on the GPU. On a CPU, where the
 model needs all cores, nothing is compiled ahead; a method's own programs are compiled in parallel.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 import jax
 from jax.stages import Lowered
@@ -57,23 +56,8 @@ class CompileAhead:
 
     def wait(self, key: Hashable, programs: int | None = None) -> None:
         """Wait until the first ``programs`` of an added ``key`` have compiled or failed; None means all programs."""
-        self.first([{key: programs}])
-
-    def first(self, wanted: Sequence[Mapping[Hashable, int | None]]) -> int:
-        """Wait until, for one of several sets of added keys, each key's first programs have compiled or failed.
-
-        Args:
-            wanted: for each set, the number of programs of each key; None means all programs.
-
-        Returns:
-            The index of the first such set. An empty set is ready at once.
-        """
         with self._changed:
-            while True:
-                for place, keys in enumerate(wanted):
-                    if all(self._is_ready(key, programs) for key, programs in keys.items()):
-                        return place
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._is_ready(key, programs))
 
     def describe(self) -> str:
         """Tell how many programs are compiled and how many are not, of the programs that are traced so far."""
@@ -95,28 +79,3 @@ class CompileAhead:
     def _note(self, _: concurrent.futures.Future) -> None:
         with self._changed:
             self._changed.notify_all()
-
-
-class Waiting[T]:
-    """The items that are still to run, in order, except that compiled items go first.
-
-    Args:
-        items: the items to run.
-        keys: returns, for each of an item's keys that were added to ``ahead``, how many of its first programs must be
-            compiled before the item is taken; None means all programs.
-        ahead: compiles the programs.
-    """
-
-    def __init__(self, items: Iterable[T], keys: Callable[[T], Mapping[Hashable, int | None]], ahead: CompileAhead) -> None:
-        self._items, self._keys, self._ahead = list(items), keys, ahead
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    def take(self) -> T:
-        """Take the first compiled item, and wait until there is one; an item without keys counts as compiled."""
-        return self._items.pop(self._ahead.first([self._keys(item) for item in self._items]))
-
-    def put_back(self, items: Sequence[T]) -> None:
-        """Put items before all other items."""
-        self._items[:0] = items

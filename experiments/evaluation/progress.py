@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -42,42 +41,28 @@ class Progress:
         silence: float = _SILENCE,
     ) -> None:
         # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
-        self._bar = progress_bar(
-            total=total, unit="cell", smoothing=0, disable=not (shown and drawn), bar_format=_FORMAT
-        )
-        self._shown, self._drawn, self._compiler = shown, drawn, compiler
-        self._every = _REDRAWN if drawn else silence
+        self._bar = progress_bar(total=total, unit="cell", smoothing=0, disable=not (shown and drawn), bar_format=_FORMAT)
+        self._drawn, self._compiler, self._every = drawn, compiler, _REDRAWN if drawn else silence
         self._total, self._done, self._cells, self._name = total, 0, 0, ""
-        self._doing, self._begun = "", time.monotonic()
+        self._doing, self._begun = "preparing", time.monotonic()
         self._since = self._due = self._begun
         self._ended = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._beating = threading.Thread(target=self._beat, name="progress", daemon=True) if shown else None
 
     def __enter__(self) -> Progress:
-        if self._shown:
-            self.said()
-            self._beating = threading.Thread(target=self._beat, name="progress", daemon=True)
+        self.said()
+        if self._beating is not None:
             self._beating.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._beating is not None:
             self._beating.join()
         self._bar.close()
 
-    def waits(self) -> None:
-        """Say that programs are compiled before the next cells."""
-        self._does(_WAITS)
-        self._bar.set_description(_WAITS)
-
     def begin(self, name: str, cells: int) -> None:
-        """Begin cells that are answered together.
-
-        Args:
-            name: the methods and the task.
-            cells: number of cells; the bar goes back if they were begun before and did not end.
-        """
+        """Begin cells that are answered together; the bar goes back if they were begun before and did not end."""
         self._name, self._cells = name, cells
         self.tell(_WAITS, 0.0)
 
@@ -89,18 +74,12 @@ class Progress:
             share: the part of the cells' work that is done, 0 to 1.
             what: more about the phase, such as how many prompts of how many are read.
         """
-        doing = f"{self._name}: {phase} {what}".rstrip()
-        self._does(doing)
-        self._bar.set_description(doing, refresh=False)
+        self._doing, self._since = f"{self._name}: {phase} {what}".rstrip(), time.monotonic()
+        self._bar.set_description(self._doing, refresh=False)
         self._move(self._done + share * self._cells)
 
     def end(self, cells: int, postfix: str = "") -> None:
-        """Count finished cells.
-
-        Args:
-            cells: number of cells.
-            postfix: text behind the bar; "" leaves the text that is there.
-        """
+        """Count finished cells; a postfix replaces the text behind the bar."""
         self._done += cells
         if postfix:
             self._bar.set_postfix_str(postfix, refresh=False)
@@ -110,9 +89,6 @@ class Progress:
         """Note that a line was just shown: a log needs no other line for a while."""
         self._due = time.monotonic() + self._every
 
-    def _does(self, doing: str) -> None:
-        self._doing, self._since = doing, time.monotonic()
-
     def _move(self, to: float) -> None:
         self._bar.update(to - self._bar.n)
         self._bar.refresh()
@@ -120,22 +96,18 @@ class Progress:
     def _beat(self) -> None:
         """Draw the bar again, or show a line, whenever nothing was shown for long."""
         while not self._ended.wait(max(self._due - time.monotonic(), 0.01)):
-            if time.monotonic() < self._due:  # a line was shown while this thread waited
+            now = time.monotonic()
+            if now < self._due:  # a line was shown while this thread waited
                 continue
             if self._drawn:
                 self._bar.refresh()
             else:
-                self.say(self._line())
+                compiler = self._compiler() if _WAITS in self._doing else ""
+                self.say(
+                    f"{now - self._begun:7.1f} s  {', '.join(filter(None, (self._doing, compiler)))} "
+                    f"(for {now - self._since:.0f} s; {self._done} of {self._total} cells are done)"
+                )
             self.said()
-
-    def _line(self) -> str:
-        now = time.monotonic()
-        compiler = self._compiler() if _WAITS in self._doing else ""
-        more = f", {compiler}" if compiler else ""
-        return (
-            f"{now - self._begun:7.1f} s  {self._doing or 'preparing'}{more} "
-            f"(for {now - self._since:.0f} s; {self._done} of {self._total} cells are done)"
-        )
 
     @staticmethod
     def say(line: str) -> None:

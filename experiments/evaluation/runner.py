@@ -1,4 +1,4 @@
-"""Runs an evaluation into a result folder: Full, then every method, cell by cell; on a GPU in the order of compiling.
+"""Runs an evaluation into a result folder: Full, then every method, cell by cell.
 
 A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
 lengths join the folder. Methods that attend to a prompt densely prefill it together.
@@ -6,12 +6,13 @@ lengths join the folder. Methods that attend to a prompt densely prefill it toge
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
 import pathlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,27 +27,24 @@ from experiments.answering import (
     mesh_axes,
     mesh_text,
     needs_thresholds,
-    num_programs,
     programs,
     resolve_question,
     without_effect,
 )
 from experiments.benchmarks import Cell, CellStore
-from experiments.evaluation.ahead import CompileAhead, Waiting
+from experiments.evaluation.ahead import CompileAhead
 from experiments.evaluation.answers import (
     SECONDS,
-    Batch,
     answer_cell,
     reads_code,
     with_room,
 )
 from experiments.evaluation.cells import make_cells, make_reading, without_file
 from experiments.evaluation.folder import Folder
-from experiments.evaluation.planning import Plan
+from experiments.evaluation.plan import Group, Job, Plan
 from experiments.evaluation.progress import Progress
 from experiments.evaluation.same_examples import Answered, from_file
 from experiments.evaluation.settings import Choice, EvaluationSettings
-from experiments.evaluation.together import Group, Job, Sizes
 from experiments.records import CompileClock, Timer, check_library, knobs_of
 from experiments.tasks import expand, library_origin
 from kvjax import registry
@@ -125,7 +123,6 @@ class Runner:
         self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
         self._settings: dict[tuple[str, int], Setting] = {}
-        self._sizes = Sizes()
         self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
@@ -145,13 +142,11 @@ class Runner:
             if from_file(cell.identity):
                 self.check(cell)
         with CompileAhead() as ahead, CompileClock() as clock:
-            # CHESS is calibrated while the programs of other methods are compiled.
-            if any(needs_thresholds(choice.name, choice.knobs) for choice in choices):
-                alone = self._jobs([c for c in choices if not needs_thresholds(c.name, c.knobs)])
-                self._compile_ahead(ahead, self._plan.groups(list(filter(self._plan.alone, alone))))
             jobs = self._jobs(choices)
-            groups = self._plan.groups(jobs)
-            queued = self._compile_ahead(ahead, groups)
+            waiting = collections.deque(self._plan.groups(jobs))
+            for group in waiting if ahead.spare else ():
+                if group.jobs[0].cell.length is not None:  # the groups of generated cells share their programs
+                    self._add(ahead, group)
             if names := without_file(self.settings):
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
@@ -159,21 +154,18 @@ class Runner:
             total = len(choices) * len(self.cells)
             self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
             before = time.monotonic() - begun
-            waiting = Waiting(groups, lambda group: queued.get(self._kind(group), {}), ahead)
             with Progress(len(jobs), self.progress, is_drawn(), ahead.describe) as bar:
                 while waiting:
-                    bar.waits()
-                    with Timer(clock) as waited:
-                        group = waiting.take()
+                    group = waiting.popleft()
                     self.folder.results.read()
                     left = [job for job in group.jobs if self.folder.find(job.identity) is None]  # others have made the rest
                     bar.end(len(group.jobs) - len(left))
-                    parts = self._sizes.alike(dataclasses.replace(group, jobs=left))
+                    parts = self._plan.alike(dataclasses.replace(group, jobs=left))
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
-                        waiting.put_back(parts)
+                        waiting.extendleft(reversed(parts))
                         continue
-                    finished, again = self._attempt(parts[0], waited, ahead, clock, bar)
-                    waiting.put_back(again)  # it may have finished cells, which are counted when the group is taken again
+                    finished, again = self._attempt(parts[0], ahead, clock, bar)
+                    waiting.extendleft(reversed(again))  # cells that it has finished are counted when it is taken again
                     bar.end(finished, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
         self._divide(before)
 
@@ -192,14 +184,14 @@ class Runner:
         self._say(f"{whole:.0f} s: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
 
     def _attempt(
-        self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress
+        self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress
     ) -> tuple[int, list[Group]]:
         """Run a group as `_run` does; if the device runs out of memory, return 0 and the groups to run instead.
 
         `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
         """
         try:
-            self._run(group, waited, ahead, clock, bar)
+            self._run(group, ahead, clock, bar)
             return len(group.jobs), []
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             lacks = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
@@ -221,19 +213,15 @@ class Runner:
         fewer = group
         while self._rows(fewer) == rows:
             fewer = Group(jobs, fewer.tokens // 2)
-        self._sizes.limit(job.setting.method, fewer.tokens)
+        self._plan.limit(job.setting.method, fewer.tokens)
         self._say(f"{did} under {job.label}: {rows} rows at a time become {self._rows(fewer)}")
         return [fewer]
 
     def _rows(self, group: Group) -> int:
         """Return the most rows that are prefilled at once."""
-        return max(batch.shape.rows for batch in self._batches(group))
+        return max(batch.shape.rows for batch in self._plan.batches(group))
 
-    def _batches(self, group: Group) -> list[Batch]:
-        job = group.jobs[0]
-        return self._plan.batches(job.cell, job.setting.method, job.question, group.tokens)
-
-    def _run(self, group: Group, waited: Timer, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> None:
+    def _run(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> None:
         """Measure jobs that prefill a cell's contexts together.
 
         A row goes into the folder as soon as its method has answered, so that an interruption loses one method's answers.
@@ -250,12 +238,15 @@ class Runner:
         def ready(batch: int, programs: int) -> None:
             ahead.wait(keys[batch], programs)
 
-        told = {"read_together": len(jobs)} if len(jobs) > 1 else {}
-        for job, (row, predictions) in zip(jobs, self._measure(group, clock, bar.tell, ready), strict=True):
-            lost = waited.run + waited.compile + waiting.run + waiting.compile
-            row["compile_seconds"] = round(row["compile_seconds"] + lost / len(jobs), 2)
+        together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
+        encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
+        answered = answer_cell(
+            self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, bar.tell, ready
+        )
+        for job, (row, predictions) in zip(jobs, answered, strict=True):
+            row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(jobs), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
-            row |= self.placed | told
+            row |= self.placed | together
             self.folder.add(row, job.identity, predictions)
             self._tell(job, row)
             bar.said()
@@ -270,32 +261,10 @@ class Runner:
             f"compiling {row['compile_seconds']:.1f} s" + "  NO EFFECT: it read every token" * without_effect(row)
         )
 
-    def _compile_ahead(self, ahead: CompileAhead, groups: Sequence[Group]) -> dict[Hashable, dict[Hashable, int]]:
-        """Add the programs of generated cells to the queue.
-
-        The programs of the first cell of a kind serve all cells of the kind.
-
-        Returns:
-            By the kind of a group, for each key the number of programs with which a group begins: it prefills, and asks
-            under its first method. While it does, the programs of its next methods are compiled.
-        """
-        queued: dict[Hashable, dict[Hashable, int]] = {}
-        for group in groups if ahead.spare else ():
-            kind = self._kind(group)
-            if group.jobs[0].cell.length is not None and kind not in queued:
-                keys, batches = self._add(ahead, group), self._batches(group)
-                queued[kind] = {key: num_programs(one.shape, 1) for key, one in zip(keys, batches, strict=True)}
-        return queued
-
-    def _kind(self, group: Group) -> Hashable:
-        """Return a key that is equal for groups of generated cells that share their programs."""
-        job, labels = group.jobs[0], tuple(job.label for job in group.jobs)
-        return labels, job.question, job.cell.length, job.cell.task in self._plan.own_room, group.tokens
-
     def _add(self, ahead: CompileAhead, group: Group) -> list[Hashable]:
         """Add the programs of a group to the queue; return the key of each batch."""
         methods, keys = group.methods, []
-        for batch in self._batches(group):
+        for batch in self._plan.batches(group):
             shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
             keys.append(
@@ -314,20 +283,6 @@ class Runner:
     @functools.cached_property
     def _answered(self) -> Answered:
         return Answered(self.folder)
-
-    def _measure(
-        self,
-        group: Group,
-        clock: CompileClock,
-        tell: Callable[[str, float, str], None],
-        ready: Callable[[int, int], None],
-    ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Answer a cell under the methods of a group; yield rows without the methods' names, and predictions."""
-        job, limit = group.jobs[0], self.settings.max_new_tokens
-        encoded, batches = self.store[job.cell], self._batches(group)
-        return answer_cell(
-            self.model, encoded, group.methods, job.question, batches, clock, limit, tell, ready
-        )
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
         """List the cells of every choice that the folder does not have."""

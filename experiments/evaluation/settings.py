@@ -217,9 +217,8 @@ class EvaluationSettings(MeshSettings):
         truncation: what is done with longer prompts: drop the middle, keep the head or the tail, or refuse them (error)
         max_new_tokens: most tokens of an answer (default: each task's own limit)
         seed: seed of generated examples
-        batch_tokens: rows x length of a batch. eval takes fewer rows, but at least 65536 tokens, where more methods then
-            share a prefill, and more rows under methods that store few tokens. On a mesh, rows are a multiple of its axis
-            data, filled up with copies that are not scored
+        batch_tokens: rows x length of a batch, at most. eval takes fewer rows, but at least 65536 tokens, where a cache
+            does not fit otherwise. On a mesh, rows are a multiple of its axis data, filled up with copies that are not scored
         kv_dtype: store the keys and values of all methods, including Full, as codes: int8, float8_e4m3fn, k8v4 or int4
             (default: in the dtype of computation)
         workers: processes that make prompts

@@ -220,39 +220,3 @@ def test_without_a_place_for_it_a_command_runs_all_the_same(nothing_given, capsy
     CompiledPrograms().switch_on()
     assert jax.config.jax_compilation_cache_dir is None
     assert "compiled programs are not kept" in capsys.readouterr().err
-
-
-def test_what_is_compiled_first_runs_first():
-    """The compilation of "late" ends when "early" has been taken."""
-    taken = threading.Event()
-
-    class Program:
-        def __init__(self, wait):
-            self.wait = wait
-
-        def compile(self):
-            assert not self.wait or taken.wait(60)
-
-    def fails():
-        raise ValueError("cannot be traced")
-
-    with Eager() as queue:
-        queue.add("late", lambda: [Program(True)])
-        queue.add("early", lambda: [Program(False), Program(False)])
-        queue.add("begins", lambda: [Program(False), Program(True)])
-        late, early = {"late": None}, {"early": 2}
-        keys = {"a": late, "b": late | early, "c": early, "e": late, "g": {"begins": None}, "h": {"begins": 1}}
-        waiting = ahead.Waiting("abceh", lambda item: keys.get(item, {}), queue)
-        assert waiting.take() == "c"
-        waiting.put_back(["g"])
-        assert waiting.take() == "h", "its first program is enough"
-        waiting.put_back(["d", "f"])  # nothing of them is compiled ahead
-        assert [waiting.take(), waiting.take()] == ["d", "f"]
-        queue.add("wrong", fails)
-        waiting.put_back(["w"])
-        keys["w"] = {"wrong": 2}
-        assert waiting.take() == "w"
-        taken.set()
-        for key in ("late", "begins"):
-            queue.wait(key)
-        assert [waiting.take() for _ in "gabe"] == ["g", "a", "b", "e"] and not waiting

@@ -28,10 +28,10 @@ def wait_for(capsys, part):
 
 def test_a_log_says_what_is_done_whenever_nothing_was_said_for_long(capsys):
     with progress.Progress(26, True, False, lambda: "3 of 9 programs are ready", silence=0.02) as bar:
-        bar.waits()
-        assert "compiling, 3 of 9 programs are ready (for 0 s; 0 of 26 cells are done)" in wait_for(capsys, "compiling")[-1]
         bar.end(2)
         bar.begin("12 methods passkey 16384", 12)
+        line = wait_for(capsys, "compiling")[-1]
+        assert "16384: compiling, 3 of 9 programs are ready (for 0 s; 2 of 26 cells are done)" in line
         bar.tell("reading", 0.1, "prompts 9 to 16 of 50")
         line = wait_for(capsys, "reading")[-1]
         assert "12 methods passkey 16384: reading prompts 9 to 16 of 50 (for 0 s; 2 of 26 cells are done)" in line

@@ -40,7 +40,8 @@ TASKS = {
         {"so \\boxed{025}": 1, "\\boxed{25}": 1, "25": 1, "$25$": 1, "\\boxed{24} 25": 0, "\\boxed{250}": 0},
     ),
     "minerva_math500": (
-        {"problem": "Half?", "solution": "\\boxed{\\frac{1}{2}}", "answer": "", "subject": "Algebra", "level": 3}, "Half?\n\nSolution:",
+        {"problem": "Half?", "solution": "\\boxed{\\frac{1}{2}}", "answer": "", "subject": "Algebra", "level": 3},
+        "Half?\n\nSolution:",
         {"\\boxed{\\dfrac12}": 1, "\\boxed{0.5}": 1, "$1/2$": 1, "so $\\boxed{\\frac{1}{2}}$.": 1, "\\boxed{2}": 0, "": 0},
     ),
     "ifeval": (

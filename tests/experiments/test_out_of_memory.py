@@ -12,7 +12,7 @@ import pytest
 import kvjax
 import models
 from experiments.answering import Shape, ask
-from experiments.evaluation import planning, runner, together
+from experiments.evaluation import plan, runner
 from kvjax.accounting import memory
 from tests.experiments.test_evaluation import TINY, loaded, make, tiny  # noqa: F401  (a fixture)
 
@@ -100,10 +100,10 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
     given, tokens = [job.setting.method for job in jobs], run.settings.batch_tokens
     limit = run._plan.needed(jobs[:2], tokens)
     assert len(jobs) == 3 and run._plan.needed(jobs, tokens) > limit
-    monkeypatch.setattr(planning, "room_for_caches", lambda model: limit)
+    monkeypatch.setattr(plan, "free_bytes", lambda mesh: 2 * limit)
     groups = run._plan.groups(jobs)
     assert sorted(len(group.jobs) for group in groups) == [1, 2]
-    (shape,) = {batch.shape for batch in run._batches(groups[0])}
+    (shape,) = {batch.shape for batch in run._plan.batches(groups[0])}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
     two, three = (
         kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).device for some in (given[:2], given)
@@ -120,13 +120,13 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(tiny, length):  # n
     """For any rows, from one row of each method alone; a prompt has one chunk of tokens or two."""
     model = dataclasses.replace(loaded(tiny), config=dataclasses.replace(TINY, max_position_embeddings=length, num_layers=3))
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
-    caches = together.Caches(model)
+    needed = plan.Plan(None, model, None, (), 0).bytes_needed
     for names in ("full quest", "quest mosaickv snapkv", "h2o kvzip snapkv", " ".join(every)):
         methods = [every[name] for name in names.split()]
         for rows in (3, 40):
             sizes = {"batch": rows, "prompt_slots": length, "max_new_tokens": 128}
             exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True).device
-            assert caches.needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
+            assert needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811

@@ -1,0 +1,204 @@
+"""Plans an evaluation: the batches of every cell, and the methods that prefill its contexts together.
+
+Methods that attend to a prompt densely read it together (`kvjax.prefill_each`): the model runs once for all of them. As many
+do as fit into half of the free memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from experiments.answering import LoadedModel, Setting, Shape
+from experiments.benchmarks import Cell, CellStore
+from experiments.evaluation.answers import SHARED_TOKENS, Batch, make_batches, with_room
+from experiments.evaluation.settings import EvaluationSettings
+from experiments.tasks import get_task
+from kvjax.accounting.memory import free_bytes, needed_each
+from kvjax.accounting.phases import Phases, add_parts
+from kvjax.decoding.layers import layer_methods, shares_prefill
+from kvjax.decoding.prefill import reading_order
+from kvjax.protocol.method import LayerMethod, Method
+
+_UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
+_ENOUGH = 65536  # rows x length of a batch that is not halved before it has run out of memory
+CHUNK = 8192  # chunk_size of `kvjax.prefill_each`, where it is not given
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A cell under a method that the folder does not have yet.
+
+    Attributes:
+        label: the method's name in tables.
+        setting: the method.
+        question: where the question stands.
+        cell: the cell.
+        identity: the fields that tell the row from all others.
+    """
+
+    label: str
+    setting: Setting
+    question: str
+    cell: Cell
+    identity: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Jobs of one cell and question that are prefilled together, in batches of at most ``tokens``, rows x length."""
+
+    jobs: Sequence[Job]
+    tokens: int
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods of the jobs."""
+        return tuple(job.setting.method for job in self.jobs)
+
+
+class Plan:
+    """The plan of an evaluation.
+
+    Args:
+        settings: what is run.
+        model: the model.
+        store: the cells' examples as token ids.
+        cells: the cells.
+        limit: the most tokens of prompt and answer.
+    """
+
+    def __init__(
+        self, settings: EvaluationSettings, model: LoadedModel, store: CellStore, cells: Sequence[Cell], limit: int
+    ) -> None:
+        self._settings, self._model, self._store, self._cells, self._limit = settings, model, store, cells, limit
+        self._batches: dict[Hashable, list[Batch]] = {}
+        self._of_a_row: dict[Hashable, tuple[Phases, Sequence[LayerMethod]]] = {}
+        self._smaller: dict[Hashable, int] = {}
+
+    def groups(self, jobs: Sequence[Job]) -> list[Group]:
+        """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none."""
+        groups: list[list[Job]] = []
+        shared: dict[Hashable, list[list[Job]]] = {}  # the groups that other jobs of a cell may join
+        for job in jobs:
+            near = shared.setdefault((*job.cell.identity.values(), job.question), [])
+            alone = self._settings.together == 1 or self._alone(job)
+            group = None if alone else next((group for group in near if self._fits([*group, job])), None)
+            if group is not None:
+                group.append(job)
+                continue
+            groups.append([job])
+            near += [groups[-1]] * (not alone)
+        return [Group(group, self._tokens(group)) for group in groups]
+
+    def batches(self, group: Group) -> list[Batch]:
+        """Sort the examples of a group's cell into batches."""
+        return self._sorted(group.jobs[0], group.tokens)
+
+    def limit(self, method: Method, tokens: int) -> None:
+        """Set the most rows x length for a method, whatever its traced knobs, because larger batches did not fit."""
+        self._smaller[jax.tree.structure(method)] = tokens
+
+    def alike(self, group: Group) -> list[Group]:
+        """Divide a group by the rows x length that its methods may have."""
+        divided: dict[int, list[Job]] = {}
+        for job in group.jobs:
+            tokens = min(group.tokens, self._smaller.get(jax.tree.structure(job.setting.method), group.tokens))
+            divided.setdefault(tokens, []).append(job)
+        return [Group(jobs, tokens) for tokens, jobs in divided.items()]
+
+    def bytes_needed(self, methods: Sequence[Method], shape: Shape, copy: bool = True) -> int:
+        """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
+
+        Methods that store equal keys and values share one storage. With ``copy``, the method that answers has a copy of its
+        own cache besides, if there are several methods or several questions about a context.
+        """
+        rows = shape.rows // self._model.groups
+        each, layers = zip(*(self._row(method, shape) for method in methods), strict=True)
+        order = reading_order(layers, rows, shape.length, CHUNK)
+        reading, after = (add_parts(parts).alone for parts in zip(*((one.reading, one.after) for one in each), strict=True))
+        copies = copy and (len(each) > 1 or shape.questions > 1 and not shape.keep)
+        copied = max(one.after.alone for one in each) if copies else 0
+        apart = order.apart and order.groups > 1  # groups of rows: some rows' whole prompts, and the finished rows
+        during = order.rows * reading + rows * after if apart else rows * reading
+        return max(during, rows * (after + copied))
+
+    def _row(self, method: Method, shape: Shape) -> tuple[Phases, Sequence[LayerMethod]]:
+        """Compute what a row of a batch needs; return the methods of the layers, too."""
+        model = self._model
+        at = jax.tree.structure(method), shape.length, shape.room, shape.keep
+        if at not in self._of_a_row:
+            config = with_room(model.config, shape, (method,))
+            sizes = {"batch": model.groups, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
+            (needed,) = needed_each([method], config, model.mesh, model.kv_dtype, sizes, share=True)
+            self._of_a_row[at] = needed, layer_methods(method, config)
+        return self._of_a_row[at]
+
+    def _alone(self, job: Job) -> bool:
+        return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
+
+    def _fits(self, jobs: Sequence[Job]) -> bool:
+        return len(jobs) <= self._settings.together and self.needed(jobs, self._settings.batch_tokens) <= self._bytes
+
+    def needed(self, jobs: Sequence[Job], tokens: int) -> int:
+        """Return the bytes of caches that jobs of a cell need together, if batches have ``tokens``, rows x length."""
+        methods = [job.setting.method for job in jobs]
+        return max(self.bytes_needed(methods, batch.shape) for batch in self._sorted(jobs[0], tokens))
+
+    def _tokens(self, jobs: Sequence[Job]) -> int:
+        """Halve the rows of a group's batches while they do not fit."""
+        tokens = self._settings.batch_tokens
+        while tokens // 2 >= _ENOUGH and self.needed(jobs, tokens) > self._bytes:
+            tokens //= 2
+        return tokens
+
+    @functools.cached_property
+    def _bytes(self) -> int:
+        """The bytes that the caches of a group may need: found once, so that equal jobs always have equal groups."""
+        free = free_bytes(self._model.mesh)
+        return _UNKNOWN if free is None else free // 2
+
+    def _sorted(self, job: Job, tokens: int) -> list[Batch]:
+        cell, method = job.cell, job.setting.method
+        beyond = method.extrapolates and not method.dense_prompt  # with a dense prompt it is read beside other methods
+        at = cell, beyond, job.question, tokens
+        if at not in self._batches:
+            self._batches[at] = make_batches(
+                self._store[cell],
+                job.question,
+                tokens,
+                None if beyond else self._limit,
+                self._settings.max_new_tokens,
+                samples=self._most_contexts(job.question) if cell.length is not None else 0,
+                room=self._room,
+                groups=self._model.groups,
+            )
+        return self._batches[at]
+
+    @functools.cached_property
+    def _generated(self) -> frozenset[str]:
+        return frozenset(cell.task for cell in self._cells if cell.length is not None)
+
+    @functools.cached_property
+    def own_room(self) -> frozenset[str]:
+        """The tasks whose answers are so long that they do not share a program with other tasks."""
+        return frozenset(task for task in self._generated if get_task(task).max_new_tokens > SHARED_TOKENS)
+
+    @functools.cached_property
+    def _room(self) -> int:
+        """The longest answer, in tokens, of the generated tasks that share a program."""
+        if self._settings.max_new_tokens is not None:
+            return self._settings.max_new_tokens
+        return max((get_task(task).max_new_tokens for task in self._generated - self.own_room), default=0)
+
+    def _most_contexts(self, question: str) -> int:
+        """Return the most contexts of a generated cell of this run; a question in the prompt makes a context of its own."""
+        return max(
+            cell.samples * (cell.questions if question == "prefill" else 1)
+            for cell in self._cells
+            if cell.length is not None
+        )
