@@ -25,7 +25,6 @@ from tests.models.tiny_gguf import write_tiny_gguf
 LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.demo.__main__": ["--length", "1024"],
     "experiments.evaluation.__main__": ["--tasks", "passkey", "--lengths", "256"],
-    "experiments.evaluation.sweep": "--method quest --grid budget=64,128 --tasks passkey --lengths 256".split(),
     "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
     "experiments.heads.heads": [],
     "experiments.heads.layers": [],
