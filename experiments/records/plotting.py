@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -145,23 +144,6 @@ def token_axis(panel: Any, lengths: Sequence[int]) -> None:
         panel.set_xlim(ticks[0] / 2, ticks[0] * 2)
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """List the ticks of a logarithmic axis from ``low`` to ``high``: 1, 2 and 5 times powers of ten.
-
-    The list begins at or below ``low`` and ends at or above ``high``.
-
-    Raises:
-        ValueError: a bound is not above zero, or ``low`` is above ``high``.
-    """
-    if not 0 < low <= high:
-        raise ValueError(f"a logarithmic axis needs 0 < low <= high, got {low} and {high}")
-    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
-    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
-    first = max(i for i, tick in enumerate(ticks) if tick <= low)
-    last = min(i for i, tick in enumerate(ticks) if tick >= high)
-    return ticks[first : last + 1]
-
-
 def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
     """Scale an axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
 
@@ -170,14 +152,16 @@ def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
         values: all drawn values, above zero.
         axis: "y" or "x".
     """
+    from matplotlib import ticker
+
     if max(values) < 10 * min(values):
         panel.set(**{f"{axis}lim": (0, 1.05 * max(values))})
         return
-    ticks = log_ticks(min(values) / 1.1, 1.1 * max(values))
-    panel.set(**{f"{axis}scale": "log"})
-    panel.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:,g}" for tick in ticks]})
-    (panel.yaxis if axis == "y" else panel.xaxis).minorticks_off()
-    panel.set(**{f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
+    panel.set(**{f"{axis}scale": "log", f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
+    scaled = panel.yaxis if axis == "y" else panel.xaxis
+    scaled.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    scaled.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:,g}"))
+    scaled.set_minor_locator(ticker.NullLocator())
 
 
 def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
@@ -191,31 +175,6 @@ def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[floa
     """
     low, high = ([ends[i] for ends in intervals] for i in (0, 1))
     panel.vlines(list(x), low, high, color=color, linewidth=0.9, alpha=0.7)
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move shares of a panel's height until they are at least ``gap`` apart; their order stays.
-
-    Shares that are too close form a group, which is spaced evenly around its mean and stays between 0 and 1 if it fits.
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(wanted)), key=lambda index: wanted[index]):
-        groups.append([index])
-        while len(groups) > 1 and _lowest(groups[-1], wanted, gap) < _lowest(groups[-2], wanted, gap) + gap * len(
-            groups[-2]
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    made = [0.0] * len(wanted)
-    for group in groups:
-        for rank, index in enumerate(group):
-            made[index] = _lowest(group, wanted, gap) + rank * gap
-    return made
-
-
-def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """Compute the lowest share of an evenly spaced group."""
-    size = gap * (len(group) - 1)
-    return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
 
 
 def text_color(color: str) -> str:
