@@ -18,11 +18,6 @@ from experiments.answering.calibration import CALIBRATION_SEED as CALIBRATION_SE
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
-from experiments.answering.measure import DECODE_TOKENS as DECODE_TOKENS
-from experiments.answering.measure import Generated as Generated
-from experiments.answering.measure import generate as generate
-from experiments.answering.measure import interval as interval
-from experiments.answering.measure import measure as measure
 from experiments.answering.mesh import equal_rows as equal_rows
 from experiments.answering.mesh import make_mesh as make_mesh
 from experiments.answering.mesh import mesh_axes as mesh_axes

@@ -11,8 +11,7 @@ import jax
 
 import kvjax
 import models
-from experiments.answering.mesh import make_mesh
-from experiments.answering.model import LoadedModel, MeshSettings, check_system, load_model
+from experiments.answering.model import LoadedModel, MeshSettings, check_system
 from experiments.answering.presets import read_files
 from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer
@@ -91,20 +90,17 @@ class GenerateSettings(MeshSettings):
 def _generate(settings: GenerateSettings) -> None:
     """Print the continuation to standard output, and its costs to standard error."""
     prompt = _read_prompt(settings.prompt, settings.prompt_file)
-    mesh = make_mesh(settings.mesh)
-    model = load_model(
-        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
-    )
+    model = settings.load()
     config, tokenizer = model.config, model.tokenizer
     method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = _encode(model, prompt, settings)
-    spread = "" if mesh is None else f"{settings.mesh} of "
+    spread = "" if model.mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
         _say(f"there is one prompt: each of {model.groups} groups of devices generates the same")
     if method.offload:
         sizes = {"batch": model.groups, "prompt_slots": len(ids), "max_new_tokens": settings.max_new_tokens}
-        needed = memory_needed(method, config, mesh=mesh, kv_dtype=settings.kv_dtype, **sizes)
+        needed = memory_needed(method, config, mesh=model.mesh, kv_dtype=settings.kv_dtype, **sizes)
         _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:

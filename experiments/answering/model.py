@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 import models
-from experiments.answering.mesh import groups_of, mesh_axes
+from experiments.answering.mesh import groups_of, make_mesh, mesh_axes
 from experiments.cli import Settings, option
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
@@ -38,6 +38,10 @@ class ModelSettings(Settings):
     weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
     offline: bool = False
 
+    def load(self) -> LoadedModel:
+        """Load the model; see `load_model`."""
+        return load_model(self.model, self.dtype, offline=self.offline, weight_dtype=self.weight_dtype)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSettings(ModelSettings):
@@ -55,6 +59,11 @@ class MeshSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         mesh_axes(self.mesh)
+
+    def load(self) -> LoadedModel:
+        """Load the model onto the devices of the mesh; see `load_model`."""
+        options = {"offline": self.offline, "weight_dtype": self.weight_dtype}
+        return load_model(self.model, self.dtype, mesh=make_mesh(self.mesh), **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jax import Array, lax
 from tokenizers import Tokenizer
 
 import kvjax
-from experiments.answering import LoadedModel, load_model
+from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
@@ -172,7 +172,7 @@ def answered(
 
 
 def _heads(settings: HeadSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     found = measured(model, settings)
     write_bytes(settings.out, (json.dumps(found) + "\n").encode())
     print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")

@@ -22,7 +22,6 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
@@ -81,7 +80,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
 
 
 def _layers(settings: LayerSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))

@@ -23,7 +23,6 @@ from jax import Array
 
 import kvjax
 import models
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
@@ -173,7 +172,7 @@ def _file(settings: PatternSettings) -> pathlib.Path:
 
 def _patterns(settings: PatternSettings) -> None:
     file = _file(settings)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
     found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)

@@ -2,6 +2,7 @@
 
 from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
+from experiments.records.bootstrap import percent_interval as percent_interval
 from experiments.records.describe import describe as describe
 from experiments.records.describe import record_csv as record_csv
 from experiments.records.describe import record_latex as record_latex
@@ -50,6 +51,3 @@ from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
 from experiments.records.titles import method_title as method_title
-from experiments.records.torch_device import check_torch as check_torch
-from experiments.records.torch_device import describe_device as describe_device
-from experiments.records.torch_device import the_device as the_device

@@ -31,6 +31,11 @@ def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> t
     return _ends(sums.tobytes(), counts.tobytes())
 
 
+def percent_interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
+    """Compute `bootstrap_interval` of scores from 0 to 1 in percent, as rows of a record have it."""
+    return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
+
+
 @functools.lru_cache(maxsize=8192)
 def _ends(sums: bytes, counts: bytes) -> tuple[float, float]:
     """Compute `bootstrap_interval` from float64 sums and int64 counts of the groups; pages show many cells repeatedly."""
