@@ -32,9 +32,7 @@ import numpy as np
 from experiments.cli import Against, Job
 from experiments.demo.report import draw, table
 from experiments.demo.settings import DemoOutput, DemoSettings
-from experiments.evaluation.folder import read_predictions
-from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import Choice
+from experiments.evaluation import Choice, Runner, read_predictions
 from experiments.records import make_record, save, with_figures, write_bytes, write_record
 from kvjax import registry
 

@@ -45,13 +45,7 @@ class LayerSettings(PromptSettings):
 def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
     """Compute the mean cosine of the hidden states before and after each layer's attention, over all tokens of the prompts.
 
-    Args:
-        params: model parameters, on one device.
-        prompts: token ids; all prompts are prefilled at once.
-        config: the model.
-
-    Returns:
-        A cosine for each layer.
+    All prompts are prefilled at once, on one device.
     """
     tokens, lengths = kvjax.pad_tokens(prompts)
     return tuple(np.asarray(_similarity(params, tokens, lengths, config=config), np.float64).tolist())

@@ -8,14 +8,12 @@ from experiments.records.describe import record_csv as record_csv
 from experiments.records.describe import record_latex as record_latex
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
-from experiments.records.library import library_text as library_text
 from experiments.records.names_on_lines import QUIET as QUIET
 from experiments.records.names_on_lines import Curve as Curve
 from experiments.records.names_on_lines import chosen as chosen
 from experiments.records.names_on_lines import label_lines as label_lines
 from experiments.records.names_on_lines import name_curves as name_curves
 from experiments.records.names_on_lines import quiet_label as quiet_label
-from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
 from experiments.records.plotting import FAINT as FAINT
 from experiments.records.plotting import REFERENCE as REFERENCE
@@ -28,7 +26,6 @@ from experiments.records.plotting import legend as legend
 from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
-from experiments.records.plotting import text_color as text_color
 from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label

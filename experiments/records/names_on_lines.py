@@ -39,14 +39,9 @@ def chosen(names: Iterable[str], wanted: Iterable[str], most: int = MOST) -> lis
 
 
 def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[float, float]] = ()) -> None:
-    """Write the name of each curve near its last point, inside of the panel, apart from points and other names.
+    """Write the name of each curve near its last point, apart from points, names and the points of ``others``.
 
     Call it when the panel has its final limits and its curves.
-
-    Args:
-        panel: axes of matplotlib.
-        curves: the curves to name.
-        others: (x, y) of further points that names should leave free.
     """
     from adjustText import adjust_text
 
@@ -59,14 +54,10 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
 
 
 def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
-    """Write the name of each line at its right end, inside of the panel, which is widened; close names move apart.
+    """Write the name of each line (x, y, name, colour) at its right end, in the panel, which is widened.
 
-    Call it when the panel's axes have their final limits.
-
-    Args:
-        panel: axes of matplotlib.
-        ends: (x, y, name, colour) of the last point of each line, in units of the data.
-        gap: least distance of two names, as a share of the panel's height.
+    Close names move apart. Call it when the panel has its final limits. ``gap`` is the least distance of two names, as a
+    share of its height.
     """
     if not ends:
         return
