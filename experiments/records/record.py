@@ -98,7 +98,7 @@ def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
 
     Values that JSON cannot express are refused.
     """
-    write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    write_bytes(path, (json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode())
 
 
 def write_bytes(path: pathlib.Path, data: bytes) -> None:
