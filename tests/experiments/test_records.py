@@ -303,7 +303,7 @@ def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_pa
         Against(against=tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/toy"])
+@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/qwen-32k"])
 def test_rows_of_a_record_find_themselves(name):
     measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
     said = compared(RECORDS / name, RECORDS / name)
