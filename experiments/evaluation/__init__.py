@@ -30,4 +30,3 @@ from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report
-from experiments.lab.peers.quality.report import peer_scores as peer_scores
