@@ -9,7 +9,6 @@ from experiments.answering.ask import num_programs as num_programs
 from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs
 from experiments.answering.ask import reads_all as reads_all
-from experiments.answering.batches import Tally as Tally
 from experiments.answering.batches import batch_rows as batch_rows
 from experiments.answering.batches import most_rows as most_rows
 from experiments.answering.batches import padded_length as padded_length

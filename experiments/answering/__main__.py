@@ -12,23 +12,21 @@ from jsonargparse.typing import PositiveInt
 
 import kvjax
 import models
-from experiments.answering.model import LoadedModel, MeshSettings, check_system
-from experiments.answering.presets import read_files
+from experiments.answering.method_settings import MethodSettings
+from experiments.answering.model import LoadedModel, check_system
 from experiments.answering.texts import read_prompt
 from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer
 from experiments.tasks import encode_prompt
-from kvjax import registry
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
-from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.sampling import Sampler
 
 _STREAM_BLOCK = 8  # most tokens of a piece of streamed text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateSettings(MeshSettings):
+class GenerateSettings(MethodSettings):
     """What to continue, and how.
 
     Attributes:
@@ -37,14 +35,11 @@ class GenerateSettings(MeshSettings):
         template: auto puts the checkpoint's chat template around the text, if it has one; none continues the text as it is
         system: text of the template's system turn (default: the template's own)
         template_variables: a variable of the template, such as enable_thinking=false; repeatable
-        method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
-        set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
         top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
-        kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4 (default: in the dtype of computation)
     """
 
     prompt: str | None = None
@@ -52,14 +47,11 @@ class GenerateSettings(MeshSettings):
     template: str = option("none", choices=("auto", "none"))
     system: str | None = None
     template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
-    method: str = "full"
-    set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
     max_new_tokens: PositiveInt = 128
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,19 +62,7 @@ class GenerateSettings(MeshSettings):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
-        # Refuse bad knobs before anything is loaded; knobs in files are read with the model.
-        registry.make(self.name, **{knob: x for knob, x in self.knobs.items() if knob not in ("scores", "pattern")})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    @property
-    def name(self) -> str:
-        """The name of the method."""
-        return registry.parse_method(self.method)[0]
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The given knobs of the method."""
-        return {**registry.parse_method(self.method)[1], **registry.parse_knobs(self.method, self.set)}
 
 
 def _generate(settings: GenerateSettings) -> None:
@@ -90,8 +70,8 @@ def _generate(settings: GenerateSettings) -> None:
     prompt = read_prompt(settings.prompt, settings.prompt_file)
     model = settings.load()
     config, tokenizer = model.config, model.tokenizer
-    method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = _encode(model, prompt, settings)
+    method = settings.make(len(ids), tokenizer, config)
     spread = "" if model.mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:

@@ -83,14 +83,9 @@ def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ask(params: Any, config: Any, contexts: Sequence[Ids], method: Method | str, shape: Shape, **options: Any) -> Asked:
-    """Run `ask_each` for one method."""
-    (asked,) = ask_each(params, config, contexts, [method], shape, **options)
+    """Run `ask_in_turn` for one method."""
+    (asked,) = ask_in_turn(params, config, contexts, [method], shape, **options)
     return asked
-
-
-def ask_each(params: Any, config: Any, contexts: Sequence[Ids], *arguments: Any, **options: Any) -> list[Asked]:
-    """List what `ask_in_turn` yields."""
-    return list(ask_in_turn(params, config, contexts, *arguments, **options))
 
 
 def ask_in_turn(
@@ -244,7 +239,7 @@ def programs(
     eos_token_ids: tuple[int, ...] | None = None,
     kv_dtype: str | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower the programs that `ask_each` runs, one after the other; see `kvjax.api.programs.lower_programs`.
+    """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
     With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """

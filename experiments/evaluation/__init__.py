@@ -19,6 +19,7 @@ from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
+from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.readings import other_reading as other_reading
 from experiments.evaluation.runner import Runner as Runner

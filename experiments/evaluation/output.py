@@ -18,22 +18,31 @@ from experiments.evaluation.tables import cell_table, cut_short, left_out, repor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where results go, and what is shown.
+class Shown:
+    """What is shown of results.
 
     Attributes:
-        out: result folder; a finished cell is not run again
-        force: throw away what the folder holds
         plot: draw figures (needs matplotlib)
         json: print a JSON line instead of the table
         quiet: show no progress
     """
 
-    out: pathlib.Path
-    force: bool = False
     plot: bool = True
     json: bool = False
     quiet: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Shown):
+    """Where results go, and what is shown.
+
+    Attributes:
+        out: result folder; a finished cell is not run again
+        force: throw away what the folder holds
+    """
+
+    out: pathlib.Path
+    force: bool = False
 
 
 def make_runner(settings: EvaluationSettings, output: Output) -> Runner:

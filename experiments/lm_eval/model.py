@@ -3,7 +3,8 @@
 From Python, with the extra ``lm-eval`` installed::
 
     import lm_eval
-    from experiments.lm_eval.model import KvjaxLM
+    from experiments.lm_eval.tally import Tally
+from experiments.lm_eval.model import KvjaxLM
 
     lm = KvjaxLM("builtin", method="quest", budget=256, batch_size=4)
     metadata = {"tokenizer": lm.tokenizer_directory, "max_seq_lengths": [4096]}  # RULER's tasks make their own prompts
@@ -39,8 +40,9 @@ import numpy as np
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, Tally, load_model, padded_length
+from experiments.answering import LoadedModel, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
+from experiments.lm_eval.tally import Tally
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry
