@@ -4,7 +4,6 @@ from experiments.answering.ask import Asked as Asked
 from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
-from experiments.answering.ask import ask_each as ask_each
 from experiments.answering.ask import ask_in_turn as ask_in_turn
 from experiments.answering.ask import num_programs as num_programs
 from experiments.answering.ask import pad as pad
@@ -18,16 +17,10 @@ from experiments.answering.calibration import CALIBRATION_SEED as CALIBRATION_SE
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
-from experiments.answering.measure import DECODE_TOKENS as DECODE_TOKENS
-from experiments.answering.measure import Generated as Generated
-from experiments.answering.measure import generate as generate
-from experiments.answering.measure import interval as interval
-from experiments.answering.measure import measure as measure
 from experiments.answering.mesh import equal_rows as equal_rows
 from experiments.answering.mesh import make_mesh as make_mesh
 from experiments.answering.mesh import mesh_axes as mesh_axes
 from experiments.answering.mesh import mesh_text as mesh_text
-from experiments.answering.model import DTYPES as DTYPES
 from experiments.answering.model import WEIGHT_DTYPES as WEIGHT_DTYPES
 from experiments.answering.model import LoadedModel as LoadedModel
 from experiments.answering.model import MeshSettings as MeshSettings
@@ -46,7 +39,6 @@ from experiments.answering.presets import budget_tokens as budget_tokens
 from experiments.answering.presets import knobs_by_method as knobs_by_method
 from experiments.answering.presets import paper_method as paper_method
 from experiments.answering.presets import preset_knobs as preset_knobs
-from experiments.answering.presets import read_files as read_files
 from experiments.answering.presets import read_knobs as read_knobs
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect

@@ -28,13 +28,10 @@ def most_rows(length: int, batch_tokens: int, groups: int = 1) -> int:
 
 
 def batch_rows(length: int, batch_tokens: int, samples: int, groups: int = 1) -> int:
-    """Compute the rows that are generated together, so that batches are as equal as possible.
+    """Compute the rows that are generated together, so that batches of ``samples`` rows are as equal as possible.
 
-    Args:
-        length: tokens of a row.
-        batch_tokens: rows x length of a batch, at most; but a batch has at least one row for each of ``groups``.
-        samples: rows of all batches together.
-        groups: the rows of a batch are a multiple of this number (`LoadedModel.groups`); the last rows may be copies.
+    They are a multiple of ``groups`` (`LoadedModel.groups`), and at most ``batch_tokens`` tokens unless each group has one
+    row.
     """
     batches = -(-samples // most_rows(length, batch_tokens, groups))
     return equal_rows(-(-samples // batches), groups)
@@ -58,22 +55,15 @@ class Tally:
         self._truncated += sum(len(prompt) > most for prompt in prompts)
 
     def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
-        """Count a batch.
+        """Count a batch: its first ``real`` rows are requests, all later rows copies.
 
-        Args:
-            real: how many rows are requests; the requests come first, all later rows are copies.
-            stats: accounting of the batch.
-            tokens: tokens that were generated or scored for the requests.
+        ``tokens`` were generated or scored for them.
         """
         self._stats.append((real, stats))
         self._tokens += tokens
 
     def summary(self, room: str) -> dict[str, Any]:
-        """Return the counts as JSON values; log a warning if prompts were cut.
-
-        Args:
-            room: what needed the room, for the warning.
-        """
+        """Return the counts as JSON values; log a warning if prompts were cut to make room for ``room``."""
         requests = sum(real for real, _ in self._stats)
         if self._truncated:
             _log.warning("%d of %d requests lost their beginning to make room for %s", self._truncated, requests, room)

@@ -28,16 +28,9 @@ class Found:
 
 
 def find(name: str, *, offline: bool = False) -> Found:
-    """Find a model on this machine; download it first if it is absent.
+    """Find a model on this machine, see `models.checkpoint_directory`; unless ``offline``, download it first if it is absent.
 
-    Args:
-        name: see `models.checkpoint_directory`.
-        offline: whether to raise an error instead of downloading.
-
-    Raises:
-        OSError, ValueError, ModuleNotFoundError: see `models.checkpoint_directory`.
-        FileNotFoundError: the directory holds no model.
-        ValueError: the directory holds several GGUF files.
+    A directory without a model is refused by a ``FileNotFoundError``, and one with several GGUF files by a ``ValueError``.
     """
     directory = models.checkpoint_directory(name, offline=offline)
     if not (directory / "config.json").is_file() and locate_gguf(directory) is None:

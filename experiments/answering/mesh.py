@@ -17,9 +17,6 @@ def mesh_axes(text: str | None) -> dict[str, int]:
     """Parse the sizes of the axes in a text such as "data=2,model=4", by name; no axes if there is no text.
 
     The result always has the axes data and model. It has the axis slots, which few methods can use, if the text names it.
-
-    Raises:
-        ValueError: an axis is unknown or named twice, or a size is no whole number of at least 1.
     """
     if text is None:
         return {}

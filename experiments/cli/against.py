@@ -35,11 +35,10 @@ class Against:
             )
 
     def show(self, made: pathlib.Path, name: str = "") -> None:
-        """Print the comparison of a new record; print nothing if there is no record to compare it with.
+        """Print the comparison of a new record, result folder or folder of records.
 
-        Args:
-            made: the record, a result folder, or a folder of records.
-            name: the committed record's name, if it differs from the file's or the folder's.
+        Nothing if there is none to compare it with. ``name`` is the committed record's name, if it differs from the file's
+        or the folder's.
         """
         if made.is_dir() and not (made / "metrics.json").is_file():
             for file in sorted(made.glob("*.json")):
@@ -55,15 +54,10 @@ def _print(made: pathlib.Path, other: pathlib.Path | None) -> None:
 
 
 def committed(made: pathlib.Path, name: str = "", records: pathlib.Path = RECORDS) -> pathlib.Path | None:
-    """Find the committed record of the same name and the same experiment; None if there is none.
+    """Find the committed record of the same name and experiment, in docs/records.
 
-    Args:
-        made: the record or result folder to compare; a committed record is not compared with itself.
-        name: the committed record's name, such as "speed" or "ablations/votes" (default: the file's or the folder's).
-        records: the folder of the committed records.
-
-    Raises:
-        ValueError: ``made`` is no record.
+    None if there is none, or if it is this one. The name, such as "speed" or "ablations/votes", is by default the file's or
+    the folder's.
     """
     experiment = read_record(made)["experiment"]
     name = name or (made.name if made.is_dir() else made.stem)
@@ -75,15 +69,9 @@ def committed(made: pathlib.Path, name: str = "", records: pathlib.Path = RECORD
 
 
 def compared(made: pathlib.Path, other: pathlib.Path, most: int | None = None) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records of one experiment share, with both values and their ratio, as text.
 
-    Args:
-        made: a record or result folder.
-        other: the record to compare ``made`` with.
-        most: rows that are shown; None shows all.
-
-    Raises:
-        ValueError: a path holds no record, or the two records are of different experiments.
+    At most ``most`` rows.
     """
     names = (_shown(made), _shown(other))
     return importlib.import_module(RECORDS_PACKAGE).beside(read_record(made), read_record(other), names, most)

@@ -73,19 +73,9 @@ def _plot(command: PlotCommand) -> None:
 def write_figures(
     path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = _USUAL
 ) -> list[pathlib.Path]:
-    """Draw and write the figures of a result.
+    """Draw and write some figures of a result folder or record, without names its usual ones, into a directory.
 
-    Args:
-        path: a result folder, or a JSON record.
-        kinds: names of figures; without names, the usual figures of the record are drawn.
-        out: the directory to write to.
-        formats: some of "png", "pdf" and "svg".
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ValueError: see `figures`.
+    Return the files.
     """
     written = []
     for name, draw in figures(path, kinds):
@@ -96,18 +86,10 @@ def write_figures(
 
 
 def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callable[[str], bytes]]]:
-    """List the figures of a result folder, or of a record.
+    """List the figures of a result folder, or of a record, without names its usual ones.
 
-    Args:
-        path: a folder of `eval`, `sweep` or `fidelity`, or a JSON record.
-        kinds: names of figures; without names, the usual figures of the record are listed.
-
-    Returns:
-        Each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws the figure and returns the
-        file's bytes.
-
-    Raises:
-        ValueError: the path holds no result, or the result cannot be drawn as one of the kinds.
+    Returns each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws it and returns the
+    bytes. A path without a result, and kinds that it cannot be drawn as, are refused by a ``ValueError``.
     """
     record = read_record(path)
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation

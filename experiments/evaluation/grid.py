@@ -94,15 +94,7 @@ class Grid:
 
 
 def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
-    """Make the grid of the only method of some settings, and refuse what cannot be run, before anything is loaded.
-
-    Args:
-        settings: the settings of the evaluation.
-        texts: KNOB=V1,V2,... for each knob that is varied.
-
-    Raises:
-        ValueError: several methods, questions in turns, a text of another form, or a setting that the method refuses.
-    """
+    """Make the grid of the settings' only method from texts KNOB=V1,V2,..., and refuse what cannot be run."""
     if len(settings.methods) != 1 or settings.budgets:
         got = f"{', '.join(choice.label for choice in settings.methods)}{' and --budgets' * bool(settings.budgets)}"
         raise ValueError(f"--grid varies the knobs of one method, budgets too: expected one in --methods, got {got}")
@@ -126,15 +118,7 @@ def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
 
 
 def run_grid(runner: Runner, grid: Grid) -> None:
-    """Run every cell of the runner's settings under Full, then under the whole grid at once.
-
-    Args:
-        runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
-        grid: the settings.
-
-    Raises:
-        ValueError: a ``kv_dtype`` that the method does not support.
-    """
+    """Run every cell of the runner's settings under Full, then under the whole grid at once."""
     settings = runner.settings
     choices = grid.choices()
     # All methods are made before Full is run, which takes long.

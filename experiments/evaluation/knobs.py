@@ -9,15 +9,7 @@ from experiments.evaluation.settings import Choice
 
 
 def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
-    """Set knobs of some methods.
-
-    Args:
-        choices: the methods.
-        pairs: texts ``method.knob=value``.
-
-    Raises:
-        ValueError: a text of another form, or a method that is not among ``choices``.
-    """
+    """Set knobs of some methods by texts ``method.knob=value``; a method that is not among ``choices`` is refused."""
     made = tuple(choices)
     for name, knobs in knobs_by_method(pairs, read_knobs).items():
         if not any(choice.name == name for choice in made):

@@ -8,7 +8,6 @@ import pathlib
 import sys
 import time
 
-from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, write_figures
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import averages, beside_full, load, place_of
@@ -44,10 +43,8 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
         ValueError: a file of the tasks is missing or damaged, or an error of `Runner`.
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
-    mesh, begun = make_mesh(settings.mesh), time.monotonic()
-    model = load_model(
-        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
-    )
+    begun = time.monotonic()
+    model = settings.load()
     more = {"force": output.force, "progress": not output.quiet, "loading": time.monotonic() - begun}
     return Runner(settings, model, output.out, cells=cells, **more)
 

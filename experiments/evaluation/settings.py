@@ -64,13 +64,10 @@ class Choice:
         return made
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
-        """Make the method for a length; knobs not given are the paper's, or an eighth of the length as a baseline's budget.
+        """Make the method for a length in tokens.
 
-        Args:
-            length: tokens of context and answer.
-            tokenizer: the model's tokenizer, for methods that need one.
-            config: the model's description; None if there is no tokenizer.
-            extra: knobs that replace the paper's knobs, but not the given knobs.
+        Knobs not given are the paper's, or an eighth of the length as a baseline's budget. ``extra`` replaces the paper's
+        knobs, but not the given knobs; ``config`` is None if there is no tokenizer.
         """
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given={**extra, **self.knobs})
 
@@ -145,16 +142,7 @@ def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
 
 
 def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
-    """Refuse unknown methods, and budgets that are neither shares nor tokens.
-
-    Args:
-        choices: the methods.
-        budgets: shares of a length, or tokens.
-        length: the shortest length, in tokens.
-
-    Raises:
-        ValueError: an unknown method, or a bad budget.
-    """
+    """Refuse unknown methods and knobs, and budgets that are neither shares nor tokens, for the shortest length in tokens."""
     for choice in choices:
         check_knobs(choice.name, choice.knobs)
         registry.check_inner(registry.find(choice.name), choice.knobs)
@@ -314,17 +302,10 @@ _JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which anothe
 
 
 def joined(before: str, now: str) -> str:
-    """Merge a new run's settings into the text of a folder's config.yaml.
+    """Merge a new run's settings into the text of a folder's config.yaml, which people may have shortened.
 
     Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are the new run's. A method with
     other knobs is another entry, because it has rows of its own.
-
-    Args:
-        before: the file's text, which people may have shortened.
-        now: the new run's settings as YAML.
-
-    Raises:
-        ValueError: the file holds no settings.
     """
     old, new = (parse_yaml(text) or {} for text in (before, now))
     if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):

@@ -28,7 +28,7 @@ from jax import Array, lax
 from tokenizers import Tokenizer
 
 import kvjax
-from experiments.answering import LoadedModel, load_model
+from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
@@ -85,17 +85,10 @@ class Finding(BesideFull):
 
 
 def on_sentence(query: Array, key: Array, position: Array, first: Array, last: Array) -> Array:
-    """Sum the attention to the tokens of a sentence of n tokens that are among the n tokens with most attention.
+    """Sum the attention to a sentence's n tokens that are among the n tokens with most attention: float32 [B, H, G].
 
-    Args:
-        query: [B, H, G, D], rotated.
-        key: [B, H, S, D], rotated.
-        position: int32 [B, H, S], EMPTY where there is no token.
-        first: int32 scalar, position of the sentence's first token.
-        last: int32 scalar, position of the sentence's last token.
-
-    Returns:
-        float32 [B, H, G].
+    ``query`` [B, H, G, D] and ``key`` [B, H, S, D] are rotated; ``position``, int32 [B, H, S], is EMPTY without a token;
+    ``first`` and ``last``, int32 scalars, are the positions of the sentence's ends.
     """
     exact = lax.Precision.HIGHEST
     logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=exact)
@@ -107,11 +100,7 @@ def on_sentence(query: Array, key: Array, position: Array, first: Array, last: A
 
 
 def sentence_of(example: Example) -> tuple[int, int]:
-    """Find the beginning and the end of the sentence with the first answer in the context, in characters.
-
-    Raises:
-        ValueError: the answer is not in the context.
-    """
+    """Find the sentence with the first answer in the context, in characters; an answer that is not there is refused."""
     text, answer = example.context, example.answers[0]
     at = text.find(answer)
     if at < 0:
@@ -151,13 +140,7 @@ def answered(
 ) -> tuple[list[int], np.ndarray]:
     """Generate an answer of ``steps`` tokens, and sum each query head's attention to a sentence, float32 [L, H * G].
 
-    Args:
-        model: the model.
-        tokens: the prompt.
-        first: position of the sentence's first token.
-        last: position of the sentence's last token.
-        steps: tokens of the answer.
-        length: tokens to which prompts are padded.
+    ``first`` and ``last`` are positions of the sentence's ends; prompts are padded to ``length`` tokens.
     """
     method, room = Finding(first=jnp.int32(first), last=jnp.int32(last)), 64
     cache = kvjax.prefill(
@@ -172,7 +155,7 @@ def answered(
 
 
 def _heads(settings: HeadSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     found = measured(model, settings)
     write_bytes(settings.out, (json.dumps(found) + "\n").encode())
     print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")

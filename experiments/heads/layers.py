@@ -22,7 +22,6 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
@@ -46,13 +45,7 @@ class LayerSettings(PromptSettings):
 def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
     """Compute the mean cosine of the hidden states before and after each layer's attention, over all tokens of the prompts.
 
-    Args:
-        params: model parameters, on one device.
-        prompts: token ids; all prompts are prefilled at once.
-        config: the model.
-
-    Returns:
-        A cosine for each layer.
+    All prompts are prefilled at once, on one device.
     """
     tokens, lengths = kvjax.pad_tokens(prompts)
     return tuple(np.asarray(_similarity(params, tokens, lengths, config=config), np.float64).tolist())
@@ -81,7 +74,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
 
 
 def _layers(settings: LayerSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))

@@ -23,7 +23,6 @@ from jax import Array
 
 import kvjax
 import models
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
@@ -107,12 +106,8 @@ class Measuring(BesideFull):
         """Measure the mean attention that each candidate keeps: float32 [B, H, G, C].
 
         The probability of a candidate's keys is the candidate's softmax denominator over the denominator of all keys.
-
-        Args:
-            query: [B, H, G, T, D], rotated, of a whole prompt.
-            key: [B, H, T, D], rotated.
-            value: [B, H, T, D].
-            length: int32 [B], real tokens.
+        ``query`` [B, H, G, T, D] and ``key`` [B, H, T, D] are rotated and of a whole prompt; ``length``, int32 [B], are its
+        real tokens.
         """
         scale = 1 / math.sqrt(query.shape[-1])
         _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
@@ -129,15 +124,7 @@ class Measuring(BesideFull):
 def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
     """Measure the attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
 
-    Args:
-        params: model parameters.
-        prompts: token ids; each prompt runs alone.
-        config: the model's description.
-        method: the method with the candidates.
-        length: tokens to which prompts are padded.
-
-    Raises:
-        ValueError: a layer has a sliding window or no attention.
+    Each prompt runs alone, padded to ``length`` tokens. Models with sliding windows or layers without attention are refused.
     """
     if len(method_layers(config)) < config.num_layers:
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
@@ -173,7 +160,7 @@ def _file(settings: PatternSettings) -> pathlib.Path:
 
 def _patterns(settings: PatternSettings) -> None:
     file = _file(settings)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
     found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)

@@ -38,11 +38,7 @@ class PromptSettings(ModelSettings):
 
 
 def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:
-    """Make the prompts as tokens of a model.
-
-    Raises:
-        ValueError: prompts would be longer than the model's position limit.
-    """
+    """Make the prompts as tokens of a model, which must have as many positions."""
     model.check_positions("--length", settings.length)
     haystack = settings.haystack if get_task(settings.task).haystack else None
     cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)

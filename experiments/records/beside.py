@@ -18,16 +18,9 @@ _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measur
 def beside(
     here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there"), most: int | None = None
 ) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records share, with both values and their ratio, as text; at most ``most`` rows.
 
-    Args:
-        here: see `experiments.records.make_record`.
-        there: the record to compare ``here`` with.
-        names: names of the two records, for people.
-        most: rows that are shown; None shows all.
-
-    Raises:
-        ValueError: the records are of different experiments, or a row's value is no number or its knobs are no object.
+    Records of different experiments, and rows whose value is no number, are refused by a ``ValueError``.
     """
     for name, record in zip(names, (here, there), strict=True):
         _check(record["metrics"], name)

@@ -117,12 +117,7 @@ class Results:
         return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
 
     def add(self, metric: dict[str, Any], identity: Mapping[str, Any]) -> None:
-        """Add a finished cell and write the file.
-
-        Args:
-            metric: the cell.
-            identity: some of its fields; a cell of the file whose fields include them is replaced.
-        """
+        """Add a finished cell, which replaces a cell whose fields include all of ``identity``, and write the file."""
         with self.lock:
             self.read()
             old = self.find(identity)
@@ -137,12 +132,7 @@ class Results:
         self.change(name, lambda old: value)
 
     def change(self, name: str, update: Callable[[Any], Any]) -> None:
-        """Replace a note and write the file.
-
-        Args:
-            name: name of the note.
-            update: makes the new value from the value that the file holds now, or from None if it holds none.
-        """
+        """Replace a note by what ``update`` makes of the note that the file holds now, or of None, and write the file."""
         with self.lock:
             self.read()
             self.notes[name] = update(self.notes.get(name))

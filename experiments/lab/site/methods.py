@@ -61,7 +61,8 @@ def knobs(name: str) -> str:
     if not listed:
         return "None."
     body = [
-        (f"`{x.name}`", f"`{x.default!r}`", "traced" if x.traced else "static", markdown(x.doc).replace("|", "\\|")) for x in listed
+        (f"`{x.name}`", f"`{x.default!r}`", "traced" if x.traced else "static", markdown(x.doc).replace("|", "\\|"))
+        for x in listed
     ]
     return "\n".join([*markdown_rows([("knob", "default", "kind", "meaning"), *body]), "", _TRACED])
 
@@ -152,7 +153,8 @@ def _measured(docs: pathlib.Path) -> dict[str, str]:
     told = f"Means over tasks on Qwen2.5-Coder-1.5B ([quality](../quality.md), records {' and '.join(_SCORES)}):\n\n"
     parts = {name: told + "\n".join(markdown_rows([head, *cells])) for name, cells in rows.items()}
     for row in json.loads((docs / "records" / _TIMES).read_text(encoding="utf-8"))["metrics"]:
-        if (row["name"], row["length"], row["batch"], row["error"], row.get("note") or "") == ("decode", 131_072, 1, None, ""):
+        told = (row["name"], row["length"], row["batch"], row["error"], row.get("note") or "")
+        if told == ("decode", 131_072, 1, None, ""):
             line = f"One token after 131,072 takes {1e3 * row['value']:.2f} ms on an H200 ([speed](../speed.md))."
             parts[row["method"]] = "\n\n".join(filter(None, (parts.get(row["method"]), line)))
     return parts

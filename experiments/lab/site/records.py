@@ -74,7 +74,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
         if "commit" not in record:
             continue  # scores of heads, which are an input of methods
         path = file.parent if file.name == "metrics.json" else file
-        name = "-".join(path.relative_to(folder).with_suffix("").parts) if path.is_file() else f"{path.parent.name}-{path.name}"
+        name = "-".join((*path.relative_to(folder).parent.parts, path.name.removesuffix(".json")))
         link = f"../records/{file.relative_to(folder).as_posix()}"
         text = tables(path)
         if text:
