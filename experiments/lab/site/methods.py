@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from experiments.evaluation import averages, beside_full, load
+from experiments.lab.site import records
 from experiments.records import markdown_rows
 from kvjax import registry
 from kvjax.protocol.method import Method
@@ -142,16 +142,14 @@ def _blocks(docstring: str) -> list[str]:
 
 def _measured(docs: pathlib.Path) -> dict[str, str]:
     """Make the table of each method's means over tasks, and the line with its time for a token, by the method's name."""
-    rows: dict[str, list[tuple[str, ...]]] = {}
-    for folder in (docs / "records" / "results" / name for name in _SCORES):
-        for mean in averages(beside_full([entry for entry in load([folder]) if entry.row["unit"] == "percent"])):
-            share = f"{100 * mean['bytes_read_per_step'] / mean['full_bytes_read_per_step']:.1f} %"
-            name, _, setting = mean["method"].partition("(")
-            cells = (f"`{mean['method']}`" if setting else "as it is", f"{mean['length']:,}", f"{mean['score']:.1f}", share)
-            rows.setdefault(name, []).append(cells)
-    head = ("setting", "tokens", "mean score", "bytes read, of Full's")
+    cells: dict[str, list[tuple[str, ...]]] = {}
+    for row in (row for name in _SCORES for row in records.rows(docs / "records" / "results" / name)):
+        name, _, setting = row["setting"].partition("(")
+        told = (f"`{row['setting']}`" if setting else "as it is", f"{row['length']:,}", row["score"], row["read"])
+        cells.setdefault(name, []).append(told)
+    head = ("setting", "tokens", "mean score", "read per step")
     told = f"Means over tasks on Qwen2.5-Coder-1.5B ([quality](../quality.md), records {' and '.join(_SCORES)}):\n\n"
-    parts = {name: told + "\n".join(markdown_rows([head, *cells])) for name, cells in rows.items()}
+    parts = {name: told + "\n".join(markdown_rows([head, *rows])) for name, rows in cells.items()}
     for row in json.loads((docs / "records" / _TIMES).read_text(encoding="utf-8"))["metrics"]:
         told = (row["name"], row["length"], row["batch"], row["error"], row.get("note") or "")
         if told == ("decode", 131_072, 1, None, ""):
