@@ -14,16 +14,11 @@ import models
 from models import ModelConfig
 from models.files import replaced_files
 from models.files.hf.checks import check_types
+from tests.models.test_models import HF
 from tests.models.test_weights import saved  # noqa: F401
 from tests.tiny_models import FAMILIES
 
-HF = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
 DEEP = "[" * 100_000
-
-
 STRANGE = (None, True, False, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**400, "", "4", [], [1], [[1]], ["x"])
 STRANGE += ({}, {"a": 1}, {"rope_type": 3}, {"rope_type": "llama3", "factor": []}, {"rope_theta": "x"})
 

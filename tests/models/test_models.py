@@ -32,9 +32,7 @@ HF = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }  # fmt: skip
-LLAMA3 = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
-}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def test_from_hf_lists_missing_keys():
@@ -73,22 +71,16 @@ def test_from_hf_reads_every_rope_spelling(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "expected"),
+    ("change", "dtype", "field", "expected"),
     [
-        ({}, None, "float32"),
-        ({"torch_dtype": "bfloat16"}, None, "bfloat16"),
-        ({"dtype": "bfloat16"}, None, "bfloat16"),
-        ({"torch_dtype": "float16"}, None, "float32"),
-        ({"torch_dtype": "bfloat16"}, "float32", "float32"),
+        ({}, None, "dtype", "float32"), ({"torch_dtype": "bfloat16"}, None, "dtype", "bfloat16"),
+        ({"dtype": "bfloat16"}, None, "dtype", "bfloat16"), ({"torch_dtype": "float16"}, None, "dtype", "float32"),
+        ({"torch_dtype": "bfloat16"}, "float32", "dtype", "float32"), ({"eos_token_id": None}, None, "eos_token_ids", ()),
+        ({"eos_token_id": 3}, None, "eos_token_ids", (3,)), ({"eos_token_id": [3, 5]}, None, "eos_token_ids", (3, 5)),
     ],
-)
-def test_from_hf_takes_the_dtype_asked_for(change, dtype, expected):
-    assert ModelConfig.from_hf({**HF, **change}, dtype).dtype == expected
-
-
-@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (3, (3,)), ([3, 5], (3, 5))])
-def test_from_hf_takes_one_or_several_end_tokens(eos, expected):
-    assert ModelConfig.from_hf({**HF, "eos_token_id": eos}).eos_token_ids == expected
+)  # fmt: skip
+def test_from_hf_takes_every_dtype_and_one_or_several_end_tokens(change, dtype, field, expected):
+    assert vars(ModelConfig.from_hf({**HF, **change}, dtype))[field] == expected
 
 
 # Parameter counts as the model cards and checkpoints have them.
@@ -314,16 +306,10 @@ def test_token_past_the_vocabulary_gives_nan_not_another_row():
     ("change", "message"),
     [
         ({"tokens": TOKENS[0]}, "tokens must be integers of shape [B, T], got int32 (24,)"),
-        (
-            {"tokens": TOKENS.astype(jnp.float32)},
-            "tokens must be integers of shape [B, T], got float32 (2, 24)",
-        ),
+        ({"tokens": TOKENS.astype(jnp.float32)}, "tokens must be integers of shape [B, T], got float32 (2, 24)"),
         ({"states": (None,)}, "expected one state for each of 2 layers, got 1"),
         ({"last": jnp.zeros((3,), jnp.int32)}, "last must have shape (2,), one index per row, got (3,)"),
-        (
-            {"attend": lambda layer, state, q, k, v: (k, state)},
-            "attend returned shape (2, 2, 24, 16) at layer 0, expected (2, 2, 2, 24, 16)",
-        ),
+        ({"attend": lambda layer, state, q, k, v: (k, state)}, "attend returned shape (2, 2, 24, 16) at layer 0, expected"),
     ],
 )
 def test_wrong_arguments_of_apply_are_refused(change, message):
