@@ -645,7 +645,7 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
 
 def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
     """Of all records, whatever the method calls its budget."""
-    folders = [str(RECORDS / "results" / name) for name in ("main", "toy")]
+    folders = [str(RECORDS / "results" / name) for name in ("main", "long-answers-4k")]
     for folder in folders:
         out = tmp_path / "t.csv"
         assert main(["compare", folder, "--out", str(out)]) == 0
