@@ -8,9 +8,7 @@ import pathlib
 
 from experiments.cli.plot import RECORDS_PACKAGE, read_record
 
-RECORDS = (
-    pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"
-)  # a checkout has it, an installation does not
+RECORDS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"  # an installation lacks it
 _SHORT = 40  # rows that a command prints when it ends
 
 
@@ -30,9 +28,7 @@ class Against:
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.against.exists():
-            raise ValueError(
-                f"--against: expected a record or a result folder, got {self.against}, which does not exist"
-            )
+            raise ValueError(f"--against: expected a record or a result folder, got {self.against}, which does not exist")
 
     def show(self, made: pathlib.Path, name: str = "") -> None:
         """Print the comparison of a new record, result folder or folder of records.
