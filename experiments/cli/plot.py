@@ -56,8 +56,8 @@ def _plot(command: PlotCommand) -> None:
     importlib.import_module(RECORDS_PACKAGE).check_installed()
     out = command.out or (command.path if command.path.is_dir() else command.path.parent)
     written = write_figures(command.path, command.kind, out, command.format)
-    told = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
-    print(f"written: {told}", file=sys.stderr)
+    files = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
+    print(f"written: {files}", file=sys.stderr)
 
 
 def write_figures(
@@ -90,11 +90,11 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"{path} cannot be drawn as {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}")
-    made = []
+    drawn = []
     for kind in kinds or usual:
         name = kind if path.is_dir() else path.stem if kind == experiment else f"{path.stem}-{kind}"
-        made.append((name, functools.partial(_draw, path, known[kind])))
-    return made
+        drawn.append((name, functools.partial(_draw, path, known[kind])))
+    return drawn
 
 
 def _draw(path: pathlib.Path, draw: Callable[[], Any], kind: str) -> bytes:
@@ -108,8 +108,8 @@ def _rows_of(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {told}") from error
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {got}") from error
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def run_grid(runner: Runner, grid: Grid) -> None:
         rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes), runner.model.groups)
         answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
-            told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
-            runner.folder.add({**row, **identities[index], **told, **runner.placed}, identities[index], predictions)
+            about = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
+            runner.folder.add({**row, **identities[index], **about, **runner.placed}, identities[index], predictions)
 
 
 def _label(grid: Grid, choice: Choice) -> str:
@@ -186,8 +186,8 @@ def _answer(
                 kv_dtype=model.kv_dtype,
             )
             for lane, result in enumerate(results):
-                made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
-                ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
+                answers, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
+                ids[lane] += [answers[row, : counts[row]].tolist() for row in range(real)]
                 stats[lane].append((real, measured))
     shared = {
         "seconds": round(timer.run / len(methods), 3),
