@@ -75,7 +75,6 @@ class InfiniGen(SlotMethod):
     alpha: float | Array = traced(default=5.0, least=0)  # logits below a head's maximum that still count
     obs_window: int = static(default=2048, least=1)  # last prompt tokens, whose queries choose the channels
     num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2406.19707"

@@ -84,7 +84,6 @@ class MagicPIG(SlotMethod):
     capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all
     dense_every: int = static(default=16, least=0)  # layers with a multiple of this number are dense; 0 = none
     seed: int | Array = traced(default=0, least=0)  # of the random planes
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"

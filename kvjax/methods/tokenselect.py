@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attention.over_cache import is_masked
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
@@ -106,7 +107,6 @@ class TokenSelect(LayerMethod):
     gqa_map: str = static(  # KV head that scores a query head: "group" (its own), "mod" (as in the paper)
         default="group", choices=("group", "mod")
     )
-    implementation: str | None = static(default=None, choices=("mask",))  # None, or "mask": dense attention with a mask
     offload: bool | float = static(  # values (keys are scanned) in host memory; a number: share of the layers
         default=False, least=0, most=1
     )
@@ -154,7 +154,7 @@ class TokenSelect(LayerMethod):
         cache, tokens = state.cache, query.shape[3]
         scale = 1 / math.sqrt(query.shape[-1])
         token, used = here(slots.token, slots.used, cache)
-        if self.implementation != "mask" and inputs.start is None and tokens == 1:
+        if not is_masked() and inputs.start is None and tokens == 1:
             out, lse = gather_attention(
                 query[..., 0, :],
                 *cache.stored,
@@ -167,7 +167,7 @@ class TokenSelect(LayerMethod):
             )
             out, _ = with_sinks(*merged(out, lse, cache), inputs.sinks)
             return out[..., None, :], state
-        if self.implementation != "mask":
+        if not is_masked():
             key, value = cache.stored
             if cache.rows is not None:
                 value = with_vectors(value, cache.rows.host)

@@ -164,7 +164,6 @@ class Retrieval(SlotMethod):
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, in whole pages
     capacity: int | None = static(default=None, least=1)  # allocated selection, in tokens; None = budget
     page_size: int = static(default=16, least=1)  # slots per page
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     def check(self) -> None:

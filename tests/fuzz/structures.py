@@ -178,7 +178,7 @@ def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -
 
 def _static_values(field: Any, kind: Any) -> Sequence[Any]:
     limits = field.metadata.get("limits", Limits())
-    if not field.metadata.get("static") or field.name == "implementation":
+    if not field.metadata.get("static"):
         return ()
     if limits.choices:
         return limits.choices

@@ -390,25 +390,6 @@ def test_non_finite_logits_name_their_row_and_step():
     )
 
 
-def test_an_implementation_that_cannot_run_here_is_refused():
-    if jax.default_backend() != "cpu":
-        pytest.skip("this machine can run it")
-    method = example("quest", implementation="pallas_triton")
-    refuses(
-        r"'pallas_triton' cannot run: needs a platform in \('gpu',\) .got platform='cpu'",
-        lambda: kvjax.generate(tiny_params(), read(method), max_new_tokens=2),
-        NotImplementedError,
-    )
-
-
-def test_an_implementation_that_does_not_exist_is_refused():
-    method = example("quest", implementation="cuda")
-    refuses(
-        r"gather_attention: implementation='cuda' is unknown, expected one of \[.*'xla'\]",
-        lambda: kvjax.generate(tiny_params(), read(method), max_new_tokens=2),
-    )
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

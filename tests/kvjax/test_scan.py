@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention.over_cache import attend_selected
+from kvjax.attention.over_cache import attend_selected, masked_attention
 from kvjax.cache import LayerCache
 from kvjax.cache.offload import offload
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
@@ -59,7 +60,10 @@ def decode(methods, q, guess, k, v, modes):
             cache = cache.append(key, value, position)
             given = Step(query=query, position=position, tokens=position, shared=None, guess=guessed)
             chosen = method.select(cache, aux, given)
-            outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
+            outs = []
+            for masked in modes:
+                with masked_attention() if masked else contextlib.nullcontext():
+                    outs.append(attend_selected(query[..., 0, :], cache, chosen)[0])
             slots, mask = chosen.tokens(cache)
             attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
             _, aux = method.update(cache, aux, dataclasses.replace(given, select_aux=chosen.select_aux), None)
@@ -87,8 +91,8 @@ def test_they_attend_to_what_the_oracles_attend_to():
     names = *SCANS, *PAGES, *GUESSED, "magicpig", "retroinfer", "retrievalattention"
     away = {"offload": True}
     changed = [{}] * (len(names) - 3) + [{"capacity": None}, away, away]
-    ways = {"retrievalattention": (None, "mask"), "magicpig": (None, "mask"), "retroinfer": (None,)}
-    modes = tuple((None,) if change == away else ways.get(name, ()) for name, change in zip(names, changed, strict=True))
+    ways = {"retrievalattention": (False, True), "magicpig": (False, True), "retroinfer": (False,)}
+    modes = tuple((False,) if change == away else ways.get(name, ()) for name, change in zip(names, changed, strict=True))
     methods = [example(name, **knobs) for name, knobs in zip(names, changed, strict=True)]
     found = decode(methods, q, guess, k, v, modes)
     sampled = {}

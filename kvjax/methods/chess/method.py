@@ -71,7 +71,6 @@ class ChessLayer(SlotMethod):
     """One layer of `Chess`: exact attention over the active pages of the shared state, and the open page."""
 
     page_size: int = static(least=1)
-    implementation: str | None = static(default=None)
     offload: bool | float = static(default=False, least=0, most=1)
     copies: Near = static(default=Near())
 
@@ -154,7 +153,6 @@ class Chess(Method):
         default="pre", choices=("pre", "post")
     )
     normalize: bool = static(default=False)  # True: each layer's and head's part of a page vector has length 1
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
@@ -181,7 +179,6 @@ class Chess(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return ChessLayer(
             page_size=self.page_size,
-            implementation=self.implementation,
             offload=self.offload,
             copies=Near(first=self.num_sink_pages * self.page_size, newest=(self.window + 1) * self.page_size),
         )

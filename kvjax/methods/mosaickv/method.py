@@ -47,6 +47,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.over_cache import is_masked
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
 from kvjax.methods.mosaickv.attention import (
@@ -115,9 +116,6 @@ class MosaicKV(LayerMethod):
     max_variance: float | Array = traced(default=0.5, least=0)  # largest share of key energy inside blocks (dynamic strategy)
     lifetime: float | Array = traced(  # tokens of an output segment that has the prompt's mean loss (dynamic strategy)
         default=8192.0, least=0
-    )
-    implementation: str | None = static(  # None, or "mask": unpack all tokens and mask blocks (slow)
-        default=None, choices=("mask",)
     )
     offload: bool | float = static(  # prompt while read, "dynamic"'s open segment in host memory; or a share
         default=False, least=0, most=1
@@ -304,7 +302,7 @@ class MosaicKV(LayerMethod):
         blocks, count = self._select(layout, store, parts)
         keep = _spread(blocks, _listed(blocks, count), store.block.values.shape[2])
         read = jnp.sum(keep.any(axis=2), axis=2, dtype=jnp.int32)
-        if self.implementation == "mask":
+        if is_masked():
             return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :], read
         lists, outs = blocks.shape[2], []
         size = query.shape[2] // lists  # query heads that share a list

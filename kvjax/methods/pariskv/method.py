@@ -98,7 +98,6 @@ class ParisKV(SlotMethod):
     dense_below: int = static(default=2000, least=0)  # shorter rows attend to all tokens
     rotate: bool = static(default=True)  # True: rotate by a randomized Hadamard matrix before encoding
     seed: int | Array = 42  # seed of the rotation's signs
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"

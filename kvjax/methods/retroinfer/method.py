@@ -97,7 +97,6 @@ class RetroInfer(SlotMethod):
     segment: int = static(default=8192, least=1)  # prompt tokens clustered together
     buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
     iterations: int = static(default=10, least=1)  # rounds of k-means
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.02922"

@@ -112,7 +112,6 @@ class SentenceKV(SlotMethod):
         default="paper", choices=("paper", "code")
     )
     open_cap: int = static(default=256, least=1)  # most tokens of the open sentence that are always attended in mode "paper"
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
