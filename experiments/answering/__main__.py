@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import models
 from experiments.answering.mesh import make_mesh
 from experiments.answering.model import LoadedModel, MeshSettings, check_system, load_model
 from experiments.answering.presets import read_files
-from experiments.cli import option, run
+from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer
 from experiments.tasks import check_unicode, decode_text, encode_prompt, read_text
 from kvjax import registry
@@ -86,12 +86,6 @@ class GenerateSettings(MeshSettings):
     def knobs(self) -> dict[str, Any]:
         """The given knobs of the method."""
         return {**registry.parse_method(self.method)[1], **registry.parse_knobs(self.method, self.set)}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax generate``; return the exit code."""
-    about = "Continue a text under a method."
-    return run(_generate, GenerateSettings, prog="kvjax generate", about=about, argv=argv, compiles=True)
 
 
 def _generate(settings: GenerateSettings) -> None:
@@ -198,6 +192,9 @@ def _show(text: str) -> None:
 
 def _say(text: str) -> None:
     print(f"kvjax: {text}", file=sys.stderr, flush=True)
+
+
+main = Job(_generate, GenerateSettings, compiles=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
 
-from experiments.cli import run
+from experiments.cli import Job
 from models.files.tables import family_table
 from models.files.tables.families import MISSING
 
@@ -23,12 +22,6 @@ class FamiliesCommand:
     json: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax ls families``; return the exit code."""
-    about = "List the families of models that load, by the model_type of their config.json."
-    return run(_list, FamiliesCommand, prog="kvjax ls families", about=about, argv=argv)
-
-
 def _list(command: FamiliesCommand) -> None:
     rows = family_table.rows()
     if command.json:
@@ -40,3 +33,6 @@ def _list(command: FamiliesCommand) -> None:
         print(f"{row.model_type}  [{row.models}]\n{parts}{refused}\n")
     for kind, part in MISSING.items():
         print(f"{kind} is refused: this decoder does not have {part}")
+
+
+main = Job(_list, FamiliesCommand)

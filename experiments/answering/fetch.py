@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 
 from experiments.answering.found import find
-from experiments.cli import option, run
+from experiments.cli import Job, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +25,6 @@ class FetchCommand:
     json: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax fetch``; return the exit code."""
-    about = "Download a model, so that the other commands need no network."
-    return run(_fetch, FetchCommand, prog="kvjax fetch", about=about, argv=argv)
-
-
 def _fetch(command: FetchCommand) -> None:
     """Print the directory, the size and the licence."""
     found = find(command.name, offline=command.offline)
@@ -39,6 +32,9 @@ def _fetch(command: FetchCommand) -> None:
         print(json.dumps({**dataclasses.asdict(found), "directory": str(found.directory)}))
     else:
         print(f"{found.directory}\nsize: {found.size / 1e6:.0f} MB\nlicence: {found.licence}")
+
+
+main = Job(_fetch, FetchCommand)
 
 
 if __name__ == "__main__":

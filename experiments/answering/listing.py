@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import models
 from experiments.answering.found import find
-from experiments.cli import run
+from experiments.cli import Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +20,6 @@ class ListCommand:
     """
 
     json: bool = False
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax ls models``; return the exit code."""
-    return run(_list, ListCommand, prog="kvjax ls models", about="List the models that have a name.", argv=argv)
 
 
 def _list(command: ListCommand) -> None:
@@ -53,3 +47,6 @@ def _entry(model: models.NamedModel) -> dict[str, Any]:
         "download": model.file.download if model.file else 0,
         "directory": directory,
     }
+
+
+main = Job(_list, ListCommand)

@@ -13,7 +13,7 @@ from experiments.benchmarks.readers import READERS, read
 _SHOWN = 300  # characters of the example's context
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Print what a file holds.
 
     Args:

@@ -7,8 +7,8 @@ import pathlib
 import shutil
 from collections.abc import Sequence
 
-from experiments.cli.compiled import cache_directory as programs_directory
-from experiments.cli.flags import run
+from experiments.cli.job import Job
+from experiments.cli.programs import cache_directory as programs_directory
 from experiments.cli.settings import option
 from models.files.named_directory import cache_directory as models_directory
 
@@ -46,12 +46,6 @@ class Kept:
     path: pathlib.Path
     kind: str
     size: int
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax cache``; return the exit code."""
-    about = "Show what kvjax keeps on disk, or clear it."
-    return run(_cache, CacheCommand, prog="kvjax cache", about=about, argv=argv)
 
 
 def kept() -> list[Kept]:
@@ -110,3 +104,6 @@ def _size(path: pathlib.Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+main = Job(_cache, CacheCommand)

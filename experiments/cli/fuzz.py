@@ -10,7 +10,7 @@ from collections.abc import Sequence
 _CLONE = pathlib.Path(__file__).resolve().parents[2]  # the folder that holds the packages of a clone
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run ``kvjax fuzz``; return the exit code.
 
     Args:
@@ -24,4 +24,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise FileNotFoundError(f"kvjax fuzz needs a clone of the repository: this installation has no {folder}")
     if sys.path[0] != str(_CLONE):
         sys.path.insert(0, str(_CLONE))  # in front of any other package that is called "tests"
-    return importlib.import_module("tests.fuzz.__main__").main(argv)
+    return importlib.import_module("tests.fuzz.__main__").main(argv, prog)

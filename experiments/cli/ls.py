@@ -10,8 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.cli import shown
-from experiments.cli.flags import run
+from experiments.cli.job import Job
 from experiments.cli.settings import option
 
 _OTHERS = {  # other lists, by name
@@ -37,20 +36,11 @@ class LsCommand:
     json: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax ls``; return the exit code."""
-    return run(_ls, LsCommand, prog="kvjax ls", about="List methods and wrappers, tasks or models.", argv=argv)
-
-
 def _ls(command: LsCommand) -> int | None:
     if command.names and command.names[0] in _OTHERS:
         more = ["--json"] if command.json else []
         return importlib.import_module(_OTHERS[command.names[0]]).main([*command.names[1:], *more])
-    kept = None if any(":" in name for name in command.names) else shown.methods()
-    known = {entry["name"]: entry for entry in kept or []}
-    names = [name.strip().lower().partition("(")[0] for name in command.names]
-    if not set(names) <= set(known) or not known:
-        names, known = _all_known(command.names)
+    names, known = _all_known(command.names)
     listed = [known[name] for name in names] if names else list(known.values())
     if command.json:
         print(json.dumps(listed, indent=1))
@@ -166,3 +156,6 @@ def _knob_lines(entry: dict[str, Any]) -> list[str]:
 
 def _text(default: Any) -> Any:
     return default["kind"] if isinstance(default, dict) else default
+
+
+main = Job(_ls, LsCommand)

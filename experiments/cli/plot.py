@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from experiments.cli import flags
+from experiments.cli.job import Job
 from experiments.cli.settings import option
 
 PACKAGES = {
@@ -61,13 +61,6 @@ class PlotCommand:
     def __post_init__(self) -> None:
         if unknown := set(self.format) - set(FORMATS):
             raise ValueError(f"--format takes {', '.join(FORMATS)}, got {sorted(unknown)[0]!r}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax plot``; return the exit code."""
-    return flags.run(
-        _plot, PlotCommand, prog="kvjax plot", about="Draw the figures of a result folder or of a record.", argv=argv
-    )
 
 
 def _plot(command: PlotCommand) -> None:
@@ -170,3 +163,6 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, row {number}: expected an object, got {row!r:.60}")
     return record
+
+
+main = Job(_plot, PlotCommand)

@@ -1,14 +1,26 @@
-"""Settings of a job: one frozen dataclass, whose fields are the keys of a YAML file and the flags of a command."""
+"""Settings of a job: frozen dataclasses, whose fields are the flags of a command and the keys of its YAML file.
+
+jsonargparse reads and checks the values. This file adds what its flags lack: commas between the items of a tuple, and the
+help text of a field, which is the entry under "Attributes:" in the docstring of its class.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
+import functools
+import inspect
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+import jsonargparse
+
+from experiments.cli.yaml_text import read_yaml, write_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,37 +31,29 @@ class Option:
         choices: the values that are allowed; none allows all.
         flag: the flag's name without its dashes, if it differs from the field's.
         metavar: how help names the value.
-        parse: converts the flag's text to the field's value; None converts by the field's type.
-        read: converts a value in a mapping to the field's value; None checks the value's type.
+        read: converts a flag's text, or a value of a YAML file, to the field's value, and leaves the field's value as it is;
+            None converts by the field's type.
         write: converts the field's value to a YAML value; None converts by the value's type.
         repeat: the flag can be given several times, each time with an item of the tuple.
         several: the flag takes several items of the tuple, with spaces between them.
         positional: the value is given on the command line without a flag.
-        group: flags of the same group exclude each other.
     """
 
     choices: tuple[Any, ...] = ()
     flag: str = ""
     metavar: str | None = None
-    parse: Callable[[str], Any] | None = None
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any], Any] | None = None
     repeat: bool = False
     several: bool = False
     positional: bool = False
-    group: str = ""
 
 
-_PLAIN = Option()
+_MISSING = dataclasses.MISSING
+_WORDS = {"int": "whole numbers", "PositiveInt": "whole numbers of at least 1", "float": "numbers"}
 
 
-def option(
-    default: Any = dataclasses.MISSING,
-    *,
-    factory: Any = dataclasses.MISSING,
-    choices: Sequence[Any] = (),
-    **about: Any,
-) -> Any:
+def option(default: Any = _MISSING, *, factory: Any = _MISSING, choices: Sequence[Any] = (), **about: Any) -> Any:
     """Declare a field of a settings dataclass, with more about its flag.
 
     Args:
@@ -64,68 +68,38 @@ def option(
 
 def option_of(field: dataclasses.Field) -> Option:
     """Return the `Option` of a field; the default `Option` if the field was declared without `option`."""
-    return field.metadata.get("option", _PLAIN)
+    return field.metadata.get("option", Option())
 
 
-@dataclasses.dataclass(frozen=True)
-class FieldType:
-    """The type of a field, taken apart.
-
-    Attributes:
-        kinds: the types of a value, or of an item of a tuple; None's type is among them if the value may be None.
-        is_tuple: whether the field holds a tuple of such values.
-        is_mapping: whether the field holds values by name, of any types.
-    """
-
-    kinds: tuple[type, ...]
-    is_tuple: bool = False
-    is_mapping: bool = False
-
-    @property
-    def kind(self) -> type:
-        """The first type other than None's."""
-        return next(kind for kind in self.kinds if kind is not type(None))
-
-
-def field_types(cls: type) -> dict[str, FieldType]:
-    """Return the types of a dataclass' fields, by name."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(cls)}
-
-
-def _field_type(hint: Any) -> FieldType:
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    if any(part is Mapping or typing.get_origin(part) is Mapping for part in parts):
-        return FieldType((), is_mapping=True)
-    tuples = [typing.get_args(part) for part in parts if typing.get_origin(part) is tuple]
-    if tuples:
-        inner = tuples[0][0]
-        return FieldType(typing.get_args(inner) or (inner,), is_tuple=True)
-    return FieldType(tuple(parts))
+def flag_of(field: dataclasses.Field) -> str:
+    """Return the flag of a field, or the field's name if its value is positional on the command line."""
+    about = option_of(field)
+    return field.name if about.positional else "--" + (about.flag or field.name.replace("_", "-"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The base of every job's settings.
+    """The base of settings that are stored beside results.
 
     A subclass is a frozen dataclass that explains its fields under "Attributes:" in its docstring. It refuses bad values in
     ``__post_init__`` by a ``ValueError``.
     """
 
-    gone: ClassVar[Mapping[str, str]] = {}  # name of a removed setting -> what to do instead
-
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any], where: str) -> Self:
-        """Build settings from values by name; the fields that are not given keep their defaults.
+    def from_mapping(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Build settings from values by name; the other fields keep their defaults.
 
         Args:
-            given: values as a YAML file holds them.
-            where: the file or the command line, for messages.
+            values: values as a YAML file holds them.
+            where: the file, for messages.
 
         Raises:
             ValueError: a name is unknown, a value is missing or of a wrong type, or the settings refuse a value.
         """
-        return build(cls, given, where)
+        try:
+            return parse([cls], [], values=values, where=where)[0]
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     @classmethod
     def from_yaml(cls, path: pathlib.Path) -> Self:
@@ -134,93 +108,17 @@ class Settings:
         Raises:
             ValueError: see `from_mapping`; or the file is no YAML.
             FileNotFoundError: the file does not exist.
-            ModuleNotFoundError: PyYAML is not installed.
         """
         return cls.from_mapping(read_yaml(path), str(path))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as a YAML file holds them; JSON values."""
-        made = {}
-        for field in dataclasses.fields(self):
-            value, write = vars(self)[field.name], option_of(field).write
-            made[field.name] = _plain(value) if write is None else write(value)
-        return made
+        writers = {field.name: option_of(field).write or _plain for field in dataclasses.fields(self)}
+        return {name: write(vars(self)[name]) for name, write in writers.items()}
 
     def to_yaml(self) -> str:
         """Write the settings as the text of a YAML file."""
         return write_yaml(self.as_dict())
-
-
-def build(cls: type, given: Mapping[str, Any], where: str) -> Any:
-    """Build an instance of a dataclass from values by name; see `Settings.from_mapping`."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    kinds = field_types(cls)
-    made: dict[str, Any] = {}
-    refuse_unknown(given, list(fields), where, gone_from(cls))
-    for name, value in given.items():
-        read = option_of(fields[name]).read
-        try:
-            made[name] = checked(name, value, kinds[name]) if read is None else read(value)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        _check_choice(name, made[name], option_of(fields[name]).choices, where)
-    for name, field in fields.items():
-        if name not in made and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}: the setting {name!r} must be given")
-    return cls(**made)
-
-
-def gone_from(*classes: type) -> dict[str, str]:
-    """Merge `Settings.gone` of some dataclasses; dataclasses that are no `Settings` are skipped."""
-    return {name: told for cls in classes if issubclass(cls, Settings) for name, told in cls.gone.items()}
-
-
-def refuse_unknown(given: Mapping[str, Any], known: Sequence[str], where: str, gone: Mapping[str, str]) -> None:
-    """Refuse names that are no setting; the message gives the nearest known name, or the advice in ``gone``."""
-    for name in given:
-        if name in gone:
-            raise ValueError(f"{where}: the setting {name!r} is gone: {gone[name]}")
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ","
-            raise ValueError(f"{where}: unknown setting {name!r}{hint} expected some of {', '.join(known)}")
-
-
-def checked(name: str, value: Any, kind: FieldType) -> Any:
-    """Convert a value as YAML holds it to a field's type.
-
-    A single value becomes a tuple where a tuple is expected, and a text becomes a path. A number becomes a text where a tuple
-    of texts is expected (a budget of 256).
-
-    Raises:
-        ValueError: the value has another type.
-    """
-    if kind.is_mapping:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be values by name, got {value!r}")
-        return dict(value)
-    if kind.is_tuple:
-        value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        return tuple(_item(name, item, kind.kinds, in_tuple=True) for item in value)
-    return _item(name, value, kind.kinds, in_tuple=False)
-
-
-def _item(name: str, value: Any, kinds: Sequence[type], in_tuple: bool) -> Any:
-    if in_tuple and str in kinds and type(value) in (int, float):
-        return str(value)
-    if pathlib.Path in kinds and isinstance(value, (str, pathlib.Path)):
-        return pathlib.Path(value)
-    kinds = [*kinds, *([int] if float in kinds and int not in kinds else [])]
-    if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
-        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    return value
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...], where: str) -> None:
-    for item in value if isinstance(value, tuple) else (value,):
-        if choices and item is not None and item not in choices:
-            raise ValueError(f"{where}: {name} must be one of {', '.join(map(str, choices))}, got {item!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -231,58 +129,250 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, pathlib.Path) else value
 
 
-def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
+def parse(
+    kinds: Sequence[type],
+    argv: Sequence[str] | None,
+    *,
+    values: Mapping[str, Any] | None = None,
+    where: str = "the command line",
+    prog: str | None = None,
+    about: str = "",
+) -> list[Any]:
+    """Build an instance of each dataclass from flags and values by name; a flag replaces the value of its name.
+
+    Args:
+        kinds: the dataclasses; no two have a field of the same name.
+        argv: arguments without the program's name; None takes the process's.
+        values: values as a YAML file holds them; None takes them from the file that ``--config`` names, if it is given.
+        where: the file of ``values``, for messages.
+        prog: the command as users write it.
+        about: an explanation for the help.
 
     Raises:
-        ValueError: the file holds no mapping, is no YAML, or has a key twice.
-        FileNotFoundError: the file does not exist.
-        ModuleNotFoundError: PyYAML is not installed.
+        SystemExit: the flags ask for help.
+        argparse.ArgumentError: a bad flag or value.
+        ValueError: an unknown name in the YAML file, or the settings refuse a value.
     """
+    parser = make_parser(kinds, prog=prog, about=about)
+    fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+    if values is None:
+        file = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        file.add_argument("--config", type=pathlib.Path)
+        path = file.parse_known_args(argv)[0].config
+        values, where = ({}, where) if path is None else (read_yaml(path), str(path))
+    for name in values:
+        if name not in fields:
+            known = f"{nearest(str(name), fields)}, expected some of {', '.join(fields)}"
+            raise ValueError(f"{where}: unknown setting {name!r}{known}")
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold settings by name, got {type(found).__name__}")
-    return found
+        before = parser.parse_object(dict(values))
+        parsed = parser.parse_args(argv, namespace=before.clone())
+    except argparse.ArgumentError as error:
+        raise argparse.ArgumentError(None, _sentence(str(error), [flag_of(field) for field in fields.values()])) from error
+    for name in values:
+        if option_of(fields[name]).positional and parsed[name] in (None, []):  # argparse gives it, absent or not
+            parsed[name] = before[name]
+    required = [field for field in fields.values() if field.default is _MISSING and field.default_factory is _MISSING]
+    if missing := [flag_of(field) for field in required if parsed[field.name] in (None, [])]:
+        raise argparse.ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
+    for name, field in fields.items():
+        if isinstance(field.default, bool) and not isinstance(parsed[name], bool):
+            raise ValueError(f"{where}: {name} must be true or false, got {parsed[name]!r}")
+        if isinstance(parsed[name], list):
+            parsed[name] = tuple(parsed[name])
+    return [kind(**{field.name: parsed[field.name] for field in dataclasses.fields(kind)}) for kind in kinds]
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse the value in a YAML text; None if the text is empty.
+def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return ", did you mean ...?" with the known name that is most like a name; "" if none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _sentence(message: str, flags: Sequence[str]) -> str:
+    """Shorten what jsonargparse says to a sentence that names the flag and the value."""
+    message = re.sub(r'^Parser key "(\w+)":', lambda key: f"{key[1].replace('_', '-')}:", " ".join(message.split()))
+    message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
+    message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
+    message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
+    unknown = re.search(r"unrecognized arguments: (\S+)", message)
+    return message + (nearest(unknown[1], flags) if unknown else "")
+
+
+def make_parser(kinds: Sequence[type], *, prog: str | None = None, about: str = "") -> jsonargparse.ArgumentParser:
+    """Make the parser whose flags are the fields of some dataclasses."""
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        description=about,
+        allow_abbrev=False,
+        exit_on_error=False,
+        default_env=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if any(issubclass(kind, Settings) for kind in kinds):
+        parser.add_argument("--config", help="a YAML file of flags by name (flags go before its values)")
+    for kind in kinds:
+        docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            _add_flag(parser, field, hints[field.name], docs.get(field.name, ""))
+    return parser
+
+
+def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hint: Any, doc: str) -> None:
+    about = option_of(field)
+    default = field.default if field.default_factory is _MISSING else field.default_factory()
+    is_required = default is _MISSING
+    more: dict[str, Any] = {"help": _help(doc, default, is_required)}
+    more["default"] = None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
+    if about.metavar is not None:
+        more["metavar"] = about.metavar
+    kinds = [part for part in _parts(hint) if part is not types.NoneType]
+    is_tuple, is_mapping = (typing.get_origin(kinds[0]) is kind for kind in (tuple, Mapping))
+    item = typing.get_args(kinds[0])[0] if is_tuple or is_mapping else None
+    if kinds == [bool]:
+        action = "store_true" if default is False else argparse.BooleanOptionalAction
+        parser.add_argument(flag_of(field), dest=field.name, action=action, **more)
+        return
+    if is_mapping:
+        more = {"metavar": "NAME=VALUE", **more, "action": _Merge, "type": pair}
+    elif about.repeat:
+        more["action"] = "append"
+    elif is_tuple and (about.several or about.positional) and about.read is None:
+        more |= {"nargs": "*", "type": item}
+    elif about.read is not None:
+        more["type"] = _refusing(about.read)
+    elif is_tuple:
+        more["type"] = _refusing(functools.partial(items, item, choices=about.choices))
+    elif about.choices:
+        more["type"] = _refusing(functools.partial(_one_of, about.choices, types.NoneType in _parts(hint)))
+        more.setdefault("metavar", f"{{{','.join(str(choice) for choice in about.choices if choice is not None)}}}")
+    else:
+        more["type"] = hint
+    if about.positional:
+        parser.add_argument(field.name, **{"nargs": "?", **more})
+    else:
+        parser.add_argument(flag_of(field), dest=field.name, **more)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+
+
+class _Merge(argparse.Action):
+    """Adds values by name to those before them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest, None) or {}), **values})
+
+
+class _RefusedError(argparse.ArgumentTypeError, ValueError):
+    """A value that a reader refuses; argparse shows the message of an ``ArgumentTypeError`` only."""
+
+
+def _refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def reader(value: Any) -> Any:
+        try:
+            return read(value)
+        except ValueError as error:
+            raise _RefusedError(str(error)) from error
+
+    return reader
+
+
+def _help(doc: str, default: Any, is_required: bool) -> str:
+    """Return the help text, with the default if there is one to show."""
+    if is_required:
+        return f"{doc} (required)".replace("%", "%%")
+    if "(default" in doc or default is _MISSING or isinstance(default, bool) or default in (None, (), "", {}):
+        return doc.replace("%", "%%")
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f"{doc} (default {shown})".replace("%", "%%")
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Collect the entries under "Attributes:" in the docstrings of a dataclass and its bases, one line for each field."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        section = re.search(r"^Attributes:\n((?:[ \t]+.*\n?|\n)*)", inspect.cleandoc(owner.__doc__ or ""), re.MULTILINE)
+        entries = section[1] if section else ""
+        for name, text in re.findall(r"^    (\w+): ((?:.*\n?)(?:^     +.*\n?)*)", entries, re.MULTILINE):
+            docs[name] = " ".join(text.split())
+    return docs
+
+
+def names(text: str | Sequence[str]) -> tuple[str, ...]:
+    """Split comma-separated names. Commas within round brackets, as in ``periodic(snapkv, interval=128)``, split nothing.
 
     Raises:
-        ValueError: the text is no YAML, is nested too deeply, or has a key twice. (PyYAML would take the last one.)
-        ModuleNotFoundError: PyYAML is not installed.
+        ValueError: an empty name, or brackets that do not close.
     """
-    yaml = _yaml()
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            lines: dict[Any, int] = {}
-            for key, _ in node.value:
-                line = key.start_mark.line + 1
-                if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
-                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # Loader is a SafeLoader too: it makes only plain values
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+    if not isinstance(text, str):
+        return tuple(text)
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    parts = tuple(part.strip() for part in parts)
+    if not all(parts) or depth:
+        raise ValueError(f"expected comma-separated values, got {text!r}")
+    return parts
 
 
-def write_yaml(values: Mapping[str, Any]) -> str:
-    """Write values by name as the text of a YAML file, in their order."""
-    return _yaml().safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+def items(kind: type, value: Any, choices: Sequence[Any] = ()) -> tuple:
+    """Read items of one type from a text with commas between them, or from the value of a YAML file.
+
+    Args:
+        kind: the type of an item, which is made of its text.
+        value: a text, an item, or a list of items.
+        choices: the items that are allowed; none allows all.
+
+    Raises:
+        ValueError: an item that is empty, of another type or not among the choices.
+    """
+    values = names(value) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else (value,)
+    results = []
+    for item in values:
+        try:
+            if isinstance(item, bool) or not isinstance(item, (str, int, float, pathlib.Path)):
+                raise ValueError("no item")
+            results.append(kind(str(item)))
+        except ValueError as error:
+            words = _WORDS.get(kind.__name__, "names")
+            raise ValueError(f"expected {words} with commas between them, got {str(item)!r}") from error
+        _one_of(choices, False, results[-1])
+    return tuple(results)
 
 
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "settings are written as YAML by the package 'pyyaml', which is not installed; "
-            "it belongs to kvjax (pip install pyyaml)"
-        ) from error
-    return yaml
+def _one_of(choices: Sequence[Any], may_be_none: bool, value: Any) -> Any:
+    if choices and value not in choices and not (may_be_none and value is None):
+        raise ValueError(f"expected one of {', '.join(map(str, choices))}, got {value!r}")
+    return value
+
+
+def pair(text: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` as one value by name; true, false and none become Python's values, all else is text.
+
+    Raises:
+        argparse.ArgumentTypeError: a text of another form.
+    """
+    if isinstance(text, Mapping):
+        return dict(text)
+    name, equals, value = str(text).partition("=")
+    if not equals or not name.strip():
+        raise _RefusedError(f"expected NAME=VALUE, got {text!r}")
+    return {name.strip(): {"true": True, "false": False, "none": None}.get(value.lower(), value)}
+
+
+def record_path(value: str | pathlib.Path) -> pathlib.Path:
+    """Read the path of a JSON record; its table and its figure get the same name with other suffixes.
+
+    Raises:
+        ValueError: the path is no ``.json``.
+    """
+    path = pathlib.Path(value)
+    if path.suffix != ".json" or path.is_dir():
+        raise ValueError(f"expected a file that ends in .json, got {str(value)!r}")
+    return path

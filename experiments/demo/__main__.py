@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 
 from experiments.answering import load_model, make_mesh
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.demo.play import run_demo
 from experiments.demo.report import check_output, table, write
 from experiments.demo.settings import DemoOutput, DemoSettings
 from experiments.records import with_figures
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax demo``; return the exit code."""
-    about = "Find needles in prose under each method."
-    return run(_demo, DemoSettings, DemoOutput, Against, prog="kvjax demo", about=about, argv=argv, compiles=True)
 
 
 def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
@@ -41,6 +34,9 @@ def _demo(settings: DemoSettings, output: DemoOutput, against: Against) -> None:
         against.show(output.files[0], output.out.name)
     if not output.quiet:
         print("written: " + ", ".join(written), file=sys.stderr)
+
+
+main = Job(_demo, DemoSettings, DemoOutput, Against, compiles=True)
 
 
 if __name__ == "__main__":

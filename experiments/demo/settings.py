@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from experiments.answering import MeshSettings, budget_tokens, paper_method, resolve_question
-from experiments.cli import names, option
+from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax import registry
 from kvjax.cache.quantised import KV_DTYPES
@@ -47,7 +47,7 @@ class DemoSettings(MeshSettings):
     samples: int = 2
     questions: int = 5
     budgets: tuple[str, ...] = option((), flag="budget")
-    methods: tuple[str, ...] = option(("streamingllm", "snapkv", "h2o", "keydiff", "quest"), parse=names)
+    methods: tuple[str, ...] = ("streamingllm", "snapkv", "h2o", "keydiff", "quest")
     tasks: tuple[str, ...] = ("niah_single_2",)
     haystack: str = "prose"
     question: str = option("auto", choices=_QUESTIONS)

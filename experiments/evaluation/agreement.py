@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from experiments.cli import option, read_record, run
+from experiments.cli import Job, option, read_record
 from experiments.evaluation.comparison import BASELINE, Entry, load
 from experiments.evaluation.order import COUNTED, Change, changed_places, difference, kendall_tau, mean_scores
 from experiments.records import markdown_rows
@@ -89,12 +89,6 @@ def _at_shortest(entries: Sequence[Entry]) -> list[Entry]:
     return [x for x in mine if x.row["length"] == shortest]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Compare the order of methods under several models."
-    return run(_show, AgreementCommand, prog="kvjax agreement", about=about, argv=argv)
-
-
 def _show(command: AgreementCommand) -> None:
     if len(command.folders) < 2:
         raise ValueError(f"expected at least two result folders, got {len(command.folders)}")
@@ -124,6 +118,9 @@ def _show(command: AgreementCommand) -> None:
         ]
     head = ("model", "model", "methods", "tasks", "Kendall's tau", "pairs that change places", "beyond noise")
     print("\n".join([*markdown_rows([head, *rows]), *([""] if told else []), *told]))
+
+
+main = Job(_show, AgreementCommand)
 
 
 if __name__ == "__main__":

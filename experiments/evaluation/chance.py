@@ -15,7 +15,7 @@ import numpy as np
 
 import models
 from experiments.benchmarks import Example, examples, score
-from experiments.cli import run
+from experiments.cli import Job
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import markdown_rows
 from experiments.tasks import expand
@@ -65,12 +65,6 @@ def chance(asked: Sequence[Example]) -> Chance:
     return Chance(mean(""), best, answer)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Score an empty answer and the best constant answer on the tasks of an evaluation."
-    return run(_table, EvaluationSettings, TokenizerOption, prog="kvjax chance", about=about, argv=argv)
-
-
 def _table(settings: EvaluationSettings, option: TokenizerOption) -> None:
     tokenizer = models.load_tokenizer(option.tokenizer or models.builtin_directory())
     rows = []
@@ -89,6 +83,9 @@ def _table(settings: EvaluationSettings, option: TokenizerOption) -> None:
             rows.append((f"`{name}`", f"{length:,}", f"{made.empty:.1f}", f"{made.constant:.1f}", f"`{shown}`"))
     head = ("task", "length", "an empty answer", "the best constant answer", "which is")
     print("\n".join(markdown_rows([head, *rows])))
+
+
+main = Job(_table, EvaluationSettings, TokenizerOption)
 
 
 if __name__ == "__main__":

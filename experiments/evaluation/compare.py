@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
 
-from experiments.cli import committed, compared, option, read_record, run
+from experiments.cli import Job, committed, compared, option, read_record
 from experiments.evaluation.tables import csv_report, latex_report, report
 from experiments.records import write_bytes
 
@@ -44,12 +43,6 @@ class CompareCommand:
         return self.format or _ENDINGS.get("" if self.out is None else self.out.suffix, "markdown")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax compare``; return the exit code."""
-    about = "Compare methods with Full, example by example; or the rows of two records of speed and other experiments."
-    return run(_compare, CompareCommand, prog="kvjax compare", about=about, argv=argv)
-
-
 def _compare(command: CompareCommand) -> None:
     kind = read_record(command.folders[0])["experiment"]
     text = _examples(command) if kind in _BY_EXAMPLE else _records(command)
@@ -82,6 +75,9 @@ def _records(command: CompareCommand) -> str:
     if other is None:
         raise ValueError(f"docs/records has no other record of the name of {made}: give the record to compare it with")
     return compared(made, other) + "\n"
+
+
+main = Job(_compare, CompareCommand)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import option, read_record, run
+from experiments.cli import Job, option, read_record
 from experiments.evaluation import examples
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import read_predictions
@@ -39,17 +39,11 @@ class PlacesCommand:
 
     Attributes:
         folder: a result folder of eval
-        predictions: another folder that has the folder's predictions; repeatable (default: the folder)
+        predictions: comma-separated, other folders that have the folder's predictions (default: the folder)
     """
 
     folder: pathlib.Path = option(positional=True)
-    predictions: tuple[pathlib.Path, ...] = option((), repeat=True, parse=pathlib.Path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Score recorded answers by place: right steps in each quarter, and the drift beside Full."
-    return run(_places, PlacesCommand, prog="python -m experiments.evaluation.places", about=about, argv=argv)
+    predictions: tuple[pathlib.Path, ...] = ()
 
 
 def _places(command: PlacesCommand) -> None:
@@ -140,6 +134,9 @@ def _drift(row: Mapping[str, Any]) -> str:
     low, high = row["drift_95"]
     text = f"{row['drift']:+.1f} [{low:+.1f}, {high:+.1f}]"
     return f"**{text}**" if low > 0 or high < 0 else text
+
+
+main = Job(_places, PlacesCommand)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from experiments.answering import (
     BASELINES,
@@ -27,7 +27,7 @@ from kvjax.cache.quantised import KV_DTYPES
 from kvjax.protocol.fields import check_field, check_names
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
-_PERPLEXITY = "eval scores answers; `kvjax fidelity` measures perplexity along texts"
+_PERPLEXITY = "eval scores answers; `python -m experiments.lab.fidelity` measures perplexity along texts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,12 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
         ValueError: an entry has none of these forms.
     """
     made: list[Choice] = []
+    if isinstance(entries, str):
+        entries = names(entries)
     for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
-        if isinstance(entry, Mapping):
+        if isinstance(entry, Choice):
+            made.append(entry)
+        elif isinstance(entry, Mapping):
             for name, knobs in entry.items():
                 if not isinstance(knobs or {}, Mapping):
                     raise ValueError(f"methods: expected knobs of {name!r} as {{knob: value}}, got {knobs!r}")
@@ -224,8 +228,6 @@ class CellSettings(MeshSettings):
         ValueError: unknown names, numbers out of range.
     """
 
-    gone: ClassVar[Mapping[str, str]] = {"perplexity_tokens": _PERPLEXITY}
-
     tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "vt")
     lengths: tuple[int, ...] = (4096,)
     samples: int = 20
@@ -318,7 +320,7 @@ class EvaluationSettings(CellSettings):
     """
 
     methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
+        tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
     together: int = 16

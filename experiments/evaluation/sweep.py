@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from experiments.answering import read_knobs
-from experiments.cli import Against, option, run
+from experiments.cli import Against, Job, option
 from experiments.evaluation.grid import Grid, run_sweep
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import CellSettings, Choice, EvaluationSettings
@@ -59,17 +58,14 @@ class SweepSettings(CellSettings):
         return EvaluationSettings(**shared, methods=(Choice("full", {}),))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax sweep``; return the exit code."""
-    about = "Score a grid of a method's knobs in a single compile."
-    return run(_sweep, SweepSettings, Output, Against, prog="kvjax sweep", about=about, argv=argv, compiles=True)
-
-
 def _sweep(settings: SweepSettings, output: Output, against: Against) -> None:
     output = with_figures(output)
     runner = make_runner(settings.beside(), output)
     run_sweep(runner, settings.knob_grid())
     finish(runner.folder, output, against)
+
+
+main = Job(_sweep, SweepSettings, Output, Against, compiles=True)
 
 
 if __name__ == "__main__":

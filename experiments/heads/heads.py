@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 import kvjax
 from experiments.answering import LoadedModel, load_model
 from experiments.benchmarks import Example, score
-from experiments.cli import run
+from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
@@ -171,17 +171,14 @@ def answered(
     return answer, np.stack([np.asarray(layer.score[0]).reshape(-1) for layer in cache.layers])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Score the query heads of a model by the attention to the sentence that holds the answer."
-    return run(_heads, HeadSettings, prog="python -m experiments.heads.heads", about=about, argv=argv, compiles=True)
-
-
 def _heads(settings: HeadSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     found = measured(model, settings)
     write_bytes(settings.out, (json.dumps(found) + "\n").encode())
     print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")
+
+
+main = Job(_heads, HeadSettings, compiles=True)
 
 
 if __name__ == "__main__":

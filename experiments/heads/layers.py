@@ -23,7 +23,7 @@ from jax import Array
 
 import kvjax
 from experiments.answering import load_model
-from experiments.cli import run
+from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
 from kvjax.decoding.prefill import run_prefill
@@ -80,12 +80,6 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
     return jnp.stack(found)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Measure how much attention turns the hidden states of each layer."
-    return run(_layers, LayerSettings, prog="python -m experiments.heads.layers", about=about, argv=argv, compiles=True)
-
-
 def _layers(settings: LayerSettings) -> None:
     model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
@@ -94,6 +88,9 @@ def _layers(settings: LayerSettings) -> None:
     rows = [(str(layer), f"{cosine:.4f}", f"{share:.4f}") for layer, (cosine, share) in each]
     print("\n".join(markdown_rows([("layer", "cosine", "share"), *rows])))
     print(f"\nshares=({', '.join(f'{share:.6f}' for share in shares)})")
+
+
+main = Job(_layers, LayerSettings, compiles=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jax import Array
 import kvjax
 import models
 from experiments.answering import load_model
-from experiments.cli import run
+from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
@@ -156,13 +156,6 @@ def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[li
     return table, found.max(axis=2).tolist()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Choose a sparse pattern for each query head of a model, by the attention that it keeps."
-    prog = "python -m experiments.heads.patterns"
-    return run(_patterns, PatternSettings, prog=prog, about=about, argv=argv, compiles=True)
-
-
 def _file(settings: PatternSettings) -> pathlib.Path:
     """Choose the file of the patterns.
 
@@ -193,6 +186,9 @@ def _patterns(settings: PatternSettings) -> None:
         rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
     print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
     print(f"\n{file}: {len(heads)} heads, {len(prompts)} samples")
+
+
+main = Job(_patterns, PatternSettings, compiles=True)
 
 
 if __name__ == "__main__":

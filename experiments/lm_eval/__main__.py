@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: list[str]) -> None:
     from experiments.lm_eval.model import register
 
-    ours = argparse.ArgumentParser(prog="kvjax lm-eval", add_help=False, allow_abbrev=False)
+    ours = argparse.ArgumentParser(prog="python -m experiments.lm_eval", add_help=False, allow_abbrev=False)
     ours.add_argument("--no-cache", action="store_true")
     ours.add_argument("--implementation", choices=("xla",))
     given, arguments = ours.parse_known_args(arguments)
@@ -30,7 +30,7 @@ def _evaluate(arguments: list[str]) -> None:
     register()
     from lm_eval.__main__ import cli_evaluate
 
-    before, sys.argv = sys.argv, ["kvjax lm-eval", *arguments]  # the harness reads its arguments from there
+    before, sys.argv = sys.argv, ["python -m experiments.lm_eval", *arguments]  # the harness reads its arguments from there
     try:
         with Operations(given.implementation).in_force():
             cli_evaluate()

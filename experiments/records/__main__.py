@@ -34,7 +34,7 @@ def _latex(record: Mapping[str, Any], fields: Sequence[str]) -> str:
 _FORMATS = {"text": describe, "csv": _csv, "latex": _latex}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Print a record.
 
     Args:

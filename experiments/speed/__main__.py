@@ -23,12 +23,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import pathlib
-from collections.abc import Sequence
 
 import jax
 
 from experiments.answering import mesh_axes
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
@@ -36,12 +35,6 @@ from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, SpeedCommand, SpeedSettings
 from experiments.speed.variants import read_knobs
 from pallas_kernels.axes import MODEL
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Time decoding and prefill of every method."
-    return run(_speed, SpeedSettings, SpeedCommand, Against, prog="kvjax speed", about=about, argv=argv, models=True)
 
 
 def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
@@ -94,6 +87,9 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
     kind = jax.devices()[0].device_kind
     settings = {"device": kind, "weights": "random", "dtype": dtype, "decoding": "greedy, to the end"}
     return Results(path, "speed", settings)
+
+
+main = Job(_speed, SpeedSettings, SpeedCommand, Against, models=True)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ prefilled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
@@ -34,12 +33,6 @@ from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
 from kvjax.accounting.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Time decoding from host memory."
-    return run(_run, OffloadSettings, OffloadCommand, Against, prog="kvjax offload", about=about, argv=argv, models=True)
 
 
 def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
@@ -137,6 +130,9 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
     if limit is not None and needed.device + bench.weights > limit:
         return None
     return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
+
+
+main = Job(_run, OffloadSettings, OffloadCommand, Against, models=True)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jsonargparse.typing import PositiveInt
 
 from experiments.answering import make_mesh, mesh_axes, mesh_text
-from experiments.cli import Settings, names, option, positive, record_path, run
+from experiments.cli import Job, Settings, option, record_path
 from experiments.records import make_record, markdown_rows, table_file, write_bytes, write_record
 from experiments.speed.kernel_times import KernelTimes, read_trace
 from experiments.speed.settings import MODELS, Output, SpeedSettings, part_of
@@ -52,14 +53,14 @@ class ProfileSettings(Settings):
     """
 
     model: str = "llama-3.1-8b"
-    methods: tuple[str, ...] = option(("snapkv",), parse=names)
-    length: int = option(131072, parse=positive)
-    batch: int = option(1, parse=positive)
+    methods: tuple[str, ...] = ("snapkv",)
+    length: PositiveInt = 131072
+    batch: PositiveInt = 1
     mesh: str | None = None
-    parts: int = option(1, parse=positive)
-    sums: tuple[str, ...] = option((), parse=names)
-    tokens: int = option(8, parse=positive)
-    top: int = option(20, parse=positive)
+    parts: PositiveInt = 1
+    sums: tuple[str, ...] = ()
+    tokens: PositiveInt = 8
+    top: PositiveInt = 20
 
     def __post_init__(self) -> None:
         shared = {name: vars(self)[name] for name in ("model", "methods", "mesh", "sums")}
@@ -72,14 +73,7 @@ class ProfileSettings(Settings):
 class ProfileCommand(Output):
     """Where `experiments.speed.profile` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/profile.json"), parse=record_path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "List the kernels of a decode step and their times."
-    prog = "python -m experiments.speed.profile"
-    return run(_profile, ProfileSettings, ProfileCommand, prog=prog, about=about, argv=argv, models=True)
+    out: pathlib.Path = option(pathlib.Path("runs/profile.json"), read=record_path)
 
 
 def _profile(settings: ProfileSettings, command: ProfileCommand) -> None:
@@ -135,6 +129,9 @@ def profile_table(rows: Sequence[Mapping[str, Any]], top: int) -> str:
             lines.append([f"{len(rest)} others", f"{count:.1f}", "", f"{seconds * 1e6:.1f}"])
         text += [*markdown_rows([["kernel", "a step", "us each", "us a step"], *lines]), ""]
     return "\n".join(text)
+
+
+main = Job(_profile, ProfileSettings, ProfileCommand, models=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
+from jsonargparse.typing import PositiveInt
+
 from experiments.answering import WEIGHT_DTYPES, mesh_axes
-from experiments.cli import Settings, items, names, numbers, option, positive, record_path
+from experiments.cli import Settings, option, record_path
 from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS, VERIFIED
 from kvjax.cache.quantised import check_kv_dtype
@@ -68,25 +68,25 @@ class SpeedSettings(Settings):
     """
 
     model: str = "llama-3.1-8b"
-    methods: tuple[str, ...] = option(("full",), parse=names)
-    lengths: tuple[int, ...] = option((131072,), parse=numbers)
-    batches: tuple[int, ...] = option((), parse=numbers)
+    methods: tuple[str, ...] = ("full",)
+    lengths: tuple[PositiveInt, ...] = (131072,)
+    batches: tuple[PositiveInt, ...] = ()
     mesh: str | None = None
     beside_one: bool = False
     beside_part: bool = False
-    sums: tuple[str, ...] = option((), parse=names)
-    tokens: int = option(32, parse=positive)
-    repeats: int = option(5, parse=positive)
+    sums: tuple[str, ...] = ()
+    tokens: PositiveInt = 32
+    repeats: PositiveInt = 5
     split: bool | None = None
-    prefill: bool = option(False, group="mode")
-    attention_only: bool = option(False, group="mode")
-    largest_batch: bool = option(False, group="mode")
-    chunk_size: int | None = option(None, parse=positive)
-    queries: int | None = option(None, parse=positive)
-    most_rows: int | None = option(None, parse=positive)
+    prefill: bool = False
+    attention_only: bool = False
+    largest_batch: bool = False
+    chunk_size: PositiveInt | None = None
+    queries: PositiveInt | None = None
+    most_rows: PositiveInt | None = None
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
-    kv_dtype: tuple[str, ...] = option((), parse=names)
-    acceptance: tuple[float, ...] = option((), parse=functools.partial(items, float))
+    kv_dtype: tuple[str, ...] = ()
+    acceptance: tuple[float, ...] = ()
     weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
 
     @property
@@ -150,19 +150,6 @@ class SpeedSettings(Settings):
         return _in_each(dict.fromkeys(["full", *_variants(self.methods)]), self.kv_dtype)
 
 
-def _share(text: str) -> float | str:
-    """Parse a share of the layers, or "fit"."""
-    if text == "fit":
-        return text
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"expected 'fit' or a number above 0 and at most 1, got {text!r}")
-    return share
-
-
 @dataclasses.dataclass(frozen=True)
 class OffloadSettings(Settings):
     """What `experiments.speed.offload` times.
@@ -187,17 +174,17 @@ class OffloadSettings(Settings):
     """
 
     model: str = "llama-3.1-8b"
-    methods: tuple[str, ...] = option(("pariskv",), parse=names)
-    lengths: tuple[int, ...] = option((131072,), parse=numbers)
-    batches: tuple[int, ...] = option((1,), parse=numbers)
-    tokens: int = option(32, parse=positive)
-    repeats: int = option(5, parse=positive)
-    share: float | str = option(1.0, parse=_share)
-    no_resident: bool = option(False, group="mode")
-    prompts: bool = option(False, group="mode")
-    chunk_size: int | None = option(None, parse=positive)
+    methods: tuple[str, ...] = ("pariskv",)
+    lengths: tuple[PositiveInt, ...] = (131072,)
+    batches: tuple[PositiveInt, ...] = (1,)
+    tokens: PositiveInt = 32
+    repeats: PositiveInt = 5
+    share: float | str = 1.0
+    no_resident: bool = False
+    prompts: bool = False
+    chunk_size: PositiveInt | None = None
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
-    kv_dtype: tuple[str, ...] = option((), parse=names)
+    kv_dtype: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_shared(self, ("lengths", "batches", "tokens", "repeats", "chunk_size"))
@@ -279,7 +266,7 @@ class Output:
         out: JSON record; the table goes beside it
     """
 
-    out: pathlib.Path = option(parse=record_path)
+    out: pathlib.Path = option(read=record_path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,11 +284,11 @@ class PlottedOutput(Output):
 class SpeedCommand(PlottedOutput):
     """Where `experiments.speed` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), read=record_path)
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadCommand(PlottedOutput):
     """Where `experiments.speed.offload` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/offload.json"), parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/offload.json"), read=record_path)

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jsonargparse.typing import PositiveInt
 
-from experiments.cli import Settings, names, numbers, option, record_path, run
+from experiments.cli import Job, Settings, option, record_path
 from experiments.records import make_record, table_file, write_bytes, write_record
 from experiments.speed.settings import Output
 from experiments.speed.tpu_bytes_report import tpu_bytes_table
@@ -59,22 +60,15 @@ class TpuBytesSettings(Settings):
         lengths: comma-separated prompt lengths in tokens; with 64 more for new tokens they are the slots of the cache
     """
 
-    methods: tuple[str, ...] = option(("full", "quest", "chess"), parse=names)
-    lengths: tuple[int, ...] = option((32768 + 64, 131072 + 64), parse=numbers)
+    methods: tuple[str, ...] = ("full", "quest", "chess")
+    lengths: tuple[PositiveInt, ...] = (32768 + 64, 131072 + 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuBytesCommand(Output):
     """Where `experiments.speed.tpu_bytes` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/tpu-bytes.json"), parse=record_path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Compile decode steps for a TPU v5e, with kernels and without, and list their bytes."
-    prog = "python -m experiments.speed.tpu_bytes"
-    return run(_compile_all, TpuBytesSettings, TpuBytesCommand, prog=prog, about=about, argv=argv)
+    out: pathlib.Path = option(pathlib.Path("runs/tpu-bytes.json"), read=record_path)
 
 
 def _compile_all(settings: TpuBytesSettings, command: TpuBytesCommand) -> None:
@@ -121,6 +115,9 @@ def _compile(name: str, length: int, implementation: str | None, mesh: Mesh) -> 
         "temporaries": step.memory_analysis().temp_size_in_bytes,
         "kernels": {kernel: kernels.count(kernel) for kernel in sorted({*kernels})},
     }
+
+
+main = Job(_compile_all, TpuBytesSettings, TpuBytesCommand)
 
 
 if __name__ == "__main__":

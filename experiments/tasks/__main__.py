@@ -16,7 +16,7 @@ _CHARACTERS = 4  # characters of a token, as counted here; any tokenizer counts 
 _SHOWN = 700  # characters of each end of the example's context
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Print the tasks, or an example of a task.
 
     Args:

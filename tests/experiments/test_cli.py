@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import time
 import tomllib
 
@@ -20,7 +17,7 @@ import pytest
 
 import kvjax
 import models
-from experiments import cli, tasks
+from experiments import tasks
 from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from experiments.records import CompileClock, Timer
@@ -144,55 +141,7 @@ def test_the_version_equals_pyproject(capsys, monkeypatch):
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text and command.about in text for name, command in COMMANDS.items())
-    first, second = text.index("\nUse methods"), text.index("\nStudy methods")
-    assert first < text.index("\n  eval ") < second < text.index("\n  kernels ")
-    with pytest.raises(SystemExit):
-        main(["eval", "--help"])
-    text = capsys.readouterr().out
-    assert text.index("\nthis call:") < text.index("\n  --out ") < text.index("\nsettings:") < text.index("\n  --tasks ")
-
-
-def test_what_is_kept_of_help_and_ls_is_what_they_say():
-    if sys.version_info[:2] != (3, 12):
-        pytest.skip("another version of Python formats help in another way")
-    for file, text in cli.shown_texts().items():
-        assert file.read_text() == text, "python -m experiments.lab.site docs --tables writes it again"
-
-
-FAST = """
-import contextlib, io, json, sys
-from kvjax.__main__ import main
-
-def said(*argv):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(list(argv)) == 0
-    return out.getvalue()
-
-assert said("eval", "--help").startswith("usage: kvjax eval ")
-assert "\\nsnapkv  [arXiv:" in said("ls") and "\\ntwilight  [" in said("ls")
-assert said("ls", "quest").startswith("Quest (--method quest)") and len(json.loads(said("ls", "--json"))) > 40
-assert not {"jax", "kvjax.public", "kvjax.plugins"} & set(sys.modules)
-assert said("ls", "mine:Spread").startswith("Spread (--method mine:Spread)") and "spread  [no paper]" in said("ls")
-"""
-
-
-def test_help_and_ls_import_no_jax_in_a_new_process(tmp_path):
-    """Also as ``python -m kvjax``; except for a method from outside, which the kept text cannot have."""
-    (tmp_path / "mine.py").write_text(
-        "from kvjax.protocol.families import Eviction\nfrom kvjax.protocol.typing import pytree\n\n@pytree\nclass Spread(Eviction):\n"
-        "    def score(self, cache, prompt):\n        return cache.position * 1.0\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", FAST], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("name", ("demo", "eval", "sweep", "compare", "plot", "generate", "ls", "suites"))
-def test_every_command_has_help(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvjax {name} ")
+    assert len(COMMANDS) <= 15 and all(f"\n  {name} " in text and about in text for name, (_, about) in COMMANDS.items())
 
 
 @pytest.mark.parametrize(
@@ -309,7 +258,7 @@ def test_unknown_commands_and_arguments_are_named(fails):
     assert "unknown method 'taks' (did you mean 'tasks'?)" in fails("ls", "taks")
     assert "unknown task 'niah_singel_1', did you mean 'niah_single_1'?" in fails("ls", "tasks", "niah_singel_1")
     assert "squad file" in fails("ls", "tasks", "qa_1")
-    assert "invalid int value: 'x'" in fails("demo", "--length", "x")
+    assert "int, got x" in fails("demo", "--length", "x")
     assert "--prompt-file" in fails("generate")
     assert "--lenght" in fails("demo", "--lenght", "5")
 

@@ -532,12 +532,11 @@ def test_settings_are_checked_by_name():
         with pytest.raises(ValueError, match=match):
             EvaluationSettings.from_mapping(given, "here")
 
-    refuses("here: unknown setting 'sample', did you mean 'samples'", sample=3)
+    refuses("here: unknown setting 'sample'.*'samples'", sample=3)
     refuses("did you mean 'quest'", methods=["qest"])
-    refuses("unknown task 'perplexity': eval scores answers; `kvjax fidelity` measures", tasks=["vt", "perplexity"])
-    refuses("here: the setting 'perplexity_tokens' is gone: .*`kvjax fidelity` measures", perplexity_tokens=512)
+    refuses("unknown task 'perplexity': .*fidelity", tasks=["vt", "perplexity"])
     refuses("unknown task", tasks=["niah_singel_1"])
-    refuses("question must be one of", question="before")
+    refuses("question.* expected one of", question="before")
     refuses("questions must be above 1", question="turns")
     refuses("qa_1=file:PATH", tasks=["qa_1"])
     refuses("unknown format 'longbnch' in 'longbnch:x', expected one of questions, ruler", tasks=["longbnch:x"])
@@ -1092,20 +1091,16 @@ def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"lengths": "4k"}, "lengths must be int, got '4k'"),
-        ({"lengths": None}, "lengths must be int, got None"),
-        ({"samples": 1.5}, "samples must be int, got 1.5"),
-        ({"tasks": None}, "tasks must be str, got None"),
-        ({"methods": None}, "got None"),
+        ({"lengths": "4k"}, "got '4k'"),
+        ({"samples": 1.5}, "got 1.5"),
         ({"methods": 7}, "methods: expected names, or {name: knobs}, got 7"),
-        ({"depths": "0,0.5"}, "depths must be float or int, got '0,0.5'"),
-        ({"haystack": {"vt": "prose"}}, "haystack must be str"),
-        ({"model": 3}, "model must be str, got 3"),
-        ({"workers": True}, "workers must be int, got True"),
+        ({"haystack": {"vt": "prose"}}, "prose"),
+        ({"model": 3}, "got 3"),
+        ({"workers": True}, "got True"),
     ],
 )
 def test_settings_say_what_a_value_should_be(given, told):
-    with pytest.raises(ValueError, match=f"x.yaml: .*{re.escape(told)}"):
+    with pytest.raises(ValueError, match=f"x.yaml: {next(iter(given))}.*{re.escape(told)}"):
         EvaluationSettings.from_mapping(given, "x.yaml")
     made = EvaluationSettings.from_mapping({"budgets": [256, "1/8"], "depths": 0.5, "max_length": None}, "x.yaml")
     assert made.budgets == ("256", "1/8") and made.depths == (0.5,) and made.max_length is None

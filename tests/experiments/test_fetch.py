@@ -13,25 +13,30 @@ import pytest
 import models
 from experiments.answering import load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
-from experiments.cli.main import COMMANDS, main
+from experiments.cli.main import main
 from models.files import gguf as gguf_files
 from models.files import named_directory
 from models.hub import packaged_file
 from models.hub.named_models import NAMED_MODELS
-from tests.experiments.test_flags import kinds_of
+from tests.experiments.test_flags import JOBS, job_of
 from tests.models import gguf_writing
 from tests.models.tiny_gguf import write_tiny_gguf
 
-LOADING = {  # a command line of every command that loads a model, without the model
-    "demo": ["--length", "1024"],
-    "eval": ["--tasks", "passkey", "--lengths", "256"],
-    "sweep": ["--method", "quest", "--grid", "budget=64,128", "--tasks", "passkey", "--lengths", "256"],
-    "generate": ["--prompt-file", "PROMPT"],
-    "insight": ["--length", "256"],
-    "ablations": ["votes"],
-    "fidelity": [],
-    "train-adapter": [],
+LOADING = {  # a command line of every job that loads a model, without the model
+    "experiments.demo.__main__": ["--length", "1024"],
+    "experiments.evaluation.__main__": ["--tasks", "passkey", "--lengths", "256"],
+    "experiments.evaluation.sweep": "--method quest --grid budget=64,128 --tasks passkey --lengths 256".split(),
+    "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
+    "experiments.heads.heads": [],
+    "experiments.heads.layers": [],
+    "experiments.heads.patterns": [],
+    "experiments.lab.insight.__main__": ["--length", "256"],
+    "experiments.lab.ablations.__main__": ["votes"],
+    "experiments.lab.exact.__main__": [],
+    "experiments.lab.fidelity.__main__": [],
+    "experiments.lab.training.adapter": [],
 }
+NO_LOADER = {"experiments.evaluation.chance"}  # it needs a tokenizer only
 
 
 @pytest.fixture
@@ -46,25 +51,25 @@ def empty_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_every_command_that_loads_a_model_is_here(monkeypatch):
-    """Each has --offline; the commands that have only shapes of models have no such flag."""
-    found = set()
-    for command in COMMANDS:
-        fields = {field.name for kind in kinds_of(command, monkeypatch) for field in dataclasses.fields(kind)}
+def test_every_job_that_loads_a_model_is_here():
+    """Each has --offline; the jobs that have only shapes of models have no such flag."""
+    loading = set()
+    for module in JOBS:
+        fields = {field.name for kind in job_of(module).kinds for field in dataclasses.fields(kind)}
         if {"model", "dtype"} <= fields or "base" in fields:
-            assert "offline" in fields, command
-            found.add(command)
-    assert found == LOADING.keys()
+            assert "offline" in fields, module
+            loading.add(module)
+    assert loading == LOADING.keys() | NO_LOADER
 
 
 @pytest.mark.parametrize("command", LOADING)
 def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("The key is 4821.")
     more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
-    if command != "generate":
-        more += ["--out", str(tmp_path / "out")]
-    flag = "--base" if command == "train-adapter" else "--model"
-    assert main([command, *more, flag, "smollm2", "--offline"]) == 2
+    if command not in ("experiments.answering.__main__", "experiments.heads.layers"):
+        more += ["--out", str(tmp_path / ("out.json" if "exact" in command else "out"))]
+    flag = "--base" if command == "experiments.lab.training.adapter" else "--model"
+    assert job_of(command)([*more, flag, "smollm2", "--offline"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvjax: error: smollm2 is not on this machine and may not be downloaded")

@@ -34,7 +34,8 @@ THRESHOLDS = {"tau_entropy": 1.0, "tau_varentropy": 1.0}  # CHESS' are measured 
 
 def load(file):
     """The settings in a file, for the command that its first lines name."""
-    commands = re.findall(rf"python -m kvjax (\w+) --config docs/settings/{file.name}\b", file.read_text())
+    line = rf"python -m (?:kvjax|experiments.lab).(\w+) --config docs/settings/{file.name}\b"
+    commands = re.findall(line, file.read_text())
     assert len(set(commands)) == 1, f"{file.name} should name its command in a comment"
     return SETTINGS[commands[0]].from_mapping(read_yaml(file), file.name)
 

@@ -13,11 +13,11 @@ import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 
-from experiments.cli import Settings, option, run
+from experiments.cli import Job, Settings, option
 from tests.fuzz import laws, names, suites, switches
 from tests.fuzz.inputs import Inputs
 from tests.fuzz.paths import Paths
@@ -74,11 +74,6 @@ class FuzzSettings(Settings):
             raise ValueError(f"a case has a number among its kind: case={self.case} needs only={', only='.join(_KINDS)}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    return run(_fuzz, FuzzSettings, prog="kvjax fuzz", about="Random cases against laws and checks.", argv=argv)
-
-
 def _fuzz(settings: FuzzSettings) -> int:
     # Programs run once or a few times here.
     before = jax.config.read("jax_disable_most_optimizations")
@@ -116,6 +111,9 @@ def _cases(kind: str, settings: FuzzSettings) -> Iterator[tuple[int, Outcome]]:
             if only:
                 return
             number += 1
+
+
+main = Job(_fuzz, FuzzSettings)
 
 
 if __name__ == "__main__":

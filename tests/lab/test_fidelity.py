@@ -331,7 +331,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
         (["--lengths", "16"], "they must be above tokens=16, got 16"),
         (["--haystack", "noise"], "haystack must be 'prose', 'prose:whole', 'code' or file:PATH, got 'noise'"),
         (["--haystack", "file:nowhere.txt"], "haystack file not found"),
-        (["--streams", "poems"], "streams must be one of prose, code, answers, greedy"),
+        (["--streams", "poems"], "--streams: expected one of prose, code, answers, greedy"),
         (["--task", "qa_1"], "task must be a generated task without a file"),
         (["--budgets", "1/8,most"], "a budget is a share such as 1/8"),
         (["--methods", "quest", "--set", "quest.offload=true"], "offload must be False, got quest("),

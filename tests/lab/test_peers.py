@@ -114,7 +114,7 @@ def test_table_says_why_a_row_has_no_value():
 
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path):
-    """`kvjax peers` on a tiny model: what it prints, and its record."""
+    """`python -m experiments.lab.peers.speed` on a tiny model: what it prints, and its record."""
     for package in ("torch", "transformers"):
         pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
     import torch

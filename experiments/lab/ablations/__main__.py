@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.lab.ablations.jobs import run_all
 from experiments.lab.ablations.settings import AblationSettings
 from experiments.records import table_file
@@ -30,17 +29,13 @@ class AblationCommand:
     out: pathlib.Path = pathlib.Path("runs/ablations")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Ablations of the five papers' methods."
-    kinds = (AblationSettings, AblationCommand, Against)
-    return run(_ablate, *kinds, prog="kvjax ablations", about=about, argv=argv, compiles=True)
-
-
 def _ablate(settings: AblationSettings, command: AblationCommand, against: Against) -> None:
     run_all(settings, command.out)
     print(table_file(command.out).read_text(encoding="utf-8"))
     against.show(command.out)
+
+
+main = Job(_ablate, AblationSettings, AblationCommand, Against, compiles=True)
 
 
 if __name__ == "__main__":

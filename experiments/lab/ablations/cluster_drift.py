@@ -1,4 +1,4 @@
-"""Does search by clusters survive a long generation? ``kvjax ablations drift``.
+"""Does search by clusters survive a long generation? ``python -m experiments.lab.ablations drift``.
 
 Full samples a long text after a prompt of prose. At checkpoints of that text, a search looks for the keys with the largest
 q.k in ParisKV's retrieval zone, in every layer and KV head. It uses cluster votes and the 4-bit estimate, with five kinds of

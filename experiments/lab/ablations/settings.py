@@ -39,7 +39,7 @@ class AblationSettings(ModelSettings):
         ValueError: an unknown ablation or task, or a number below 1.
     """
 
-    names: tuple[str, ...] = option(positional=True, parse=names)
+    names: tuple[str, ...] = option(positional=True, read=names)
     base: str | None = None
     samples: int = 16
     length: int | None = None

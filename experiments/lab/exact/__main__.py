@@ -15,12 +15,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 
 import jax
 
 from experiments.answering import load_model
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.lab.exact.accepted import measure_accepted
 from experiments.lab.exact.equal import measure_equal
 from experiments.lab.exact.judge import measure_judge
@@ -30,13 +29,6 @@ from experiments.lab.exact.shape import measure_shape
 from experiments.lab.exact.timed import measure_rejected, measure_speed
 from experiments.records import Results, commit, operations, versions
 from experiments.speed.rows import finish, note_run, now
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Measure exact decoding: tokens per pass of every draft, and its speed beside Full."
-    kinds = ExactSettings, ExactCommand, Against
-    return run(_exact, *kinds, prog="python -m experiments.lab.exact", about=about, argv=argv, compiles=True)
 
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
@@ -69,6 +61,9 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
     tables = exact_tables(results.metrics)
     print(tables)
     finish(results, tables, against, 0)
+
+
+main = Job(_exact, ExactSettings, ExactCommand, Against, compiles=True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 
+from jsonargparse.typing import PositiveInt
+
 from experiments.answering import ModelSettings
-from experiments.cli import items, names, numbers, option, positive, record_path
+from experiments.cli import option, record_path
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
 from experiments.speed.settings import MODELS, Output
 from experiments.tasks import TASKS
@@ -57,27 +58,27 @@ class ExactSettings(ModelSettings):
 
     parts: tuple[str, ...] = option(("accepted",), choices=PARTS)
     methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in DRAFTS), parse=lambda text: choices_of(names(text))
+        tuple(Choice(name, {}) for name in DRAFTS), read=choices_of
     )
     budgets: tuple[str, ...] = ("1/8",)
-    lengths: tuple[int, ...] = option((2048,), parse=numbers)
+    lengths: tuple[PositiveInt, ...] = (2048,)
     texts: tuple[str, ...] = ("prose", "code_completion", "merge")
     haystack: str = "prose"
-    samples: int = option(2, parse=positive)
-    tokens: int = option(96, parse=positive)
-    depths: tuple[int, ...] = option((8,), parse=numbers)
-    temperatures: tuple[float, ...] = option((0.0, 0.7), parse=functools.partial(items, float))
-    batches: tuple[int, ...] = option((1,), parse=numbers)
-    repeats: int = option(3, parse=positive)
-    group: int = option(8, parse=positive)
-    chunk_size: int = option(8192, parse=positive)
+    samples: PositiveInt = 2
+    tokens: PositiveInt = 96
+    depths: tuple[PositiveInt, ...] = (8,)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    batches: tuple[PositiveInt, ...] = (1,)
+    repeats: PositiveInt = 3
+    group: PositiveInt = 8
+    chunk_size: PositiveInt = 8192
     shape: str = "llama-3.1-8b"
     sizes: tuple[str, ...] = ("131072x1",)
-    slot_parts: int = option(1, parse=positive)
+    slot_parts: PositiveInt = 1
     profile: int = 0
-    acceptance: tuple[float, ...] = option((), parse=functools.partial(items, float))
-    prompts: int = option(200, parse=positive)
-    batch: int = option(50, parse=positive)
+    acceptance: tuple[float, ...] = ()
+    prompts: PositiveInt = 200
+    batch: PositiveInt = 50
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -114,4 +115,4 @@ class ExactSettings(ModelSettings):
 class ExactCommand(Output):
     """Where `experiments.lab.exact` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/exact.json"), parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/exact.json"), read=record_path)

@@ -1,4 +1,4 @@
-"""``kvjax fidelity``: the distance of methods from Full, step by step along the same texts.
+"""``python -m experiments.lab.fidelity``: the distance of methods from Full, step by step along the same texts.
 
 A score says whether an answer came out right, and saturates. Here every method decodes the same text as Full, and each step
 compares the next-token distributions of the two over the whole vocabulary: KL(Full || method) in nats, whether the most
@@ -11,10 +11,9 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 
 from experiments.answering import load_model
-from experiments.cli import Against, option, read_record, run, write_figures
+from experiments.cli import Against, Job, option, read_record, write_figures
 from experiments.evaluation import set_knobs
 from experiments.lab.fidelity.report import cells, fidelity_tables, table
 from experiments.lab.fidelity.run import Runner
@@ -43,13 +42,6 @@ class FidelityCommand:
     quiet: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``kvjax fidelity``; return the exit code."""
-    about = "Measure the distance of methods from Full, step by step along the same texts."
-    kinds = (FidelitySettings, FidelityCommand, Against)
-    return run(_fidelity, *kinds, prog="kvjax fidelity", about=about, argv=argv, compiles=True)
-
-
 def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
     command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
@@ -70,6 +62,9 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
         against.show(command.out)
     if not command.quiet:
         print("written: " + ", ".join(map(str, written)), file=sys.stderr)
+
+
+main = Job(_fidelity, FidelitySettings, FidelityCommand, Against, compiles=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Job:
 
 
 class Runner:
-    """A run of `kvjax fidelity`.
+    """A run of `python -m experiments.lab.fidelity`.
 
     Args:
         settings: what to measure.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from experiments.answering import METHODS, ModelSettings
-from experiments.cli import names, option
+from experiments.cli import option
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
 from experiments.tasks import get_task
 from kvjax.cache.quantised import KV_DTYPES
@@ -50,7 +50,7 @@ class FidelitySettings(ModelSettings):
     """
 
     methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in METHODS), parse=names, read=choices_of, write=written
+        tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (2048,)

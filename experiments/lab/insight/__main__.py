@@ -16,10 +16,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
 
 from experiments.answering import knobs_by_method, load_model
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.lab.insight.plots import draw
 from experiments.lab.insight.report import table
 from experiments.lab.insight.run import open_results, run_methods
@@ -40,13 +39,6 @@ class InsightCommand:
     plot: bool = True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    about = "Recall of methods' selections against exact attention."
-    kinds = (InsightSettings, InsightCommand, Against)
-    return run(_insight, *kinds, prog="kvjax insight", about=about, argv=argv, compiles=True)
-
-
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
     command = with_figures(command)
     knobs = knobs_by_method(settings.knobs)
@@ -60,6 +52,9 @@ def _insight(settings: InsightSettings, command: InsightCommand, against: Agains
             write_bytes(path.with_suffix(f".{kind}"), save(figure, kind))
     print(table(record))
     against.show(path)
+
+
+main = Job(_insight, InsightSettings, InsightCommand, Against, compiles=True)
 
 
 if __name__ == "__main__":

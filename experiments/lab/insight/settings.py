@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from experiments.answering import METHODS, ModelSettings
-from experiments.cli import names, option
+from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax import registry
 
@@ -32,7 +32,7 @@ class InsightSettings(ModelSettings):
         ValueError: an unknown task, method or text, or a number below 1.
     """
 
-    methods: tuple[str, ...] = option(("all",), parse=names)
+    methods: tuple[str, ...] = ("all",)
     knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
     task: str = "niah_single_2"
     haystack: str | None = None

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
 
-from experiments.cli import option, run
+from experiments.cli import Job, option
 from experiments.lab.site import operations
 from experiments.lab.site.notebooks import run_notebooks
 from experiments.lab.site.pages import DOCS, draw_figures, write_pages, write_tables
@@ -39,12 +38,6 @@ class SiteCommand:
     notebooks: bool = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Write the generated pages of the documentation."
-    return run(_write, SiteCommand, prog="kvjax site", about=about, argv=argv)
-
-
 def _write(command: SiteCommand) -> None:
     docs = command.docs or DOCS
     if command.figures:
@@ -58,6 +51,9 @@ def _write(command: SiteCommand) -> None:
     if command.notebooks:
         written += run_notebooks()
     print(f"{len(written)} files written or unchanged, in {command.out}", file=sys.stderr)
+
+
+main = Job(_write, SiteCommand)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def missing(docs: pathlib.Path, settings: Sequence[str]) -> str:
 
 def command_of(settings: pathlib.Path) -> str:
     """Find the command that a settings file names in its comment."""
-    found = re.search(r"python -m kvjax .+", settings.read_text(encoding="utf-8"))
+    found = re.search(r"python -m (kvjax|experiments).+", settings.read_text(encoding="utf-8"))
     if found is None:
-        raise ValueError(f"{settings} must name its command (python -m kvjax ...) in a comment, got none")
+        raise ValueError(f"{settings} must name its command (python -m ...) in a comment, got none")
     return found[0].strip()

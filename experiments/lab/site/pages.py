@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 
-from experiments.cli import shown_texts, write_figures
+from experiments.cli import write_figures
 from experiments.lab.site import (
     agreement,
     choice,
@@ -74,14 +74,10 @@ def write_pages(out: pathlib.Path, docs: pathlib.Path = DOCS) -> list[pathlib.Pa
 def write_tables(docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     """Write the tables again: the records' tables in ``docs/tables`` and result folders, and the parts between marks.
 
-    For this checkout's own ``docs`` also what ``kvjax COMMAND --help`` and ``kvjax ls`` show.
-
     Returns:
         The files.
     """
     texts = addressed(docs.parent) | record_tables.pages(docs) | marked_pages(docs)
-    if docs == DOCS:
-        texts |= shown_texts()
     for file, text in texts.items():
         write_text(file, text)
     return list(texts)

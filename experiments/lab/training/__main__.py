@@ -7,16 +7,9 @@ exactly the same state. It writes DIR/train_log.jsonl, and a Hugging Face direct
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from experiments.cli import run
+from experiments.cli import Job
 from experiments.lab.training.settings import TrainingCommand, TrainingSettings
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Train the built-in retrieval model."
-    return run(_train, TrainingSettings, TrainingCommand, prog="kvjax train", about=about, argv=argv, compiles=True)
 
 
 def _train(settings: TrainingSettings, command: TrainingCommand) -> None:
@@ -43,6 +36,9 @@ def _train(settings: TrainingSettings, command: TrainingCommand) -> None:
         workers=command.workers,
     )
     print(f"log: {command.out / 'train_log.jsonl'}; model: {command.out / 'export'}")
+
+
+main = Job(_train, TrainingSettings, TrainingCommand, compiles=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
 
-from experiments.cli import Settings, option, run
+from experiments.cli import Job, Settings, option
 from experiments.lab.training.settings import TrainingCommand
 
 
@@ -63,14 +62,6 @@ class AdapterSettings(Settings):
             raise ValueError(f"lm_weight must be at least 0, got {self.lm_weight}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Train a low-rank adapter on the retrieval tasks."
-    return run(
-        _train, AdapterSettings, TrainingCommand, prog="kvjax train-adapter", about=about, argv=argv, compiles=True
-    )
-
-
 def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
     # Imported here, because every data worker imports this module again, and no worker needs JAX.
     import models
@@ -114,6 +105,9 @@ def _train(settings: AdapterSettings, command: TrainingCommand) -> None:
         workers=command.workers,
     )
     print(f"log: {command.out / 'train_log.jsonl'}; adapter: {command.out / 'export'}")
+
+
+main = Job(_train, AdapterSettings, TrainingCommand, compiles=True)
 
 
 if __name__ == "__main__":

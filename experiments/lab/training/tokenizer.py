@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.cli import option, run
+from experiments.cli import Job, option
 from experiments.tasks import TRAINED_TEMPLATES, prose_text, singular_form, source_text, split_sentences
 
 VOCAB_SIZE = 5120
@@ -146,17 +146,14 @@ class TokenizerCommand:
     text: tuple[pathlib.Path, ...] = option((), several=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Train the byte-level BPE tokenizer of the built-in model."
-    return run(_train, TokenizerCommand, prog="python -m experiments.lab.training.tokenizer", about=about, argv=argv)
-
-
 def _train(command: TokenizerCommand) -> None:
     texts = [source_text(f"file:{path}") for path in command.text]
     tokenizer = train_tokenizer([prose_text(), *texts])
     save_tokenizer(tokenizer, command.out)
     print(f"{tokenizer.get_vocab_size()} entries written to {command.out}")
+
+
+main = Job(_train, TokenizerCommand)
 
 
 if __name__ == "__main__":

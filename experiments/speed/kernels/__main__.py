@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
 import jax
+from jsonargparse.typing import PositiveInt
 
-from experiments.cli import Against, Settings, names, option, positive, record_path, run
+from experiments.cli import Against, Job, Settings, option, record_path
 from experiments.records import Results, commit, versions
 from experiments.speed.kernels.cases import cases
 from experiments.speed.kernels.compare import run_case
@@ -45,9 +45,9 @@ class KernelSettings(Settings):
         ValueError: a kernel of your own without exactly one operation.
     """
 
-    only: tuple[str, ...] = option((), parse=names)
+    only: tuple[str, ...] = ()
     outside: tuple[str, ...] = option((), flag="with", repeat=True, metavar="MODULE:FUNCTION")
-    repeats: int = option(7, parse=positive)
+    repeats: PositiveInt = 7
     tiny: bool = False
     interpret: bool = False
 
@@ -60,13 +60,7 @@ class KernelSettings(Settings):
 class KernelCommand(Output):
     """Where `experiments.speed.kernels` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/kernels.json"), parse=record_path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Check and time every implementation of every kernel."
-    return run(_compare, KernelSettings, KernelCommand, Against, prog="kvjax kernels", about=about, argv=argv)
+    out: pathlib.Path = option(pathlib.Path("runs/kernels.json"), read=record_path)
 
 
 def _compare(settings: KernelSettings, command: KernelCommand, against: Against) -> None:
@@ -100,6 +94,9 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
     for own in settings.outside:  # what has no row has no error either
         if (settings.only[0], own) not in ran:
             raise ValueError(f"--with {own}: no shape of {settings.only[0]} can run it here; the lines above say why")
+
+
+main = Job(_compare, KernelSettings, KernelCommand, Against)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,13 @@ memory.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 
-from experiments.cli import read_record, run
+from experiments.cli import Job, read_record
 from experiments.evaluation.folder import read_runs
 from experiments.lab.peers.quality import report
 from experiments.lab.peers.quality.prompts import find_weights, read_model, read_prompts
 from experiments.lab.peers.quality.settings import PeersCommand, PeersSettings
 from experiments.records import Results, check_torch, describe_device, table_file, the_device, write_bytes
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Score kvpress's presses on the prompts of a result folder, beside kvjax's methods."
-    return run(_peers, PeersSettings, PeersCommand, prog="kvjax peers-eval", about=about, argv=argv)
 
 
 def _peers(settings: PeersSettings, command: PeersCommand) -> None:
@@ -54,6 +47,9 @@ def _peers(settings: PeersSettings, command: PeersCommand) -> None:
     print(f"{tables}\nrecord: {results.path}")
     if bench.failed:
         raise SystemExit(f"{bench.failed} rows failed; their errors are in the record")
+
+
+main = Job(_peers, PeersSettings, PeersCommand)
 
 
 if __name__ == "__main__":

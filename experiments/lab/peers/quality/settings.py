@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from experiments.cli import Settings, names, option, positive, record_path
+from jsonargparse.typing import PositiveInt
+
+from experiments.cli import Settings, option, record_path
 
 # The press of each method, and the methods of kvjax that stand beside it. (kvpress's TOVA evicts once, as `tovaonce` does.)
 PRESSES = {
@@ -41,9 +43,9 @@ class PeersSettings(Settings):
         ValueError: an unknown method, or a number below 1.
     """
 
-    methods: tuple[str, ...] = option(METHODS, parse=names)
-    tasks: tuple[str, ...] = option((), parse=names)
-    samples: int = option(20, parse=positive)
+    methods: tuple[str, ...] = METHODS
+    tasks: tuple[str, ...] = ()
+    samples: PositiveInt = 20
     budget: str = "1/8"
     attention: str = "sdpa"
 
@@ -68,4 +70,4 @@ class PeersCommand:
 
     folder: pathlib.Path = option(positional=True)
     weights: pathlib.Path | None = None
-    out: pathlib.Path = option(pathlib.Path("runs/peers-quality.json"), parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/peers-quality.json"), read=record_path)

@@ -11,20 +11,12 @@ This job needs torch and transformers, which kvjax does not need. JAX starts no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from experiments.cli import Against, run
+from experiments.cli import Against, Job
 from experiments.lab.peers.speed import report
 from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
 from experiments.records import Results, check_torch, describe_device, the_device
 from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    about = "Time decoding by Hugging Face's generate and by kvpress."
-    return run(_peers, PeersSettings, PeersCommand, Against, prog="kvjax peers", about=about, argv=argv)
 
 
 def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
@@ -42,6 +34,9 @@ def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> 
                 for cache in settings.caches:
                     bench.row(method, length, batch, cache)
     finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
+
+
+main = Job(_peers, PeersSettings, PeersCommand, Against)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from experiments.cli import Settings, names, numbers, option, positive, record_path
+from jsonargparse.typing import PositiveInt
+
+from experiments.cli import Settings, option, record_path
 from experiments.speed.settings import MODELS, Output, check_positive
 
 # Presses that keep the same number of tokens in every head and layer, so that their cache is a plain one. (AdaKVPress masks
@@ -44,14 +46,14 @@ class PeersSettings(Settings):
     """
 
     model: str = "llama-3.1-8b"
-    methods: tuple[str, ...] = option(("full", "snapkv"), parse=names)
-    lengths: tuple[int, ...] = option((131072,), parse=numbers)
-    batches: tuple[int, ...] = option((1,), parse=numbers)
-    caches: tuple[str, ...] = option(CACHES, parse=names)
+    methods: tuple[str, ...] = ("full", "snapkv")
+    lengths: tuple[PositiveInt, ...] = (131072,)
+    batches: tuple[PositiveInt, ...] = (1,)
+    caches: tuple[str, ...] = CACHES
     mode: str = option("reduce-overhead", choices=MODES)
     attention: str = "sdpa"
-    tokens: int = option(32, parse=positive)
-    repeats: int = option(5, parse=positive)
+    tokens: PositiveInt = 32
+    repeats: PositiveInt = 5
 
     def __post_init__(self) -> None:
         known = {"model": MODELS, "methods": METHODS, "caches": CACHES, "mode": MODES}
@@ -72,4 +74,4 @@ class PeersSettings(Settings):
 class PeersCommand(Output):
     """Where `experiments.lab.peers.speed` writes."""
 
-    out: pathlib.Path = option(pathlib.Path("runs/peers.json"), parse=record_path)
+    out: pathlib.Path = option(pathlib.Path("runs/peers.json"), read=record_path)

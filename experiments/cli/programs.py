@@ -1,12 +1,16 @@
-"""Keep compiled programs on disk, in JAX's persistent compilation cache: the second run of a command hardly compiles."""
+"""How a command runs programs: compiled ones are kept on disk, in JAX's cache; operations run by kernels or as plain JAX."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import platformdirs
+
+from experiments.cli.settings import option
 
 MAX_BYTES = 4 << 30  # of a larger cache, JAX deletes the programs that were not used for the longest time
 _MIN_SECONDS = 0.1  # a program with a shorter compile time is compiled about as fast as it is loaded
@@ -21,6 +25,12 @@ class CompiledPrograms:
     """
 
     cache: bool = True
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Do `switch_on`; the cache stays on after the block, because JAX opens it once for a process."""
+        self.switch_on()
+        yield
 
     def switch_on(self) -> None:
         """Turn JAX's cache on, in the user's cache directory; a directory that the user has given to JAX stays.
@@ -45,6 +55,32 @@ class CompiledPrograms:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_SECONDS)
         jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """How a command runs the operations of a model.
+
+    Attributes:
+        implementation: xla runs every operation as plain JAX, on any device (default: kernels wherever they can run)
+    """
+
+    implementation: str | None = option(None, choices=("xla",))
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Set the implementation for all threads of this process inside the block; without one, change nothing."""
+        if self.implementation is None:
+            yield
+            return
+        # Imported here, because it imports JAX, which only commands that run models need.
+        from pallas_kernels.dispatch import set_default_implementation
+
+        set_default_implementation(self.implementation)
+        try:
+            yield
+        finally:
+            set_default_implementation(None)
 
 
 def cache_directory() -> pathlib.Path:

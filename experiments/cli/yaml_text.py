@@ -1,0 +1,51 @@
+"""YAML of settings: plain values, and no key that stands twice."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+
+def read_yaml(path: pathlib.Path) -> dict[str, Any]:
+    """Read the mapping in a YAML file.
+
+    Raises:
+        ValueError: the file holds no mapping, is no YAML, or has a key twice.
+        FileNotFoundError: the file does not exist.
+    """
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings by name, got {type(values).__name__}")
+    return values
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse the value in a YAML text; None if the text is empty.
+
+    Raises:
+        ValueError: the text is no YAML, is nested too deeply, or has a key twice. (PyYAML would take the last one.)
+    """
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[Any, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
+                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # Loader is a SafeLoader too: it makes only plain values
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """Write values by name as the text of a YAML file, in their order."""
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
