@@ -18,7 +18,7 @@ from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
 from tests import harness
-from tests.harness import TINY, example, padded, prompts, tiny_params
+from tests.harness import TINY, example, padded, prompts, small, tiny_params
 from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -248,7 +248,7 @@ def test_a_model_that_returns_something_else_is_refused():
 
 def test_renumbering_methods_may_run_past_the_model():
     """A method that re-numbers positions never uses a high one, so the model's limit does not apply to it."""
-    cache = prefill([[1] * 200], StreamingLLM(budget=12, chunk=64), max_new_tokens=4)
+    cache = prefill([[1] * 200], small(StreamingLLM, budget=12, chunk=64), max_new_tokens=4)
     assert int(cache.length[0]) == 200
 
 

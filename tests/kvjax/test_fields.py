@@ -18,7 +18,7 @@ from kvjax.methods import H2O, AdaKV, PQCache, Quest, SnapKV
 from kvjax.protocol.fields import Limits, check_within, known, number
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
-from tests.harness import NAMES, example, oracle
+from tests.harness import NAMES, example, oracle, small
 
 CLASSES = {
     **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
@@ -197,7 +197,7 @@ def test_a_traced_value_is_moved_into_its_range(name):
 
 def test_traced_numbers_of_other_kinds_are_moved_too():
     def made(share):
-        return AdaKV(safeguard=share).safeguard, PQCache(fraction=share, capacity=0.5).fraction
+        return small(AdaKV, safeguard=share).safeguard, PQCache(fraction=share, capacity=0.5).fraction
 
     safeguard, fraction = jax.vmap(made)(jnp.array([-1.0, 0.25, 2.0]))
     np.testing.assert_allclose(safeguard, [0, 0.25, 1])

@@ -22,7 +22,7 @@ from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.model import TinyModel
 from pallas_kernels.formats import bit_codes
-from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
+from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPT, STEPS, DIM = 40, 6, 8
@@ -191,7 +191,7 @@ def test_some_layers_of_magicpig_are_dense():
     layers = [type(MagicPIG().for_layer(layer, 40)).__name__ for layer in range(40)]
     assert [layer for layer, name in enumerate(layers) if name == "Full"] == [0, 16, 32]
     assert set(layers) == {"Full", "MagicPIG"}
-    assert {type(MagicPIG(dense_every=0).for_layer(layer, 40)).__name__ for layer in range(40)} == {"MagicPIG"}
+    assert {type(small(MagicPIG, dense_every=0).for_layer(layer, 40)).__name__ for layer in range(40)} == {"MagicPIG"}
 
 
 def test_memory_needed_counts_the_codes():

@@ -18,7 +18,7 @@ from kvjax.protocol.method import Method, declarations
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.wrappers.compose import Answer, answers, passes
-from tests.harness import WRAPPERS, example, read, stored, tiny_params
+from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
 from tests.kvjax.cases import ONE, N, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -45,7 +45,7 @@ def test_per_layer_picks_by_index_and_from_the_end():
 
 
 def test_per_layer_storage_differs_by_layer():
-    cache = shapes(lambda: read(kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=SNAP)))
+    cache = shapes(lambda: read(kvjax.PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=SNAP)))
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
