@@ -37,7 +37,6 @@ class Shape:
         questions: questions that are asked after each context.
         question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
-        together: whether all questions of a context are asked in one batch, each of its own copy of the cache.
     """
 
     length: int
@@ -46,12 +45,6 @@ class Shape:
     questions: int = 0
     question_length: int = 0
     keep: bool = False
-    together: bool = False
-
-    @property
-    def copies(self) -> int:
-        """The rows of a batch of answers for each context."""
-        return self.questions if self.together else 1
 
     @property
     def room(self) -> int:
@@ -140,8 +133,7 @@ def ask_in_turn(
         share of the time to prefill the contexts.
 
     Raises:
-        ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape;
-            or, with `shape.together`, a context before the last has fewer questions than the shape.
+        ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape.
     """
     _check(contexts, questions, shape)
     clock = clock or CompileClock()
@@ -213,19 +205,16 @@ def _answer(
     answers: list[list[list[int]]] = [[] for _ in range(real)]
     stats: list[tuple[int, kvjax.Stats]] = []
     seconds, turns = 0.0, max(shape.questions, 1)
-    for together in [range(turns)] if shape.together else [(turn,) for turn in range(turns)]:
-        slots = [(row, turn) for row in range(shape.rows) for turn in together]  # the rows that are answered now
+    for turn in range(turns):
         if shape.questions:
             # A copy is asked, because `extend` consumes its cache.
-            last = not shared and (shape.keep or together[-1] == turns - 1 and shape.copies == 1)
-            now = cache if last else kvjax.fork(cache, shape.copies)
-            asked, asked_lengths = pad([_turn(questions[at[row]], turn) for row, turn in slots], shape.question_length)
+            now = cache if not shared and (shape.keep or turn == turns - 1) else kvjax.fork(cache)
+            asked, asked_lengths = pad([_turn(questions[i], turn) for i in at], shape.question_length)
             now = jax.block_until_ready(kvjax.extend(params, now, asked, lengths=asked_lengths))
         else:
             now = jax.block_until_ready(kvjax.fork(cache) if shared else cache)
-        count = sum(len(questions[i]) for i in at[:real]) if shape.together else real
-        most = [_turn(limits[at[row]], turn) if limits else shape.new_tokens for row, turn in slots]
-        most[count:] = [0] * (len(slots) - count)  # the answers of the copies are not used
+        most = [_turn(limits[i], turn) if limits else shape.new_tokens for i in at]
+        most[real:] = [0] * (len(at) - real)  # the answers of the copies are not used
         with Timer(clock) as decoding:
             out = kvjax.generate(
                 params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
@@ -235,10 +224,10 @@ def _answer(
         if shape.keep:
             cache, shared = out.cache, False
         del now, out  # before the next copy is made: memory need not hold both
-        stats.append((count, measured))
-        for at_row, (row, turn) in enumerate(slots):
-            if row < real and (not shape.questions or turn < len(questions[at[row]])):
-                answers[row].append(made[at_row, : counts[at_row]].tolist())
+        stats.append((real, measured))
+        for row in range(real):
+            if not shape.questions or turn < len(questions[at[row]]):
+                answers[row].append(made[row, : counts[row]].tolist())
     return answers, stats, seconds
 
 
@@ -265,7 +254,6 @@ def programs(
             config=config,
             methods=methods,
             rows=shape.rows,
-            copies=shape.copies,
             length=shape.length,
             room=shape.room,
             max_new_tokens=shape.new_tokens,
@@ -278,7 +266,7 @@ def programs(
 
 
 def num_programs(shape: Shape, methods: int) -> int:
-    """Count the first `programs` that prefill contexts and ask them under the first ``methods``, without `Shape.together`."""
+    """Count the first `programs` that prefill contexts and ask them under the first ``methods``."""
     return 1 + methods * (2 if shape.questions else 1)
 
 
@@ -293,8 +281,6 @@ def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: S
     counts = [len(asked) for asked in questions]
     if not 1 <= min(counts) <= max(counts) <= shape.questions:
         raise ValueError(f"each context must have 1 to {shape.questions} questions, got {min(counts)} to {max(counts)}")
-    if shape.together and min(counts[:-1], default=shape.questions) < shape.questions:
-        raise ValueError(f"each context but the last must have {shape.questions} questions, got {min(counts[:-1])}")
     longest = max(len(tokens) for asked in questions for tokens in asked)
     if longest > shape.question_length:
         raise ValueError(f"questions must have at most {shape.question_length} tokens, got {longest}")

@@ -8,7 +8,9 @@ import pathlib
 
 from experiments.cli.plot import RECORDS_PACKAGE, read_record
 
-RECORDS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"  # a checkout has it, an installation does not
+RECORDS = (
+    pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"
+)  # a checkout has it, an installation does not
 _SHORT = 40  # rows that a command prints when it ends
 
 
@@ -28,7 +30,9 @@ class Against:
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.against.exists():
-            raise ValueError(f"--against: expected a record or a result folder, got {self.against}, which does not exist")
+            raise ValueError(
+                f"--against: expected a record or a result folder, got {self.against}, which does not exist"
+            )
 
     def show(self, made: pathlib.Path, name: str = "") -> None:
         """Print the comparison of a new record; print nothing if there is no record to compare it with.

@@ -1,24 +1,26 @@
-"""``kvjax ls``: list all methods and wrappers with their papers and knobs, one in full, the tasks, named models, families."""
+"""List methods and wrappers with their papers and knobs, or one in full; or tasks, models, files of suites, caches.
+
+`kvjax ls tasks` lists the tasks, and `kvjax ls tasks NAME` shows an example of one. `kvjax ls models` lists the named models,
+`kvjax ls families` the families of checkpoints that load. `kvjax ls FORMAT:PATH` shows what a suite's file holds. `kvjax ls
+cache` shows the models and compiled programs that are kept on disk, and with --clear deletes them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
+from experiments.cli import kept
 from experiments.cli.job import Job
-from experiments.cli.settings import option
+from experiments.cli.settings import nearest, option
 
-_OTHERS = {  # other lists, by name
-    "tasks": "experiments.tasks.__main__",
-    "models": "experiments.answering.listing",
-    "families": "experiments.answering.families",
-}
-_WRAPPERS = 'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
+_OTHERS = ("tasks", "models", "families", "cache")
+_WRAPPERS = (
+    'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
+)
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
 
@@ -27,52 +29,60 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method or a wrapper to explain, by name or as package.module:Class; 'models'; 'families' (of models); or
-            'tasks' and perhaps the name of a task (default: all methods and wrappers)
+        names: a method or a wrapper to explain, by name or as package.module:Class; 'tasks' and perhaps the name of a task;
+            'models'; 'families'; FORMAT:PATH of a suite's file; or 'cache' (default: all methods and wrappers)
+        clear: comma-separated, what 'cache' deletes: programs, models, all, or a model's folder as 'cache' shows it
         json: print JSON
     """
 
     names: tuple[str, ...] = option((), positional=True, metavar="NAME")
+    clear: tuple[str, ...] = ()
     json: bool = False
 
-
-def _ls(command: LsCommand) -> int | None:
-    if command.names and command.names[0] in _OTHERS:
-        more = ["--json"] if command.json else []
-        return importlib.import_module(_OTHERS[command.names[0]]).main([*command.names[1:], *more])
-    names, known = _all_known(command.names)
-    listed = [known[name] for name in names] if names else list(known.values())
-    if command.json:
-        print(json.dumps(listed, indent=1))
-        return None
-    told = False
-    for entry in listed:
-        if entry["wrapper"] and not names and not told:
-            told = True
-            print(_WRAPPERS, end="\n\n")
-        print(_explained(entry) if names else _summary(entry), end="\n\n")
-    print(_EXPLAINED)
-    return None
+    def __post_init__(self) -> None:
+        if self.clear and self.names != ("cache",):
+            raise ValueError(f"--clear belongs to kvjax ls cache, got {' '.join(self.names) or 'the methods'}")
 
 
-def _all_known(given: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Find the canonical names of methods, and all known methods by name, plug-ins too.
+def _ls(command: LsCommand) -> None:
+    print(_other(command) or _methods(command))
+
+
+def _other(command: LsCommand) -> str:
+    """Show what is no method; "" for methods. The packages that know it are imported only for it."""
+    first, *rest = command.names or ("",)
+    if first == "cache":
+        return kept.clear(command.clear) if command.clear else kept.show()
+    if first == "tasks":
+        return importlib.import_module("experiments.tasks.explain").explain(rest, command.json)
+    if first in ("models", "families"):
+        return vars(importlib.import_module("experiments.answering.listing"))[f"list_{first}"](command.json)
+    if first.partition(":")[0] in importlib.import_module("experiments.benchmarks").READERS:
+        return importlib.import_module("experiments.benchmarks.explain").explain(first)
+    return ""
+
+
+def _methods(command: LsCommand) -> str:
+    """Show all methods, or the named ones in full.
 
     Raises:
         ValueError: an unknown method; the message has the nearest known name.
     """
     from kvjax import registry
 
-    names = [registry.canonical_name(name).partition("(")[0] for name in given]  # may import and register a class
+    names = [registry.canonical_name(name).partition("(")[0] for name in command.names]  # may register a class
     known = {entry["name"]: entry for entry in entries()}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(
-                f"unknown method {name!r}{hint}; known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
-            )
-    return names, known
+            more = f"known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
+            raise ValueError(f"unknown method {name!r}{nearest(name, [*known, *_OTHERS])}; {more}")
+    listed = [known[name] for name in names] if names else list(known.values())
+    if command.json:
+        return json.dumps(listed, indent=1)
+    parts = [_explained(entry) if names else _summary(entry) for entry in listed]
+    if not names:
+        parts.insert(next(index for index, entry in enumerate(listed) if entry["wrapper"]), _WRAPPERS)
+    return "\n\n".join([*parts, _EXPLAINED])
 
 
 def entries() -> list[dict[str, Any]]:
@@ -82,7 +92,10 @@ def entries() -> list[dict[str, Any]]:
 
     known = {**dict.fromkeys(PATTERNS, registry.WRAPPERS["prefill"]), **registry.WRAPPERS, **registry.classes()}
     methods = registry.classes()
-    return [_entry(name, known[name]) for name in sorted(known, key=lambda name: (name not in methods, name != "full", name))]
+    return [
+        _entry(name, known[name])
+        for name in sorted(known, key=lambda name: (name not in methods, name != "full", name))
+    ]
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
@@ -127,14 +140,16 @@ def _json(value: Any) -> Any:
 def _summary(entry: dict[str, Any]) -> str:
     origin = f"  from {entry['path']}" if entry["outside"] else ""
     lines = [f"{entry['name']}  [{entry['paper']}]{origin}", f"    {entry['idea']}"]
-    lines += [f"    --methods \"{entry['example']}\""] * entry["wrapper"]
+    lines += [f'    --methods "{entry["example"]}"'] * entry["wrapper"]
     return "\n".join([*lines, *(f"    {line}" for line in _knob_lines(entry))])
 
 
 def _explained(entry: dict[str, Any]) -> str:
     arxiv, is_arxiv, number = entry["paper"].partition("arXiv:")
     link = f", https://arxiv.org/abs/{number}" if is_arxiv and not arxiv else ""
-    method, cls = (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
+    method, cls = (
+        (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
+    )
     if entry["wrapper"]:
         method, cls = f'"{entry["example"]}"', f"kvjax.{entry['class']}"
     idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)

@@ -28,7 +28,6 @@ from experiments.cli.settings import option
 PACKAGES = {
     "demo": "experiments.demo",
     "eval": "experiments.evaluation",
-    "sweep": "experiments.evaluation",
     "fidelity": "experiments.lab.fidelity",
     "speed": "experiments.speed",
     "offload": "experiments.speed",
@@ -156,6 +155,9 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         record = json.loads(file.read_text(encoding="utf-8-sig"))
         for name, kind in (("metrics", list), ("settings", dict), ("experiment", str)):
             if not isinstance(record[name], kind):
+                raise TypeError(f"{name} is {record[name]!r:.40}")
+        for name in ("device", "versions", "notes"):
+            if not isinstance(record.get(name) or {}, dict):
                 raise TypeError(f"{name} is {record[name]!r:.40}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no record of an experiment ({type(error).__name__}: {error})") from error

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jsonargparse
+from jsonargparse.typing import PositiveInt
 
 from experiments.cli.yaml_text import read_yaml, write_yaml
 
@@ -168,7 +169,9 @@ def parse(
         before = parser.parse_object(dict(values))
         parsed = parser.parse_args(argv, namespace=before.clone())
     except argparse.ArgumentError as error:
-        raise argparse.ArgumentError(None, _sentence(str(error), [flag_of(field) for field in fields.values()])) from error
+        raise argparse.ArgumentError(
+            None, _sentence(str(error), [flag_of(field) for field in fields.values()])
+        ) from error
     for name in values:
         if option_of(fields[name]).positional and parsed[name] in (None, []):  # argparse gives it, absent or not
             parsed[name] = before[name]
@@ -180,6 +183,8 @@ def parse(
             raise ValueError(f"{where}: {name} must be true or false, got {parsed[name]!r}")
         if isinstance(parsed[name], list):
             parsed[name] = tuple(parsed[name])
+        if isinstance(parsed[name], PositiveInt):  # a class of its own, which YAML cannot write
+            parsed[name] = int(parsed[name])
     return [kind(**{field.name: parsed[field.name] for field in dataclasses.fields(kind)}) for kind in kinds]
 
 
@@ -193,7 +198,10 @@ def _sentence(message: str, flags: Sequence[str]) -> str:
     """Shorten what jsonargparse says to a sentence that names the flag and the value."""
     message = re.sub(r'^Parser key "(\w+)":', lambda key: f"{key[1].replace('_', '-')}:", " ".join(message.split()))
     message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
-    message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
+    message = re.sub(
+        r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message
+    )
+    message = re.sub(r"Not of type PositiveInt: (.*)", r"expected a whole number of at least 1 (\1)", message)
     message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
     unknown = re.search(r"unrecognized arguments: (\S+)", message)
     return message + (nearest(unknown[1], flags) if unknown else "")
@@ -223,7 +231,9 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
     default = field.default if field.default_factory is _MISSING else field.default_factory()
     is_required = default is _MISSING
     more: dict[str, Any] = {"help": _help(doc, default, is_required)}
-    more["default"] = None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
+    more["default"] = (
+        None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
+    )
     if about.metavar is not None:
         more["metavar"] = about.metavar
     kinds = [part for part in _parts(hint) if part is not types.NoneType]
@@ -255,7 +265,11 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    return (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
 
 
 class _Merge(argparse.Action):
@@ -338,7 +352,8 @@ def items(kind: type, value: Any, choices: Sequence[Any] = ()) -> tuple:
         try:
             if isinstance(item, bool) or not isinstance(item, (str, int, float, pathlib.Path)):
                 raise ValueError("no item")
-            results.append(kind(str(item)))
+            value = kind(str(item))
+            results.append(int(value) if kind is PositiveInt else value)
         except ValueError as error:
             words = _WORDS.get(kind.__name__, "names")
             raise ValueError(f"expected {words} with commas between them, got {str(item)!r}") from error

@@ -31,13 +31,16 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: the text is no YAML, is nested too deeply, or has a key twice. (PyYAML would take the last one.)
     """
+
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             lines: dict[Any, int] = {}
             for key, _ in node.value:
                 line = key.start_mark.line + 1
                 if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
-                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
+                    raise ValueError(
+                        f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}"
+                    )
             return super().construct_mapping(node, deep)
 
     try:

@@ -1,23 +1,12 @@
-"""The output of a demo: the table, the figure of accuracy and KV bytes, the JSON record."""
+"""The table of a demo, and its figure of accuracy and bytes."""
 
 from __future__ import annotations
 
 import functools
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.demo.settings import DemoOutput
-from experiments.records import (
-    COLORS,
-    REFERENCE,
-    method_title,
-    new_figure,
-    save,
-    tidy,
-    write_bytes,
-    write_record,
-)
+from experiments.records import COLORS, REFERENCE, method_title, new_figure, tidy
 
 _HEAD = (
     "method", "budget", "question", "accuracy", "of Full", "agree", "attended", "KV MB", "read MB",
@@ -26,8 +15,8 @@ _HEAD = (
 _LEFT = (0, 1, 2, 12)  # columns of text, which begin at the left
 _LEGEND = (
     "question: in the prompt, before compression, or after it (context prefilled once, then forked)",
-    "agree: answers equal to Full's token by token; attended: tokens per decode step; KV MB: resident,",
-    "read MB: per decode step, both per question; read s: reading a context and its questions",
+    "agree: answers equal to Full's; attended: tokens per decode step; KV MB: resident, read MB: per decode",
+    "step, both per question; read s: reading a context and its questions",
 )
 _PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float], str], ...] = (
     ("accuracy, %", lambda m: m["value"], "{:.0f}"),
@@ -42,15 +31,10 @@ def figures(result: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
 
 
 def draw(result: Mapping[str, Any]) -> Any:
-    """Draw the figure of a demo: a bar for each row of the table; the dashed line is Full.
-
-    Args:
-        result: the record that `experiments.demo.play.run_demo` returns.
-    """
+    """Draw a demo's record: a bar for each row of the table; the dashed line is Full."""
     settings, metrics = result["settings"], result["metrics"]
     methods = list(dict.fromkeys(m["method"] for m in metrics if m["method"] != "full"))
-    names = [" ".join(filter(None, (method_title(m["method"]), _label(m)))) for m in metrics]
-    names = ["Full" if m["method"] == "full" else name for m, name in zip(metrics, names, strict=True)]
+    names = ["Full" if m["method"] == "full" else f"{method_title(m['method'])} {_label(m)}" for m in metrics]
     colors = [REFERENCE if m["method"] == "full" else COLORS[methods.index(m["method"]) % len(COLORS)] for m in metrics]
     figure = new_figure(11, 1.3 + 0.27 * len(metrics))
     panels = figure.subplots(1, len(_PANELS), sharey=True)
@@ -79,8 +63,8 @@ def _label(metric: Mapping[str, Any]) -> str:
     return share if share == str(tokens) else f"{share} = {tokens}"
 
 
-def table(result: dict[str, Any]) -> str:
-    """Format the record as a text table."""
+def table(result: Mapping[str, Any]) -> str:
+    """Format a demo's record as a text table."""
     lines = [_HEAD]
     for m in result["metrics"]:
         cells = (
@@ -94,7 +78,7 @@ def table(result: dict[str, Any]) -> str:
             "no effect at this length" if m["no_effect"] else "",
         )  # fmt: skip
         lines.append(cells)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = [
         "  ".join(
             cell.ljust(width) if column in _LEFT else cell.rjust(width)
@@ -102,30 +86,11 @@ def table(result: dict[str, Any]) -> str:
         ).rstrip()
         for line in lines
     ]
-    s = result["settings"]
-    contexts = len(s["prompt_tokens"])
+    settings, contexts = result["settings"], result["settings"]["samples"] * len(result["settings"]["tasks"])
     title = (
-        f"{', '.join(s['tasks'])}: {result['metrics'][0]['samples']} answers from {contexts} "
-        f"context{'s' * (contexts > 1)} of {s['length']} tokens, {s['model']} model, {s['dtype']} on "
+        f"{', '.join(settings['tasks'])}: {result['metrics'][0]['samples']} answers from {contexts} "
+        f"context{'s' * (contexts > 1)} of {settings['length']} tokens, {settings['model']} model, {settings['dtype']} on "
         f"{result['device']['kind']}"
     )
     times = f"{result['wall_seconds']:.0f} s in all, {result['compile_seconds']:.0f} s of it compiling"
     return "\n".join([title, rows[0], "-" * max(map(len, rows)), *rows[1:], *_LEGEND, times])
-
-
-def check_output(output: DemoOutput) -> None:
-    """Refuse settings that would fail at the end of a demo.
-
-    Raises:
-        ValueError: the directory is a file.
-    """
-    if output.out.exists() and not output.out.is_dir():
-        raise ValueError(f"--out must be a directory, got the file {output.out}")
-
-
-def write(result: dict[str, Any], files: list[pathlib.Path]) -> None:
-    """Write the record and, if there is a second file, the figure; each file is complete or not there."""
-    image = save(draw(result), "png") if len(files) > 1 else None  # before any file exists, so that errors leave none
-    write_record(files[0], result)
-    if image is not None:
-        write_bytes(files[1], image)

@@ -1,4 +1,4 @@
-"""``kvjax eval`` and ``kvjax sweep``: score methods on suites against Full, into result folders that later runs continue."""
+"""`kvjax eval`: score methods on suites against Full, into result folders that later runs continue."""
 
 from experiments.evaluation.ahead import CompileAhead as CompileAhead
 from experiments.evaluation.comparison import BASELINE as BASELINE

@@ -1,4 +1,8 @@
-"""``kvjax eval``: score methods on suites, Full first."""
+"""Score methods on suites, Full first; or a grid of one method's knobs, in a single compile.
+
+`--methods snapkv --grid budget=64,128,256 --grid pooling=avg,max` scores all combinations of these values. Knobs that change
+no shape are varied within one compiled program, whose arrays have room for the largest setting.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import dataclasses
 import sys
 
 from experiments.cli import Against, Job, option
-from experiments.evaluation.knobs import with_knobs
+from experiments.evaluation.grid import run_grid, the_grid
+from experiments.evaluation.knobs import set_knobs
 from experiments.evaluation.output import Output, finish, make_runner
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import with_figures
@@ -14,19 +19,27 @@ from experiments.records import with_figures
 
 @dataclasses.dataclass(frozen=True)
 class MethodKnobs:
-    """Knobs for the methods of the settings; a YAML file gives them with the methods' names.
+    """Knobs for the methods of the settings; a YAML file may also give them with the methods' names.
 
     Attributes:
         set: a knob of a method; repeatable
+        grid: values of a knob of the only method, with ; between values that have commas; repeatable
     """
 
     set: tuple[str, ...] = option((), repeat=True, metavar="METHOD.KNOB=VALUE")
+    grid: tuple[str, ...] = option((), repeat=True, metavar="KNOB=V1,V2,...")
 
 
 def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output, against: Against) -> None:
     output = with_figures(output)
-    runner = make_runner(with_knobs(settings, more.set), output)
-    runner.run()
+    settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, more.set))
+    grid = the_grid(settings, more.grid) if more.grid else None  # refuses a bad grid before the model is loaded
+    if grid is None:
+        runner = make_runner(settings, output)
+        runner.run()
+    else:
+        runner = make_runner(dataclasses.replace(settings, methods=()), output)
+        run_grid(runner, grid)
     finish(runner.folder, output, against)
 
 

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 import models
 from experiments.answering import check_system
 from experiments.benchmarks import Cell, Example, Reading, files_of, parse, read
-from experiments.evaluation.settings import CellSettings
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import expand, get_task
 
 _SYSTEM = "Here stands the text of the system."
 
 
-def make_cells(settings: CellSettings) -> list[Cell]:
+def make_cells(settings: EvaluationSettings) -> list[Cell]:
     """Make the cells of the settings in the order of the tasks; read the files.
 
     A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
@@ -45,7 +45,7 @@ def make_cells(settings: CellSettings) -> list[Cell]:
 
 
 def make_reading(
-    settings: CellSettings,
+    settings: EvaluationSettings,
     tokenizer_file: pathlib.Path,
     template: models.ChatTemplate | None,
     limit: int,
@@ -76,7 +76,7 @@ def make_reading(
     return dataclasses.replace(reading, around=around, around_system=_around_system(settings, template), again=again)
 
 
-def _around_system(settings: CellSettings, template: models.ChatTemplate) -> tuple[str, str] | None:
+def _around_system(settings: EvaluationSettings, template: models.ChatTemplate) -> tuple[str, str] | None:
     """Return the texts around a system text, up to the user's content; None if the template has no system turn."""
     try:
         before, _ = template.around(_SYSTEM, **settings.template_variables)
@@ -86,7 +86,7 @@ def _around_system(settings: CellSettings, template: models.ChatTemplate) -> tup
     return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
-def without_file(settings: CellSettings) -> list[str]:
+def without_file(settings: EvaluationSettings) -> list[str]:
     """List the tasks that `make_cells` leaves out of groups, because they ask the questions of a file that is not given."""
     named = [name for spec in settings.generated for name in expand((spec,))]
     return [name for name in dict.fromkeys(named) if get_task(name).needs_file and settings.haystack_of(name) is None]

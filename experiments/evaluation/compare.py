@@ -1,16 +1,22 @@
-"""``kvjax compare``: compare methods in result folders with Full, example by example, and other records row by row."""
+"""Compare methods with Full, example by example; or two records of speed and other experiments row by row; or show a record.
+
+FOLDERS are result folders of eval; or a record of another experiment, such as speed, and the record to compare it with. In a
+checkout, a record alone is compared with the one of its name in docs/records. With --fields, or if there is no such record,
+the command shows what the record holds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from experiments.cli import Job, committed, compared, option, read_record
 from experiments.evaluation.tables import csv_report, latex_report, report
-from experiments.records import write_bytes
+from experiments.records import describe, record_csv, record_latex, write_bytes
 
-_BY_EXAMPLE = ("eval", "sweep")
 _FORMATS = ("markdown", "csv", "latex")
 _ENDINGS = {".csv": "csv", ".tex": "latex"}
 
@@ -20,22 +26,19 @@ class CompareCommand:
     """What to compare.
 
     Attributes:
-        folders: result folders of eval or sweep; or a record of another experiment, such as speed, and the record to compare
-            it with (default: in a checkout, the record of the same name in docs/records)
+        folders: result folders of eval; or one or two records of another experiment
         papers: also show the scores that papers print for the same model and tasks
-        format: markdown; csv, a line for each cell with plain numbers; or latex, for the package booktabs (default: what the
-            ending of --out says, .csv or .tex, else markdown)
+        fields: comma-separated, the columns of the table of a record (default: those that tell rows apart)
+        format: markdown; csv, a line for each cell or row with plain numbers; or latex, for the package booktabs (default:
+            what the ending of --out says, .csv or .tex, else markdown)
         out: file to write (default: standard output)
     """
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
     papers: bool = False
-    format: str | None = None
+    fields: tuple[str, ...] = ()
+    format: str | None = option(None, choices=(None, *_FORMATS))
     out: pathlib.Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.format not in (None, *_FORMATS):
-            raise ValueError(f"--format takes {', '.join(_FORMATS)}, got {self.format!r}")
 
     @property
     def written_as(self) -> str:
@@ -44,8 +47,13 @@ class CompareCommand:
 
 
 def _compare(command: CompareCommand) -> None:
-    kind = read_record(command.folders[0])["experiment"]
-    text = _examples(command) if kind in _BY_EXAMPLE else _records(command)
+    record = read_record(command.folders[0])
+    by_example = record["experiment"] == "eval" and not command.fields
+    if command.papers and (not by_example or command.written_as != "markdown"):
+        raise ValueError(
+            f"--papers is a table in Markdown of tasks, got {command.folders[0]} as {command.written_as}"
+        )
+    text = _examples(command) if by_example else _records(command, record)
     if command.out is None:
         print(text, end="")
     else:
@@ -56,25 +64,23 @@ def _compare(command: CompareCommand) -> None:
 def _examples(command: CompareCommand) -> str:
     if command.written_as == "markdown":
         return report(command.folders, papers=command.papers)
-    if command.papers:
-        raise ValueError(f"--papers is a table in Markdown, got --format {command.written_as}")
     return {"csv": csv_report, "latex": latex_report}[command.written_as](command.folders)
 
 
-def _records(command: CompareCommand) -> str:
-    """Compare two records that hold no answers."""
-    made, *others = command.folders
-    if command.written_as != "markdown":
-        other = f"kvjax records {made} --format {command.written_as}"
-        raise ValueError(f"a comparison of two records is text only; {other} writes the rows of one")
-    if command.papers:
-        raise ValueError(f"--papers has no meaning for {made}, which holds no scores of tasks")
+def _records(command: CompareCommand, record: Mapping[str, Any]) -> str:
+    """Compare two records that hold no answers, or show one."""
+    first, *others = command.folders
+    if command.fields or command.written_as != "markdown":
+        if others:
+            raise ValueError(
+                f"a comparison of two records is text without --fields and --format, got {len(command.folders)}"
+            )
+        show = {"markdown": describe, "csv": record_csv, "latex": record_latex}[command.written_as]
+        return show(record, command.fields).rstrip("\n") + "\n"
     if len(others) > 1:
         raise ValueError(f"records are compared two at a time, got {len(command.folders)}")
-    other = others[0] if others else committed(made)
-    if other is None:
-        raise ValueError(f"docs/records has no other record of the name of {made}: give the record to compare it with")
-    return compared(made, other) + "\n"
+    other = others[0] if others else committed(first)
+    return f"{describe(record) if other is None else compared(first, other)}\n"
 
 
 main = Job(_compare, CompareCommand)

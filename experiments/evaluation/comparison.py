@@ -86,7 +86,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     made, first = [], None
     for folder in folders:
         record = read_record(folder)
-        if record["experiment"] not in ("eval", "sweep") or not folder.is_dir():
+        if record["experiment"] != "eval" or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
             raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
         check_rows(record, folder / "metrics.json")

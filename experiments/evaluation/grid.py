@@ -14,11 +14,20 @@ from typing import Any
 import jax
 
 import kvjax
-from experiments.answering import account, batch_rows, budget_tokens, pad, padded_length, reads_all, resolve_question
+from experiments.answering import (
+    account,
+    batch_rows,
+    budget_tokens,
+    pad,
+    padded_length,
+    read_knobs,
+    reads_all,
+    resolve_question,
+)
 from experiments.benchmarks import Encoded
 from experiments.evaluation.answers import predict, summary
 from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import Choice, check_knobs
+from experiments.evaluation.settings import Choice, EvaluationSettings, check_knobs
 from experiments.records import CompileClock, Timer, knobs_of
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
@@ -49,7 +58,9 @@ class Grid:
             for value in values:
                 check_knobs(self.name, {knob: value})
         if both := self.fixed.keys() & self.varied.keys():
-            raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
+            raise ValueError(
+                f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two"
+            )
 
     def choices(self) -> list[Choice]:
         """List the settings.
@@ -71,17 +82,40 @@ class Grid:
             for values in itertools.product(*self.varied.values())
         ]
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Refuse a grid with a setting that the method refuses at one of the lengths, before anything is loaded.
 
-        Raises:
-            ValueError: the method refuses a setting.
-        """
-        for choice, length in itertools.product(self.choices(), lengths):
-            choice.at(length, None, None, {})
+def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
+    """Make the grid of the only method of some settings, and refuse what cannot be run, before anything is loaded.
+
+    Args:
+        settings: the settings of the evaluation.
+        texts: KNOB=V1,V2,... for each knob that is varied.
+
+    Raises:
+        ValueError: several methods, questions in turns, a text of another form, or a setting that the method refuses.
+    """
+    if len(settings.methods) != 1 or settings.budgets:
+        got = f"{', '.join(choice.label for choice in settings.methods)}{' and --budgets' * bool(settings.budgets)}"
+        raise ValueError(f"--grid varies the knobs of one method, budgets too: expected one in --methods, got {got}")
+    if settings.question == "turns":
+        raise ValueError("--grid needs questions in the prompt or after it, got question='turns'")
+    (choice,), varied = settings.methods, {}
+    for text in texts:
+        knob, equals, values = text.partition("=")
+        knob = knob.strip()
+        if not equals or not values.strip():
+            raise ValueError(f"--grid takes KNOB=V1,V2,..., got {text!r}")
+        if knob in varied:
+            raise ValueError(f"--grid names {knob} twice; give all its values at once: {knob}=V1,V2,...")
+        parts = values.split(";" if ";" in values else ",")
+        varied[knob] = [read_knobs(choice.name, [f"{knob}={value}"])[knob] for value in parts]
+    grid = Grid(choice.name, choice.knobs, varied)
+    # A file's examples have lengths of their own, at which `run_grid` makes the methods.
+    for setting, length in itertools.product(grid.choices(), settings.lengths if settings.generated else ()):
+        setting.at(length, None, None, {})
+    return grid
 
 
-def run_sweep(runner: Runner, grid: Grid) -> None:
+def run_grid(runner: Runner, grid: Grid) -> None:
     """Run every cell of the runner's settings under Full, then under the whole grid at once.
 
     Args:
@@ -89,13 +123,10 @@ def run_sweep(runner: Runner, grid: Grid) -> None:
         grid: the settings.
 
     Raises:
-        ValueError: an empty grid, a grid that the method refuses, a ``kv_dtype`` that the method does not support, or
-            questions in turns, which cannot be swept.
+        ValueError: a ``kv_dtype`` that the method does not support.
     """
     settings = runner.settings
     choices = grid.choices()
-    if settings.question == "turns":
-        raise ValueError("sweep answers questions in the prompt or after it, got question='turns', which is for eval")
     # All methods are made before Full is run, which takes long.
     planned = [(cell, [runner.setting(choice, cell).method for choice in choices]) for cell in runner.cells]
     if kv_dtype := runner.model.kv_dtype:

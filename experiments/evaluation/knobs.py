@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from experiments.answering import knobs_by_method, read_knobs
-from experiments.evaluation.settings import Choice, EvaluationSettings
-
-
-def with_knobs(settings: EvaluationSettings, pairs: Sequence[str]) -> EvaluationSettings:
-    """Replace knobs of some methods of the settings; see `set_knobs`."""
-    return dataclasses.replace(settings, methods=set_knobs(settings.methods, pairs))
+from experiments.evaluation.settings import Choice
 
 
 def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:

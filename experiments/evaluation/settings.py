@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
+
 from experiments.answering import (
     BASELINES,
     METHODS,
@@ -27,7 +29,6 @@ from kvjax.cache.quantised import KV_DTYPES
 from kvjax.protocol.fields import check_field, check_names
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
-_PERPLEXITY = "eval scores answers; `python -m experiments.lab.fidelity` measures perplexity along texts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +193,8 @@ def _with_budget(choice: Choice, budget: str) -> Choice | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CellSettings(MeshSettings):
-    """The cells that are answered, and how; eval and sweep share these settings.
+class EvaluationSettings(MeshSettings):
+    """The settings of an evaluation; their names are the keys of a YAML file and the flags of the command line.
 
     Attributes:
         tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (questions, for
@@ -223,37 +224,39 @@ class CellSettings(MeshSettings):
         kv_dtype: store the keys and values of all methods, including Full, as codes: int8, float8_e4m3fn, k8v4 or int4
             (default: in the dtype of computation)
         workers: processes that make prompts
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or papers, baselines, all
+            (default all); a YAML file may have {name: knobs}, too; Full always runs first
+        budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
+        together: the most methods that prefill a prompt together, if their caches fit; methods that evict or select during
+            prefill always run alone, and with 1 all methods do
 
     Raises:
         ValueError: unknown names, numbers out of range.
     """
 
     tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "vt")
-    lengths: tuple[int, ...] = (4096,)
-    samples: int = 20
-    questions: int = 1
+    lengths: tuple[PositiveInt, ...] = (4096,)
+    samples: PositiveInt = 20
+    questions: PositiveInt = 1
     depths: tuple[float, ...] = ()
     question: str = option("prefill", choices=QUESTIONS)
     template: str = option("auto", choices=("auto", "none"))
     system: str | None = None
     template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
     haystack: tuple[str, ...] = ()
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     truncation: str = option("middle", choices=TRUNCATIONS)
-    max_new_tokens: int | None = None
+    max_new_tokens: PositiveInt | None = None
     seed: int = 0
-    batch_tokens: int = 65536
+    batch_tokens: PositiveInt = 65536
     kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
     workers: int = 2
+    methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written)
+    budgets: tuple[str, ...] = ()
+    together: PositiveInt = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("samples", "questions", "batch_tokens", "max_length", "max_new_tokens"):
-            if (value := vars(self)[name]) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for length in self.lengths:
-            if length < 1:
-                raise ValueError(f"lengths must be at least 1, got {length}")
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depths must lie in [0, 1], got {depth}")
@@ -268,8 +271,6 @@ class CellSettings(MeshSettings):
                     f"unknown task {name!r}; a file is written FORMAT:PATH, with a format of {', '.join(READERS)}, such as "
                     f"questions:{name} for a table of your own questions"
                 )
-        if "perplexity" in self.generated:
-            raise ValueError(f"unknown task 'perplexity': {_PERPLEXITY}")
         apart = [name for name in expand(self.generated) if get_task(name).in_turns]
         if apart and self.questions > 1 and self.question != "turns":
             raise ValueError(
@@ -283,6 +284,7 @@ class CellSettings(MeshSettings):
         for name in self.generated:
             if name in TASKS and get_task(name).needs_file and self.haystack_of(name) is None:
                 raise ValueError(f"{name} asks the questions of a file: give it as haystack {name}=file:PATH")
+        check_choices(self.methods, self.budgets, min(self.lengths, default=1024))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -302,34 +304,6 @@ class CellSettings(MeshSettings):
         if get_task(task).needs_file or not get_task(task).haystack:
             return None
         return next((entry for entry in self.haystack if "=" not in entry), None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(CellSettings):
-    """The settings of an evaluation; their names are the keys of a YAML file and the flags of the command line.
-
-    Attributes:
-        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or papers, baselines, all
-            (default all); a YAML file may have {name: knobs}, too; Full always runs first
-        budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
-        together: the most methods that prefill a prompt together, if their caches fit; methods that evict or select during
-            prefill always run alone, and with 1 all methods do
-
-    Raises:
-        ValueError: unknown names, numbers out of range.
-    """
-
-    methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written
-    )
-    budgets: tuple[str, ...] = ()
-    together: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.together < 1:
-            raise ValueError(f"together must be at least 1, got {self.together}")
-        check_choices(self.methods, self.budgets, min(self.lengths, default=1024))
 
     @property
     def choices(self) -> list[Choice]:

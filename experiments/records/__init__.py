@@ -2,6 +2,9 @@
 
 from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
+from experiments.records.describe import describe as describe
+from experiments.records.describe import record_csv as record_csv
+from experiments.records.describe import record_latex as record_latex
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
 from experiments.records.library import library_text as library_text

@@ -1,37 +1,34 @@
-"""Save and load a cache, compressed or not, with orbax.
+"""Save and load a cache, compressed or not.
 
-A directory holds the arrays, written by orbax, and ``kvjax.json``. This file describes the model and the method that made
-the arrays. It holds a checksum of every array, a checksum of its own content, and the sizes and checksums of all files.
-Loading checks all of them, the files first: orbax prints what its threads run into when they read a damaged file.
+A directory holds a file with the bytes of each array, or of each part of an array that is on several devices, and
+``kvjax.json``, which describes the model and the method that made the arrays. Each process that saves writes
+``parts-N.json``, which lists its files with their checksums. The JSON files have checksums of their own content.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import errno
 import functools
 import hashlib
 import json
-import logging
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from kvjax.api.new_folder import folder_of_all
-from kvjax.api.plain_path import plain_path
 from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import LayerStorage
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
-from kvjax.mesh.processes import check_all_processes, readable
+from kvjax.mesh.processes import check_all_processes
 from kvjax.mesh.sharding import plan_of
 from kvjax.protocol.describe import describe
 from kvjax.protocol.method import Method
@@ -40,34 +37,26 @@ from kvjax.registry import resolve
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
-_ARRAYS = "arrays"
-_KEYS = ("weights", "structure", "leaves", "method", "model", "files")
-_KV_DTYPE = "kv_dtype"  # folders of earlier versions lack it
-_SUMS = "sums"  # of files, which folders of earlier versions and of several processes lack
+_FORMAT = 2
 _CHECKSUM = "checksum"
-_READ_BACK = 1 << 28  # bytes of arrays that `save_cache` reads back at once, in host memory
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_IN_WORDS = ("No space left", "Disk quota exceeded", "File too large")  # how orbax says it
 
 
 @in_32_bits
 def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     """Write ``cache`` to a new directory, of any name that the file system takes.
 
-    The directory appears when it is complete, and when its arrays were read back as they were written (not if several
-    processes save together). If writing fails, nothing is left. A process that is killed while it writes
-    leaves a folder ``NAME.partial-*``; the next `save_cache` beside it removes that folder.
+    The directory appears when it is complete. If writing fails, nothing is left. A process that is killed while it writes
+    leaves a folder ``NAME-*.partial``; the next `save_cache` to the same directory removes that folder.
 
-    Several processes save together: each writes the shards of its devices, to a directory that all processes share. For the
-    checksums, a device then holds one whole array of the cache at a time.
+    Several processes save together: each writes the parts of arrays on its devices, to a directory that all processes share.
 
     Raises:
-        ValueError: the directory exists already, or the cache is on devices of some of the processes only.
-        OSError: there is no space, no permission to write, or what was written cannot be read.
-        ImportError: orbax-checkpoint is not installed (extra ``train``).
+        ValueError: the directory exists already, another process saves to it, or the cache is on devices of some of the
+            processes only.
+        OSError: there is no space, or no permission to write.
     """
     check_alive(cache)
-    orbax = _orbax()
     target = pathlib.Path(directory).absolute()
     mesh = None if cache.plan is None else cache.plan.mesh
     check_all_processes(mesh, "save_cache")
@@ -75,74 +64,50 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     if cache.plan is not None and cache.plan.parts > 1:  # rows whose slots are divided have the leaves of one device
         blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights, kv_dtype=cache.kv_dtype)
         structure = jax.tree.structure(jax.eval_shape(blank, jax.tree.map(shape_of, cache.method)))
-    leaves = [leaf for _, leaf in named]
     about: dict[str, Any] = {
+        "format": _FORMAT,
         "method": describe(cache.method),
         "model": repr(cache.model),
         "structure": str(structure),
         "weights": cache.weights,
-        _KV_DTYPE: cache.kv_dtype,
+        "kv_dtype": cache.kv_dtype,
+        "processes": jax.process_count(),
+        "leaves": [
+            {
+                "name": jax.tree_util.keystr(path),
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "host": on_host(leaf),
+            }
+            for path, leaf in named
+        ],
     }
     try:
-        with (
-            _quiet_threads(),
-            folder_of_all(target, mesh) as (folder, is_first),
-            plain_path(folder) as plain,
-            contextlib.closing(orbax.StandardCheckpointer()) as checkpointer,
-        ):
-            with _one_error(target):
-                checkpointer.save(plain / _ARRAYS, _numbered(leaves))
-                checkpointer.wait_until_finished()
-            about["leaves"] = [
-                {
-                    "name": jax.tree_util.keystr(path),
-                    "shape": list(leaf.shape),
-                    "dtype": str(leaf.dtype),
-                    "host": on_host(leaf),
-                    _CHECKSUM: _checksum(leaf, mesh),
-                }
-                for path, leaf in named
-            ]
-            if mesh is None or not mesh.is_multi_process:
-                with _one_error(target):
-                    _check_arrays(orbax, plain / _ARRAYS, about["leaves"])
-                about[_SUMS] = _sums(folder)
+        with folder_of_all(target, mesh) as (folder, is_first):
+            parts = [part for number, (_, leaf) in enumerate(named) for part in _write_parts(folder, number, leaf)]
+            _write_json(folder / f"parts-{jax.process_index()}.json", {"parts": parts})
             if is_first:
-                about["files"] = _sizes(folder)
-                (folder / _ABOUT).write_text(json.dumps(about | {_CHECKSUM: _checksum_of_json(about)}, indent=1))
+                _write_json(folder / _ABOUT, about)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise OSError(error.errno, f"no space to save a cache as {target}; nothing was kept") from None
 
 
-@contextlib.contextmanager
-def _one_error(target: pathlib.Path) -> Iterator[None]:
-    """Turn an error of orbax into an error of a single sentence."""
-    try:
-        yield
-    except Exception as error:
-        text = " ".join(str(error).split())
-        if any(words in text for words in _FULL_IN_WORDS):
-            raise OSError(errno.ENOSPC, "no space left") from None
-        if isinstance(error, OSError):
-            raise
-        raise OSError(f"the cache cannot be saved as {target}, nothing was kept: {text[:300]}") from error
-
-
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """Stop the threads of orbax from logging errors, which arrive as exceptions too."""
-    logger = logging.getLogger("absl")
-    logger.addFilter(_says_nothing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_says_nothing)
-
-
-def _says_nothing(record: logging.LogRecord) -> bool:
-    return False
+def _write_parts(folder: pathlib.Path, number: int, leaf: jax.Array) -> list[dict[str, Any]]:
+    """Write the parts of array ``number`` that this process holds, each once in all processes; return what was written."""
+    parts = []
+    for shard in leaf.addressable_shards:
+        if shard.replica_id:
+            continue
+        start = [at.start or 0 for at in shard.index]
+        values = np.ascontiguousarray(shard.data)  # NumPy's copy is freed with the shard
+        data = memoryview(values.reshape(-1).view(np.uint8))
+        file = "-".join(f"{x:05d}" for x in (number, *start)) + ".bin"
+        (folder / file).write_bytes(data)
+        shape = list(shard.data.shape)
+        parts.append({"leaf": number, "file": file, "start": start, "shape": shape, _CHECKSUM: _digest(data)})
+    return parts
 
 
 @in_32_bits
@@ -162,78 +127,81 @@ def load_cache(
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
         ValueError: another model, method or version of kvjax made the cache, or it cannot be divided over the devices of
-            ``params``, or a file is damaged. The message names the damaged file or array.
-        ImportError: orbax-checkpoint is not installed (extra ``train``).
+            ``params``, or a file is damaged. The message names the damaged file.
     """
     plan = plan_of(params)
     check_all_processes(None if plan is None else plan.mesh, "load_cache")
-    source = pathlib.Path(directory).absolute()
-    about = _read_about(source)
-    weights, made, leaves, its_method, its_model, files = (about[name] for name in _KEYS)
-    kv_dtype = about.get(_KV_DTYPE)
-    blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, None, kv_dtype))
-    structure = jax.tree.structure(blank)
-    given, maker = f"{describe(resolve(method))} on {config!r}", f"{its_method} on {its_model}"
-    if str(structure) != made and given != maker:
-        raise ValueError(f"the cache in {source} was made by {maker}, got {given}")
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(blank)[0]]
+    source, method = pathlib.Path(directory).absolute(), resolve(method)
+    if not (source / _ABOUT).is_file():
+        raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
+    about = _read_json(source / _ABOUT)
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"the cache in {source} has another format than this version of kvjax writes: prefill again")
+    leaves, weights, kv_dtype = about["leaves"], about["weights"], about["kv_dtype"]
+    blank = jax.eval_shape(lambda: blank_cache(method, config, weights, None, kv_dtype))
     # A field whose meaning changes gets another name, or another number of axes.
-    axes = [x.ndim for x in jax.tree.leaves(blank)] == [len(leaf["shape"]) for leaf in leaves]
-    if str(structure) != made or names != [leaf["name"] for leaf in leaves] or not axes:
+    expected = [(jax.tree_util.keystr(path), leaf.ndim) for path, leaf in jax.tree_util.tree_flatten_with_path(blank)[0]]
+    found = [(leaf["name"], len(leaf["shape"])) for leaf in leaves]
+    if str(jax.tree.structure(blank)) != about["structure"] or expected != found:
         raise ValueError(
-            f"the cache in {source} was saved by another version of kvjax, in which {its_method} keeps other arrays; "
-            "prefill again with this version"
+            f"the cache in {source} was made by {about['method']} on {about['model']}, got {describe(method)} on {config!r}; "
+            "the arrays of another method, model or version of kvjax cannot be loaded"
         )
-    orbax = _orbax()
-    shared = plan is not None and plan.mesh.is_multi_process  # each process would read all files
-    _check_files(source, files, {} if shared else about.get(_SUMS, {}))
     if plan is not None:
-        blank = jax.eval_shape(lambda: blank_cache(resolve(method), config, weights, plan, kv_dtype))
-        _check_parts(source, resolve(method), blank, leaves)
-    like = [
-        jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where)
-        for leaf, where in zip(leaves, _places(blank, leaves), strict=True)
+        blank = jax.eval_shape(lambda: blank_cache(method, config, weights, plan, kv_dtype))
+        _check_parts(source, method, blank, leaves)
+    parts: list[list[dict[str, Any]]] = [[] for _ in leaves]
+    for process in range(about["processes"]):
+        for part in _read_json(source / f"parts-{process}.json")["parts"]:
+            parts[part["leaf"]].append(part)
+    each = zip(leaves, parts, _places(blank, leaves), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(blank), [_array(source, *of_leaf) for of_leaf in each])
+
+
+def _array(source: pathlib.Path, leaf: dict[str, Any], parts: list[dict[str, Any]], where: Sharding) -> jax.Array:
+    """Read an array to the devices of this process; of the files, only those that have something of it."""
+    shape, dtype = tuple(leaf["shape"]), jnp.dtype(leaf["dtype"])
+    read = _reader(source, shape, dtype, parts)
+    each = [
+        jax.device_put(read(index), SingleDeviceSharding(device, memory_kind=where.memory_kind))
+        for device, index in where.addressable_devices_indices_map(shape).items()
     ]
-    try:
-        with plain_path(source) as plain, contextlib.closing(orbax.StandardCheckpointer()) as checkpointer:
-            arrays = checkpointer.restore(plain / _ARRAYS, _numbered(like))
-    except (MemoryError, jax.errors.JaxRuntimeError):  # the device is too small
-        raise
-    except Exception as error:  # orbax and its storage raise Exception itself, too
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"the arrays in {source / _ARRAYS} are damaged: {said}") from error
-    # They are in host memory already, but their types do not say so yet.
-    placed = [to_host(arrays[f"{i:05d}"]) if leaf["host"] else arrays[f"{i:05d}"] for i, leaf in enumerate(leaves)]
-    for array, leaf in zip(placed, leaves, strict=True):
-        if (got := _checksum(array, None if plan is None else plan.mesh)) != leaf[_CHECKSUM]:
+    array = jax.make_array_from_single_device_arrays(shape, where, each)
+    return to_host(array) if leaf["host"] else array  # it is in host memory already, but its type may not say so yet
+
+
+def _reader(
+    source: pathlib.Path, shape: tuple[int, ...], dtype: np.dtype, parts: list[dict[str, Any]]
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Return a function that reads a piece of an array, given as a slice for each axis, out of the files of its parts."""
+
+    @functools.cache
+    def values(number: int) -> np.ndarray:
+        part = parts[number]
+        try:
+            data = (source / part["file"]).read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"the cache in {source} is damaged: {part['file']} is not there") from None
+        if (got := _digest(data)) != part[_CHECKSUM]:
             raise ValueError(
-                f"the array {leaf['name']} in {source / _ARRAYS} is damaged: got the checksum {got}, expected "
-                f"{leaf[_CHECKSUM]}"
+                f"the cache in {source} is damaged: {part['file']} is not as it was saved: got the checksum {got}, expected "
+                f"{part[_CHECKSUM]}"
             )
-    return jax.tree.unflatten(jax.tree.structure(blank), placed)
+        return np.frombuffer(data, dtype).reshape(part["shape"])
 
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [at.indices(size)[:2] for at, size in zip(index, shape, strict=True)]
+        out = np.empty([stop - start for start, stop in bounds], dtype)
+        for number, part in enumerate(parts):
+            edges = [(x, x + size) for x, size in zip(part["start"], part["shape"], strict=True)]
+            both = [(max(a, x), min(b, y)) for (a, b), (x, y) in zip(bounds, edges, strict=True)]
+            if all(low < high for low, high in both):
+                to = tuple(slice(low - a, high - a) for (low, high), (a, _) in zip(both, bounds, strict=True))
+                of = tuple(slice(low - x, high - x) for (low, high), (x, _) in zip(both, edges, strict=True))
+                out[to] = values(number)[of]
+        return out
 
-def _check_arrays(orbax: Any, arrays: pathlib.Path, leaves: list[dict[str, Any]]) -> None:
-    """Refuse arrays that do not read back as they were written, a few at a time, in host memory."""
-    groups, room = [[]], _READ_BACK
-    for i, leaf in enumerate(leaves):
-        size = math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize
-        if size > room:
-            groups, room = [*groups, []], _READ_BACK
-        groups[-1].append(i)
-        room -= size
-    with contextlib.closing(orbax.PyTreeCheckpointer()) as checkpointer:
-        for group in groups:
-            names = [f"{i:05d}" for i in group]
-            how = orbax.args.PyTreeRestore(
-                item=dict.fromkeys(names, 0),
-                restore_args=dict.fromkeys(names, orbax.RestoreArgs(restore_type=np.ndarray)),
-                partial_restore=True,
-            )
-            found = checkpointer.restore(arrays, args=how)
-            for name, i in zip(names, group, strict=True):
-                if (got := _checksum(found[name], None)) != (expected := leaves[i][_CHECKSUM]):
-                    raise OSError(f"{leaves[i]['name']} was read back with the checksum {got}, expected {expected}")
+    return read
 
 
 def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: list[dict[str, Any]]) -> None:
@@ -253,7 +221,7 @@ def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: lis
 
 
 def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
-    """Choose the sharding of each array of a cache. Without it orbax would ask for the devices of the saved cache."""
+    """Choose the sharding of each array of a cache."""
     plan = blank.plan
     if plan is None:
         places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
@@ -267,94 +235,31 @@ def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-def _read_about(source: pathlib.Path) -> dict[str, Any]:
-    """Read ``kvjax.json``, and check that it is as `save_cache` wrote it.
+def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of its content, however the file is laid out."""
+    digest = _digest(json.dumps(value, sort_keys=True).encode())
+    file.write_text(json.dumps(value | {_CHECKSUM: digest}, indent=1), encoding="utf-8")
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    """Read a file of `_write_json`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it has changed since.
+        ValueError: it is not there, or not as it was written.
     """
-    file = source / _ABOUT
-    if not file.is_file():
-        raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        expected = about.pop(_CHECKSUM)
-        for name in _KEYS:
-            about[name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        expected = value.pop(_CHECKSUM)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} does not describe a saved cache: {error!r}") from error
-    if (got := _checksum_of_json(about)) != expected:
+    if (got := _digest(json.dumps(value, sort_keys=True).encode())) != expected:
         raise ValueError(
             f"{file} is not as save_cache wrote it: got content of the checksum {got}, expected {expected}; a cache that was "
             "changed cannot be loaded"
         )
-    return about
+    return value
 
 
-def _check_files(source: pathlib.Path, files: dict[str, int], sums: dict[str, str]) -> None:
-    """Refuse a directory in which a file is missing, or has another size or another content than it was saved with."""
-    found = _sizes(source)
-    for name, size in files.items():
-        if found.get(name) != size:
-            got = "no such file" if name not in found else f"{found[name]} bytes"
-            raise ValueError(f"the cache in {source} is damaged: {name} should have {size} bytes, got {got}")
-    read = _sums(source) if sums else {}
-    for name, expected in sums.items():
-        if read[name] != expected:
-            got = f"got the checksum {read[name]}, expected {expected}"
-            raise ValueError(f"the cache in {source} is damaged: {name} is not as it was saved: {got}")
-
-
-def _sums(folder: pathlib.Path) -> dict[str, str]:
-    """Hash every file of the arrays to sixteen hexadecimal digits, by its path in ``folder``, in threads."""
-    names = list(_sizes(folder))
-
-    def hashed(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(hashed, names), strict=True))
-
-
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    """Measure the bytes of every file of the arrays, by its path in ``folder``."""
-    files = sorted(path for path in (folder / _ARRAYS).rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _checksum(array: Any, mesh: Mesh | None) -> str:
-    """Hash the dtype, the shape and the bytes of an array on the devices of ``mesh``, to sixteen hexadecimal digits."""
-    array = readable(mesh, array)
-    # NumPy's copy of a part is freed with the part. A copy of the whole array would stay as long as the array lives.
-    part = array.addressable_data(0) if isinstance(array, jax.Array) and len(array.devices()) == 1 else array
-    numbers = np.ascontiguousarray(part).reshape(-1)
-    digest = hashlib.sha256(f"{array.dtype} {list(array.shape)} ".encode())
-    digest.update(memoryview(numbers.view(np.uint8)))
-    return digest.hexdigest()[:16]
-
-
-def _checksum_of_json(value: Any) -> str:
-    """Hash a JSON value to sixteen hexadecimal digits, however its file is laid out."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _numbered(leaves: list) -> dict[str, Any]:
-    return {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
-
-
-def _orbax() -> Any:
-    """Import ``orbax.checkpoint``."""
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        reason: BaseException | None = error
-        while reason is not None:  # an interrupt while a compiled module starts arrives as the cause of an ImportError
-            if isinstance(reason, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
-            reason = reason.__cause__ or reason.__context__
-        if not (error.name or "").startswith("orbax"):
-            raise
-        raise ImportError("saving and loading caches needs orbax-checkpoint: pip install 'kvjax[train]'") from error
-    return orbax.checkpoint
+def _digest(data: bytes | memoryview) -> str:
+    """Hash bytes to sixteen hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()[:16]

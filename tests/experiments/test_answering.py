@@ -25,8 +25,6 @@ from experiments.answering import (
     reads_all,
     score,
 )
-from experiments.demo.play import run_demo
-from experiments.demo.settings import DemoSettings
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.lab.ablations.cluster_drift import Course, make_text
 from experiments.lab.insight.run import run_methods
@@ -39,11 +37,9 @@ from tests.tiny_models import run as dense_logits
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-
 @pytest.mark.parametrize(
     ("what", "make"),
     [
-        ("--length", lambda model: run_demo(model, DemoSettings(length=2049))),
         ("--length", lambda model: encode_prompts(model, PromptSettings(length=2049))),
         ("--length", lambda model: run_methods(InsightSettings(length=2049), model, None, {})),
         ("a prompt and its continuation together", lambda model: make_text(model, Course(new_tokens=1))),

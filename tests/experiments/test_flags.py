@@ -28,7 +28,6 @@ JOBS = sorted(
 GIVEN = {  # values of settings without defaults
     "AblationSettings": {"names": ["votes"]},
     "GenerateSettings": {"prompt_file": "-"},
-    "SweepSettings": {"method": "quest", "grid": ["budget=64,128"]},
 }
 
 

@@ -12,8 +12,10 @@ import pathlib
 import pytest
 
 from experiments.cli import Against, committed, compared, figures, read_record
+from experiments.evaluation.compare import main
 from experiments.records import (
     Results,
+    describe,
     device_kinds,
     latex_table,
     latex_text,
@@ -25,7 +27,6 @@ from experiments.records import (
     write_bytes,
     write_record,
 )
-from experiments.records.__main__ import main
 from experiments.records.names_on_lines import label_lines
 from experiments.records.plotting import (
     amount_axis,
@@ -47,15 +48,6 @@ def test_a_record_is_whole_or_not_there(tmp_path):
     assert not (tmp_path / "bad").exists()
     with pytest.raises(ValueError, match="lacks"):
         make_record("x", {}, [{"name": "a"}])
-
-
-def test_a_record_whose_first_row_lacks_a_field_is_described(tmp_path, capsys):
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps({"metrics": [{"method": "full"}, {"method": "quest", "error": None}]}))
-    assert main([str(file)]) == 0 and "rows        2, with the fields method, error" in capsys.readouterr().out
-    assert main([str(tmp_path)]) == 2
-    said = f"kvjax: error: {tmp_path} is neither a folder with a metrics.json nor a JSON record\n"
-    assert capsys.readouterr().err == said
 
 
 def test_the_rows_of_a_record_as_csv_and_latex(tmp_path, capsys):
@@ -199,41 +191,39 @@ def test_curves_against_length_are_usual_only_for_several_lengths():
 def test_a_record_is_described(tmp_path, capsys):
     path = tmp_path / "r.json"
     rows = [{"name": "tpot", "method": name, "value": value, "unit": "s"} for name, value in (("full", 0.5), ("quest", 0.25))]
-    write_record(path, make_record("speed", {"lengths": [1, 2]}, rows))
+    write_record(path, make_record("speed", {"lengths": [1, 2]}, [*rows[:1], {**rows[1], "error": None}]))
     assert main([str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "experiment  speed\n" in said and "settings    lengths 1, 2\n" in said and "jax " in said
-    assert "all rows    name tpot, unit s\n" in said and said.endswith("method  value\nfull    0.5\nquest   0.25\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert "experiment  speed" in lines and "settings    lengths 1, 2" in lines and "all rows    name tpot, unit s" in lines
+    assert [line.split() for line in lines[-3:]] == [["method", "value"], ["full", "0.5"], ["quest", "0.25"]]
     assert main([str(path), "--fields", "unit,value"]) == 0
     assert capsys.readouterr().out.endswith("unit  value\ns     0.5\ns     0.25\n")
 
 
-def test_examples_are_counted_as_they_were_measured(tmp_path, capsys):
+def test_examples_are_counted_as_they_were_measured():
     """Samples are what was asked for, of a file that has fewer."""
-    write_record(tmp_path / "r.json", make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}]))
-    assert main([str(tmp_path / "r.json")]) == 0
-    table = capsys.readouterr().out.splitlines()[-2:]
+    table = describe(make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}])).splitlines()[-2:]
     assert [line.split() for line in table] == [["name", "value", "unit", "examples"], ["vt", "50", "percent", "6"]]
 
 
 @pytest.mark.parametrize(
-    ("text", "fields", "message"),
+    ("change", "words"),
     [
-        ("{", "value", "is no JSON"),
-        ("[]", "value", "is no record of an experiment"),
-        (json.dumps({"metrics": [{"name": "a"}]}), "valeu", "no row has the field 'valeu'; fields: name"),
-        (json.dumps({"metrics": [3]}), "value", "expected an object as row 1, got 3"),
-        (json.dumps({"metrics": [], "device": "H100"}), "value", "expected an object as device, got 'H100'"),
-        (None, "value", "is neither a folder with a metrics.json nor a JSON record"),
+        ("{", "is no record"),
+        ("[]", "is no record"),
+        ({"metrics": [{"name": "a"}]}, "no row has the field 'valeu'; fields: name"),
+        ({"metrics": [3]}, "row 1: expected an object, got 3"),
+        ({"device": "H100"}, "device is 'H100'"),
+        (None, "neither a folder with a metrics.json nor a JSON record"),
     ],
 )
-def test_no_record_is_refused_with_a_line(tmp_path, capsys, text, fields, message):
+def test_no_record_is_refused_with_a_line(tmp_path, capsys, change, words):
     path = tmp_path / "r.json"
-    if text is not None:
-        path.write_text(text)
-    assert main([str(path), "--fields", fields]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    if change is not None:
+        path.write_text(change if isinstance(change, str) else json.dumps(make_record("speed", {}, []) | change))
+    assert main([str(path), "--fields", "valeu"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

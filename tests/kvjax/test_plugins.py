@@ -195,16 +195,17 @@ FIRST_USES = """
 import sys
 from experiments.answering import knobs_by_method
 from experiments.answering.__main__ import GenerateSettings
-from experiments.demo.settings import DemoSettings, runs
+from experiments.demo.settings import DemoSettings
 from experiments.evaluation.knobs import set_knobs
 from experiments.evaluation.settings import EvaluationSettings, choices_of
-from experiments.evaluation.sweep import SweepSettings
+from experiments.evaluation.grid import the_grid
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.insight.settings import InsightSettings
 from kvjax import plugins, registry
 
 def sweep(path):
-    grid = SweepSettings(method=path, grid=("width=0,1,2", "gaps=1,2;3,4"), set=("tilt=2", "budget=512")).knob_grid()
+    methods = set_knobs(choices_of([path]), ["spread.tilt=2", "spread.budget=512"])
+    grid = the_grid(EvaluationSettings(methods=methods), ["width=0,1,2", "gaps=1,2;3,4"])
     assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
     assert len(grid.choices()) == 6
 
@@ -224,7 +225,7 @@ def insight(path):
     assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
 
 def demo(path):
-    assert [run.name for run in runs(DemoSettings(methods=(path,)))][1:] == ["spread"] * 2
+    assert [choice.name for choice in DemoSettings(methods=(path,)).evaluation().choices][1:] == ["spread"] * 2
 
 for first in (sweep, generate, evaluate, fidelity, insight, demo):
     plugins._registered.clear()  # the command is the first thing that the process does
@@ -243,7 +244,7 @@ def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(t
 @pytest.mark.slow
 def test_the_sweep_of_the_page_runs(tmp_path):
     (tmp_path / "my.py").write_text(SPREAD)
-    words = "sweep --method my:Spread --grid width=0,1,2 --set budget=64 --lengths 512 --samples 1 --tasks niah_single_2"
+    words = "eval --methods my:Spread --grid width=0,1,2 --set spread.budget=64 --lengths 512 --samples 1 --tasks niah_single_2"
     run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
     assert "Spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
 

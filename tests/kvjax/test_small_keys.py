@@ -314,7 +314,6 @@ def test_a_step_widens_no_more_than_it_chooses():
 
 @pytest.mark.thorough  # test_checkpoint.py shows it for another method
 def test_a_cache_of_packed_pages_goes_on_from_disk(tmp_path):
-    pytest.importorskip("orbax.checkpoint")
     under_test = subject("thin_pages")
     kvjax.save_cache(tmp_path / "cache", under_test.read())
     loaded = kvjax.load_cache(tmp_path / "cache", config=under_test.model, method=under_test.method)

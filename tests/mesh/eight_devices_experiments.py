@@ -25,7 +25,6 @@ from experiments.answering import __main__ as generate
 from experiments.answering import make_mesh
 from experiments.demo import __main__ as demo
 from experiments.evaluation import __main__ as evaluation
-from experiments.evaluation import sweep
 from experiments.speed import __main__ as speed
 from experiments.speed import bench
 from experiments.speed.roofline import Bandwidth
@@ -100,8 +99,8 @@ def check_eval_of_questions():
 
 
 def check_sweep():
-    flags = "--method", "snapkv", "--grid", "budget=32,64", "--set", "obs_window=8", "--lengths", 128
-    same_answers(*flags, "--tasks", "passkey", command=sweep)
+    flags = "--methods", "snapkv", "--grid", "budget=32,64", "--set", "snapkv.obs_window=8", "--lengths", 128
+    same_answers(*flags, "--tasks", "passkey")
 
 
 def check_demo():

@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from experiments.lab.training.loss import State
-from kvjax.api.plain_path import plain_path
+from experiments.lab.training.plain_path import plain_path
 
 
 class Checkpoints:

@@ -87,7 +87,7 @@ def save_tokenizer(file: GGUFFile, directory: Path) -> None:
     """
     tokenizer = build_tokenizer(file)
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(file, read_config(file)))
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _tokenizer_config(file: GGUFFile, config: Architecture) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from filelock import FileLock
 
 from kvjax.api.new_folder import new_folder
 
@@ -14,7 +13,7 @@ def test_it_appears_when_it_is_whole(tmp_path):
         (folder / "file").write_text("content")
         assert not target.exists()
     assert [path.name for path in target.parent.iterdir()] == ["cache"]
-    assert [path.name for path in target.iterdir()] == ["file"] and target.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in target.iterdir()] == ["file"]
 
 
 def test_a_failure_leaves_nothing(tmp_path):
@@ -32,12 +31,16 @@ def test_what_exists_is_not_replaced_even_if_it_came_meanwhile(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-def test_only_folders_of_killed_processes_are_removed(tmp_path):
-    for name in ("killed.partial-a", "others.partial-b"):
-        (tmp_path / name / "arrays").mkdir(parents=True)
-        (tmp_path / name / ".saving").touch()
-    (tmp_path / "mine.partial-c").mkdir()  # has nothing of ours
-    with FileLock(tmp_path / "others.partial-b" / ".saving"):
-        with new_folder(tmp_path / "cache"):
+def test_what_a_killed_process_left_is_removed_and_a_living_one_is_not_disturbed(tmp_path):
+    with new_folder(tmp_path / "cache") as folder:
+        (folder / "file").write_text("content")
+        with pytest.raises(ValueError, match="another process is saving"), new_folder(tmp_path / "cache"):
             pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "mine.partial-c", "others.partial-b"]
+        assert (folder / "file").exists()
+    folder.mkdir()
+    for name in (".saving", "half"):
+        (folder / name).touch()
+    (tmp_path / "cache").rename(tmp_path / "other")
+    with new_folder(tmp_path / "cache") as again:
+        assert again == folder and not (folder / "half").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "other"]

@@ -216,7 +216,6 @@ def test_rows_end_at_an_eos_inside_a_pass():
 
 @pytest.mark.slow
 def test_streams_sweeps_questions_and_saved_caches(tmp_path):
-    pytest.importorskip("orbax.checkpoint")
     method, want = verified(SnapKV(budget=12, obs_window=5), worth=0.5), np.asarray(full().tokens)
     streamed = [[], [], []]
     for block in kvjax.stream(params(), read(method), max_new_tokens=N, eos_token_ids=(), block=5):

@@ -1,40 +1,26 @@
-"""``kvjax suites FORMAT:PATH``: show what a suite's file holds, by task, with the beginning of an example."""
+"""What `kvjax ls FORMAT:PATH` shows of a suite's file."""
 
 from __future__ import annotations
 
-import argparse
 import collections
-import sys
-from collections.abc import Sequence
 
 from experiments.benchmarks.base import Example
-from experiments.benchmarks.readers import READERS, read
+from experiments.benchmarks.readers import read
 
 _SHOWN = 300  # characters of the example's context
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Print what a file holds.
+def explain(spec: str) -> str:
+    """Describe what a file holds, by task, with the beginning of its first example.
 
     Args:
-        argv: arguments without the program's name; None takes the process's.
+        spec: FORMAT:PATH, see `experiments.benchmarks.read`.
 
-    Returns:
-        The exit code: 0, or 2 for a file that cannot be read.
+    Raises:
+        ValueError: an unknown format, or a damaged file.
+        FileNotFoundError: the file does not exist.
     """
-    parser = argparse.ArgumentParser(prog="kvjax suites", description="Show what a suite's file holds.")
-    parser.add_argument("spec", metavar="FORMAT:PATH", help=f"a file or a folder; formats: {', '.join(READERS)}")
-    parser.add_argument("--limit", type=int, help="records to read of each file (default: all)")
-    arguments = parser.parse_args(argv)
-    try:
-        print(_summary(read(arguments.spec, arguments.limit)))
-    except (ValueError, ModuleNotFoundError, OSError) as error:
-        print(f"kvjax: error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _summary(examples: Sequence[Example]) -> str:
+    examples = read(spec)
     by_task: dict[str, list[Example]] = collections.defaultdict(list)
     for example in examples:
         by_task[example.task].append(example)
@@ -56,7 +42,3 @@ def _summary(examples: Sequence[Example]) -> str:
             f"expected: {', '.join(first.answers)}",
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

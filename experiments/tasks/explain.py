@@ -1,10 +1,8 @@
-"""``kvjax ls tasks``: list every task and group in a line each, or show an example of a named task."""
+"""What `kvjax ls tasks` shows: every task and group in a line each, or an example of a task."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -16,25 +14,13 @@ _CHARACTERS = 4  # characters of a token, as counted here; any tokenizer counts 
 _SHOWN = 700  # characters of each end of the example's context
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Print the tasks, or an example of a task.
+def explain(names: Sequence[str], as_json: bool) -> str:
+    """List every task and group, or show an example of the task of the given name.
 
-    Args:
-        argv: arguments without the program's name; None takes the process's.
-
-    Returns:
-        The exit code: 0, or 2 for an unknown name.
+    Raises:
+        ValueError: an unknown task, or one whose questions come from a file.
     """
-    parser = argparse.ArgumentParser(prog="kvjax ls tasks", description="List the tasks, or show an example of a task.")
-    parser.add_argument("name", nargs="?", help="a task")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(argv)
-    try:
-        print(_listing(arguments.json) if arguments.name is None else _example(arguments.name, arguments.json))
-    except (ValueError, ModuleNotFoundError) as error:
-        print(f"kvjax: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return _example(names[0], as_json) if names else _listing(as_json)
 
 
 def _listing(as_json: bool) -> str:
@@ -58,7 +44,9 @@ def _note(name: str) -> str:
 def _example(name: str, as_json: bool) -> str:
     task = get_task(name)
     if task.needs_file:
-        raise ValueError(f"{name} asks the questions of a {task.haystack} file, which you bring, so there is no example")
+        raise ValueError(
+            f"{name} asks the questions of a {task.haystack} file, which you bring, so there is no example"
+        )
     (sample,) = make_samples(
         name, length=_LENGTH, count=1, seed=0, count_tokens=lambda text: -(-len(text) // _CHARACTERS)
     )
@@ -77,7 +65,3 @@ def _example(name: str, as_json: bool) -> str:
         f"--- expected\n{', '.join(sample.answers)}",
     )
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
