@@ -11,7 +11,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -104,7 +104,7 @@ def check_method(
         few_programs=True,
     )
     chosen = [] if method.spans_layers else [*_LAYER]
-    if not method.spans_layers and method.slotted and cast("Any", method).selects:
+    if not method.spans_layers and getattr(method, "selects", False):
         chosen.append(laws.mask_mode_equals_gather_mode)
     chosen += MODEL_LAWS
     if everything is not None:

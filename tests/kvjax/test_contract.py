@@ -51,7 +51,7 @@ SELECTING = [group(name) for name in ("quest", "stages", "thin_pages", "dense_be
 
 def has_a_mask(name):
     """Whether the example chooses slots, so that a mask can do the same."""
-    return any_example(name).selects
+    return getattr(any_example(name), "selects", False)
 
 
 MASKED = [x for x in SLOTTED if has_a_mask(x.values[0])]  # Chess: test_chess.py
