@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_the_oracles_keep():
         read = [(method, method.attend(method.init(spec), given)[1]) for method in methods]
         return [method.finish(state, spec).cache.position for method, state in read]
 
-    methods = [kvjax.make(name, **knobs).for_layer(0, 2) for name, knobs in cases]
+    methods = [small(registry.builtin()[name], **knobs).for_layer(0, 2) for name, knobs in cases]
     found = positions(methods, *(x[..., :40, :] for x in (q, k, v)))
     for (name, knobs), position in zip(cases, found, strict=True):
         for row, length in enumerate(lengths.tolist()):
@@ -93,7 +93,7 @@ def model(directory):
 
 def after_the_prompt(name, directory):
     budget = {} if name == "duoattention" else {"budget": 24}
-    return compressed(kvjax.make(name, **budget, **KVPRESS[name]), directory)
+    return compressed(small(registry.builtin()[name], **budget, **KVPRESS[name]), directory)
 
 
 def compressed(method, directory):

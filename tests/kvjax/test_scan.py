@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.attention.over_cache import attend_selected, masked_attention
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.cache.offload import offload
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
 from kvjax.methods.pqcache.product_codes import kmeans
@@ -37,7 +37,7 @@ def decode(methods, q, guess, k, v, modes):
     """
     at = jnp.arange(PROMPT + STEPS, dtype=jnp.int32)[None, None]
     stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
-    first = LayerCache(
+    first = PlainCache(
         key=jnp.where(stored[..., None], k, jnp.nan),
         value=jnp.where(stored[..., None], v, jnp.nan),
         position=jnp.where(stored, at, EMPTY),

@@ -85,9 +85,8 @@ def headkv_rule(row, tokens, t, budget, beta, scores, **window):
     return [best(own, size) for own, size in zip(found, sizes, strict=True)]
 
 
-def window_scores(row, tokens, t, obs_window, kernel, pooling, interval):
+def window_scores(row, tokens, t, obs_window, kernel, interval):
     """Tokens since the last eviction stand behind the longest head, so a shorter head has empty slots before them."""
-    assert pooling == "avg"
     longest = max(map(len, tokens))
     full = []
     for h, own in enumerate(tokens):
