@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from experiments.benchmarks import scorers
+from experiments.benchmarks import harness_scores, scorers
 from experiments.benchmarks.base import Example
 from experiments.tasks import TASKS, get_task, make_documents
 
@@ -86,6 +86,6 @@ def score(example: Example, prediction: str) -> float:
 def measures(example: Example, prediction: str) -> dict[str, float]:
     """Score an answer by the further measures of its task or scorer, each in [0, 1]; {} for tasks without."""
     if example.scorer not in TASKS:
-        return {name: scorer(prediction, example) for name, scorer in scorers.MEASURES.get(example.scorer, {}).items()}
+        return dict(harness_scores.results(prediction, example)) if example.scorer == "lm-eval" else {}
     more = get_task(example.scorer).measures
     return {name: measure(prediction, example.answers) for name, measure in more.items()}

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
+from experiments.benchmarks.harness_file import read_harness
 from experiments.benchmarks.helmet_file import read_helmet
-from experiments.benchmarks.ifeval_file import read_ifeval
 from experiments.benchmarks.infinitebench_file import read_infinitebench
 from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
 from experiments.benchmarks.longbench2_file import read_longbench2
 from experiments.benchmarks.longbench_file import read_longbench
-from experiments.benchmarks.longproc_file import read_longproc
-from experiments.benchmarks.math_file import MATH_READERS
 from experiments.benchmarks.questions_file import read_questions
 from experiments.benchmarks.records import check_file
 from experiments.benchmarks.ruler_file import read_ruler
 from experiments.benchmarks.scbench_file import read_scbench
 
+HARNESS = "lm-eval"  # its path is the name of a task, with or without a file
 READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
     "questions": read_questions,
     "ruler": read_ruler,
@@ -28,15 +27,12 @@ READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
     "longbench2": read_longbench2,
     "infinitebench": read_infinitebench,
     "scbench": read_scbench,
-    **MATH_READERS,
-    "ifeval": read_ifeval,
     "helmet": read_helmet,
-    "longproc": read_longproc,
+    HARNESS: read_harness,
 }
 _SUFFIXES = {
     **dict.fromkeys(("kvpress", "questions"), tuple(ROWS)),
-    "longproc": (".json",),
-    **dict.fromkeys(("longbench2", *MATH_READERS), (".json", ".jsonl")),
+    "longbench2": (".json", ".jsonl"),
 }
 
 
@@ -74,6 +70,8 @@ def files_of(name: str, path: Path) -> list[Path]:
     Raises:
         ValueError: the path does not exist, or the folder has no such file.
     """
+    if name == HARNESS:
+        return [path]
     if not path.is_dir():
         check_file(path)
         return [path]
@@ -88,7 +86,7 @@ def read(spec: str, limit: int | None = None) -> list[Example]:
     """Read the examples of one file, or of all files in a folder.
 
     Args:
-        spec: "FORMAT:PATH", with a format of `READERS`.
+        spec: "FORMAT:PATH", with a format of `READERS`; "lm-eval:TASK" or "lm-eval:TASK=FILE" for tasks of the harness.
         limit: most records to read of each file (lines or rows; contexts for SCBench); None reads all records.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
-for mathematics, IFEval, LongProc and HELMET see the modules that are imported here.
+for HELMET and the tasks of lm-evaluation-harness see the modules that are imported here.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks import helmet_scores, instruction_checks, longproc_scores, math_answers, text_metrics
+from experiments.benchmarks import harness_scores, helmet_scores, text_metrics
 from experiments.benchmarks.base import Example
 from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
@@ -206,19 +206,6 @@ def _best_rouge(kind: str, stem: bool, prediction: str, example: Example) -> flo
     return text_metrics.google_rouge(prediction, example.answers, kind, stem)
 
 
-def _followed(check: Callable[[str, str], bool], prediction: str, example: Example) -> float:
-    """Compute the share of IFEval's instructions that a response follows."""
-    return sum(check(prediction, instruction) for instruction in example.answers) / len(example.answers)
-
-
-def _of_reference(measure: Callable[[str, str], float]) -> Scorer:
-    return lambda prediction, example: measure(prediction, example.answers[0])
-
-
-def _of_references(measure: Callable[[str, Sequence[str]], float]) -> Scorer:
-    return lambda prediction, example: measure(prediction, example.answers)
-
-
 _ENGLISH_F1 = functools.partial(_best, _english_f1)
 _ROUGE_L = functools.partial(_best, text_metrics.rouge_l)
 
@@ -261,37 +248,10 @@ SCORERS: dict[str, Scorer] = {
     "niah_number": lambda prediction, example: float(example.answers[0] in prediction),
     "niah_rouge1": functools.partial(_best_rouge, "rouge1", True),
     "quest_passkey": _passkey,
-    # Mathematics: the last number, and the formula in the last box.
-    "gsm8k": lambda prediction, example: float(math_answers.last_number(prediction) == example.answers[0]),
-    "math_formula": lambda prediction, example: float(
-        math_answers.same_formula(math_answers.final_formula(prediction), example.answers[0])
-    ),
-    "ifeval": functools.partial(_followed, instruction_checks.follows),
-    "longproc_html_to_tsv": _of_reference(longproc_scores.table_f1),
-    "longproc_path_traversal": _of_reference(longproc_scores.route_exact),
-    "longproc_tom_tracking": _of_reference(longproc_scores.beliefs_exact),
-    "longproc_countdown": _of_references(longproc_scores.countdown_exact),
-    "helmet_substring": _of_references(helmet_scores.contains_answer),
-    "helmet_ndcg10": _of_references(helmet_scores.ndcg10),
+    "helmet_substring": lambda prediction, example: helmet_scores.contains_answer(prediction, example.answers),
+    "helmet_ndcg10": lambda prediction, example: helmet_scores.ndcg10(prediction, example.answers),
+    "lm-eval": harness_scores.score,
 }
-# More scores of an answer, by the name of the scorer.
-MEASURES: dict[str, dict[str, Scorer]] = {
-    "gsm8k": {"marked": lambda prediction, example: float(math_answers.marked_number(prediction) == example.answers[0])},
-    "ifeval": {
-        "all_followed": lambda prediction, example: float(
-            _followed(instruction_checks.follows, prediction, example) == 1
-        ),
-        "loose": functools.partial(_followed, instruction_checks.follows_loosely),
-        "all_loose": lambda prediction, example: float(
-            _followed(instruction_checks.follows_loosely, prediction, example) == 1
-        ),
-    },
-    "longproc_path_traversal": {"partial": _of_reference(longproc_scores.route_partial)},
-    "longproc_tom_tracking": {"partial": _of_reference(longproc_scores.beliefs_partial)},
-    "longproc_countdown": {"partial": _of_references(longproc_scores.countdown_partial)},
-}
-
-
 def check_scorer(name: str) -> None:
     """Refuse the name of an unknown scorer by a ValueError that gives the nearest known name."""
     if name not in SCORERS:

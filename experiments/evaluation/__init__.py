@@ -21,11 +21,6 @@ from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.readings import other_reading as other_reading
-from experiments.evaluation.remade import Remade as Remade
-from experiments.evaluation.remade import System as System
-from experiments.evaluation.remade import Verdict as Verdict
-from experiments.evaluation.remade import remade_tables as remade_tables
-from experiments.evaluation.remade import verdicts as verdicts
 from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
 from experiments.evaluation.settings import at_budgets as at_budgets

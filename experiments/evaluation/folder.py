@@ -105,7 +105,7 @@ class Folder:
             self._number = len(runs)
             runs.append(self._run)
         runs[self._number] = self._run
-        write_bytes(self._meta, (json.dumps({"runs": runs}, indent=1) + "\n").encode())
+        write_bytes(self._meta, (json.dumps({"runs": runs}, separators=(",", ":")) + "\n").encode())
 
     def _begin(self, first: str) -> None:
         """Prepare the folder for this run's first cell, whose predictions are ``first``: join or throw away old content."""

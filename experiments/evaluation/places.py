@@ -50,7 +50,7 @@ def _places(command: PlacesCommand) -> None:
     record = read_record(command.folder)
     rows = places(command.folder, command.predictions)
     made = {"experiment": "places", "commit": commit(), "of": {name: record[name] for name in ("date", "commit", "device")}}
-    text = json.dumps({**made, "settings": record["settings"], "metrics": rows}, indent=1) + "\n"
+    text = json.dumps({**made, "settings": record["settings"], "metrics": rows}) + "\n"
     for name, data in (("places.json", text), ("places.md", report(command.folder.resolve().name, rows))):
         write_bytes(command.folder / name, data.encode())
         print(f"written: {command.folder / name}", file=sys.stderr)

@@ -119,7 +119,7 @@ def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
         TypeError: the record holds a value that JSON cannot express.
         ValueError: the record holds a number that is not finite.
     """
-    write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    write_bytes(path, (json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode())
 
 
 def write_bytes(path: pathlib.Path, data: bytes) -> None:

@@ -145,8 +145,7 @@ def test_dialogue_differs_from_the_suites_repaired_program_in_parts_of_words_and
 
 def test_every_scorer_has_a_value_above():
     elsewhere = {"longbench_class_line", "scbench_repoqa"}
-    elsewhere |= {"gsm8k", "math_formula", "ifeval"}  # these and the next are in test_long_files.py
-    elsewhere |= {name for name in SCORERS if name.startswith(("longproc_", "helmet_"))}
+    elsewhere |= {"lm-eval", "helmet_substring", "helmet_ndcg10"}  # in test_long_files.py
     assert {scorer for scorer, *_ in VALUES} | elsewhere == set(SCORERS)
 
 

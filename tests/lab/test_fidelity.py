@@ -17,12 +17,11 @@ from experiments.cli import figures
 from experiments.lab.fidelity import fidelity_tables, plots, texts
 from experiments.lab.fidelity.__main__ import main
 from experiments.lab.fidelity.distance import Distance, distance, follow_text
-from experiments.lab.fidelity.plots import pieces
 from experiments.lab.fidelity.programs import Programs, shared_room
 from experiments.lab.fidelity.report import difference, table, turns_table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
-from experiments.lab.fidelity.summary import by_turn, summary, tokens_per_pass
+from experiments.lab.fidelity.summary import along, by_turn, summary, tokens_per_pass
 from experiments.tasks import code_files, tool_turns
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
@@ -114,8 +113,7 @@ def test_forced_decoding_equals_decode_steps(name):
     np.testing.assert_allclose(row["perplexity_ratio"], np.exp(loss - full_loss), rtol=1e-3)
     np.testing.assert_allclose(row["by_text"]["kl"], by_text[:, 0], rtol=1e-3, atol=1e-6)
     assert row["value"] > 1e-3 or name == "full"
-    assert len(row["by_step"]["kl"]) == STEPS and row["steps"] == COUNTS.sum()
-    np.testing.assert_allclose(row["by_step"]["kl"][8], oracle_steps[0][8][0], rtol=1e-3, atol=1e-6)  # one row is left
+    assert len(row["along"]["kl"]) == min(STEPS, 16) and row["steps"] == COUNTS.sum()
 
 
 @pytest.mark.parametrize("method", [Full(), SnapKV(budget=96, obs_window=5)], ids=["full", "snapkv"])
@@ -306,7 +304,7 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     assert others[0]["bytes_read_per_step"] < others[1]["bytes_read_per_step"] < full["bytes_read_per_step"]
     assert others[0]["compile_seconds"] > 0 == others[1]["compile_seconds"], "two budgets, one program"
     for row in record["metrics"]:
-        assert row["texts"] == 3 and row["steps"] == 48 and len(row["by_step"]["kl"]) == 16
+        assert row["texts"] == 3 and row["steps"] == 48 and len(row["along"]["kl"]) == 16
     capsys.readouterr()
     assert run(directory, out) == 0  # the other method and stream join; the first rows are not measured again
     said = capsys.readouterr()
@@ -408,9 +406,9 @@ def test_full_alone_has_no_usual_figure():
 
 
 def test_pieces_average_positions_and_values():
-    assert pieces([1.0, 3.0]) == ([1.0, 2.0], [1.0, 3.0])
-    at, means = pieces(list(range(32)))
-    assert at[0] == 1.5 and means[0] == 0.5 and len(at) == 16
+    assert along({"kl": [1.0, 3.0]}) == {"steps": [1.0, 2.0], "kl": [1.0, 3.0]}
+    made = along({"kl": list(range(32))})
+    assert made["steps"][0] == 1.5 and made["kl"][0] == 0.5 and len(made["kl"]) == 16
 
 
 @pytest.mark.thorough

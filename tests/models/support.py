@@ -16,7 +16,7 @@ from kvjax.decoding.checks import check_sizes
 from kvjax.protocol.method import Method
 from kvjax.registry import classes
 from models import ModelConfig
-from models.files.gguf.config import ARCHITECTURES
+from models.files.gguf.families import FAMILIES as GGUF_FAMILIES
 from models.files.hf import config as hf_config
 from tests import goldens
 from tests.tiny_models import TINY
@@ -38,7 +38,7 @@ def markdown(coded: list[str]) -> str:
         hf = json.loads(str(np.load(file)["config"]))
         kind, config = hf["model_type"], ModelConfig.from_hf(hf)
         refused = ", ".join(sorted(_refusals(config) - ours)) or "none"
-        gguf = "yes" if {kind.replace("_text", "").replace("_", new) for new in ("-", "")} & set(ARCHITECTURES) else ""
+        gguf = "yes" if {kind.replace("_text", "").replace("_", new) for new in ("-", "")} & set(GGUF_FAMILIES) else ""
         rows[kind] = [f"`{kind}`", "yes", "yes" if file.stem in coded else "", gguf, refused]
     lines = [_HEAD, ["---"] * len(_HEAD), *(rows[kind] for kind in sorted(rows, key=hf_config.MODEL_TYPES.index))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

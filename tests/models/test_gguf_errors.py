@@ -1,4 +1,4 @@
-"""Every way a GGUF file can be wrong, cut, edited or hostile: one ValueError that names the file, in little time and space."""
+"""Every way a GGUF file can be wrong, cut, edited or hostile: a ValueError that names the file, in little time and space."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_file_is_right_without_changes(tmp_path):
         ("general.type", "adapter", "'adapter', expected 'model'"),
         ("llama.context_length", None, "lacks llama.context_length"),
         ("llama.attention.layer_norm_rms_epsilon", None, "lacks llama.attention.layer_norm_rms_epsilon"),
-        ("llama.attention.head_count", 0, "num_q_heads"),
+        ("llama.attention.head_count", 0, "num_attention_heads"),
         ("llama.block_count", 1 << 24, "block_count is 16777216"),
         ("llama.attention.head_count", "two", "head_count"),
         ("llama.attention.layer_norm_rms_epsilon", 1, "layer_norm_rms_epsilon"),

@@ -75,7 +75,7 @@ def test_a_large_model_shows_how_far_it_is_loaded(saved, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(weights, "_LONG", 1)
     assert_trees_equal(models.from_pretrained(directory)[0], params)
-    assert f"kvjax: loading {directory.name}: 100 % of " in capsys.readouterr().err
+    assert f"loading {directory.name}: 100%" in capsys.readouterr().err
 
 
 def test_table_covers_every_parameter_once():

@@ -25,7 +25,6 @@ from experiments.records import (
     token_label,
 )
 
-_PIECES = 16  # a line of `along` is averaged over each of so many pieces of a text
 _NAMES = 3  # in a row of the legend, for each panel across
 _LEAST = 1e-7  # nats; float32 does not tell smaller distances from zero
 
@@ -80,19 +79,12 @@ def along(record: Mapping[str, Any]) -> Any:
             line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
             if line:
                 row = line[len(line) // 2]
-                steps, means = pieces(row["by_step"]["kl"])
                 style = line_style(coloured.index(name)) if name in coloured else QUIET
-                panel.plot(steps, np.maximum(means, _LEAST), label=_label(name, order, coloured), **style)
+                panel.plot(row["along"]["steps"], np.maximum(row["along"]["kl"], _LEAST), label=_label(name, order, coloured), **style)
         panel.set_yscale("log")
         tidy(panel, _title(cell), "decode step", "KL(Full || method), nats")
     legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))
     return figure
-
-
-def pieces(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average values over at most 16 equal pieces of a text; return the middle steps, counted from 1, and the means."""
-    parts = np.array_split(np.arange(len(values)), min(_PIECES, len(values)))
-    return [float(part.mean()) + 1 for part in parts], [float(np.mean([values[i] for i in part])) for part in parts]
 
 
 def _panels(record: Mapping[str, Any]) -> tuple[list[tuple[Any, tuple[tuple[str, int], list[Row]]]], list[str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from experiments.records import bootstrap_interval
 
 FULL = "full"
 DEPTH = 4  # tokens that a draft of `kvjax.Verified` decodes before a pass, by default
+_PIECES = 16  # a text is averaged over so many pieces, as a figure shows it
 
 
 def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
         "texts": len(counts),
         "steps": int(counts.sum()),
         "by_text": {name: [short(x) for x in by_text[name]] for name in ("kl", "agrees", "loss")},
-        "by_step": {name: [short(x) for x in by_step[name]] for name in ("kl", "agrees")},
+        "along": along({name: by_step[name] for name in ("kl", "agrees")}),
     }
 
 
@@ -109,3 +110,12 @@ def by_turn(parts: Sequence[tuple[int, Distance]], turns: np.ndarray) -> dict[st
 def short(value: float) -> float:
     """Round to five significant digits."""
     return float(f"{value:.5g}")
+
+
+def along(by_step: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Average values of steps over at most `_PIECES` equal pieces of a text; the middle steps are counted from 1."""
+    by_step = {name: np.asarray(values) for name, values in by_step.items()}
+    count = min(len(values) for values in by_step.values())
+    parts = np.array_split(np.arange(count), min(_PIECES, count))
+    means = {name: [short(values[part].mean()) for part in parts] for name, values in by_step.items()}
+    return {"steps": [float(part.mean()) + 1 for part in parts], **means}

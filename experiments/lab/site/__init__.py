@@ -1,5 +1,110 @@
-"""The generated pages of the documentation: methods, records, tables and figures, from docstrings and records alone."""
+"""The Sphinx extension of the documentation: pages and tables that are made from docstrings and records when the site is built.
 
-from experiments.lab.site.pages import draw_figures as draw_figures
-from experiments.lab.site.pages import write_pages as write_pages
-from experiments.lab.site.pages import write_text as write_text
+Three directives for pages in Markdown. ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
+takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or the methods that it names.
+``{knobs} METHOD`` lists the hyper-parameters of a method.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+from experiments.lab.site import methods, operations, records
+from experiments.records import write_bytes
+
+
+class _Generated(SphinxDirective):
+    """A directive whose content is Markdown that `markdown` makes from its argument and options."""
+
+    optional_arguments = 1
+    final_argument_whitespace = True
+
+    def markdown(self) -> str:
+        """Make the text in place of the directive."""
+        raise NotImplementedError
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the text; its headings become bold lines, because a directive cannot open a section."""
+        text = re.sub(r"^#+ (.+)$", r"**\1**", self.markdown(), flags=re.MULTILINE)
+        box = nodes.container()
+        self.state.nested_parse(StringList(text.splitlines(), source=self.get_source_info()[0]), self.content_offset, box)
+        return box.children
+
+
+class Record(_Generated):
+    """``{record} FILE``: the tables of a record; the path is relative to the folder of the documentation."""
+
+    required_arguments, optional_arguments = 1, 0
+    option_spec: ClassVar[dict[str, Any]] = {"columns": directives.unchanged, "where": directives.unchanged}
+
+    def markdown(self) -> str:
+        """Make the tables, and tell Sphinx to build the page again when the record changes."""
+        path = pathlib.Path(self.env.srcdir) / self.arguments[0]
+        for file in path.glob("*.json") if path.is_dir() else [path]:
+            self.env.note_dependency(str(file))
+        if "columns" not in self.options:
+            return records.tables(path)
+        where = dict(part.strip().split("=") for part in self.options.get("where", "").split(",") if part.strip())
+        return records.columns(path, [name.strip() for name in self.options["columns"].split(",")], where)
+
+
+class Methods(_Generated):
+    """``{methods} NAMES``: a row for each method; all methods without names."""
+
+    def markdown(self) -> str:
+        """Make the table; its links lead to the methods' pages from the page of the directive."""
+        depth = self.env.docname.count("/")
+        return methods.table("../" * depth + "methods/{}.md", self.arguments[0].split() if self.arguments else None)
+
+
+class Knobs(_Generated):
+    """``{knobs} METHOD``: the hyper-parameters of a method or of a wrapper."""
+
+    required_arguments, optional_arguments = 1, 0
+
+    def markdown(self) -> str:
+        """Make the table."""
+        return methods.knobs(self.arguments[0])
+
+
+class Operations(_Generated):
+    """``{operations}``: a table of the operations of each room of `pallas_kernels`."""
+
+    def markdown(self) -> str:
+        """Make the tables."""
+        return operations.tables()
+
+
+def write_pages(app: Any) -> None:
+    """Write the pages of methods and of records into the source folder; a file that has its text is left alone."""
+    docs = pathlib.Path(app.srcdir)
+    for folder, pages in {"methods": methods.pages(docs), "tables": records.pages(docs)}.items():
+        for old in (docs / folder).glob("*.md"):
+            if old.name not in pages:
+                old.unlink()
+        for name, text in pages.items():
+            write_text(docs / folder / name, text)
+    for notebook in sorted((docs.parent / "notebooks").glob("*.ipynb")):
+        text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")  # the copy is one folder deeper
+        write_text(docs / "notebooks" / notebook.name, text)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a page unless it has this text already, so that builds stay incremental."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_bytes(path, text.encode())
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register the directives and the writing of pages; Sphinx calls this function once."""
+    for name, directive in {"record": Record, "methods": Methods, "knobs": Knobs, "operations": Operations}.items():
+        app.add_directive(name, directive)
+    app.connect("builder-inited", write_pages)
+    return {"parallel_read_safe": True}

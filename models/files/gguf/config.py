@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ...sizes.architecture import Architecture
 from ..hf import config as hf_config
-from ..hf.families import SIZES
-from . import families, qwen3next
+from .families import FAMILIES, PREDICTING, GGUFFamily, shortest
 from .reader import GGUFFile
-from .rope import scaling_from_factors
 
-_PLAIN = ("llama", "qwen2", "qwen3")  # llama.cpp writes Mistral, Yi and SmolLM2 as llama
-_PARTIAL = ("phi3", qwen3next.ARCHITECTURE)  # which rotate a part of each head
-ARCHITECTURES = (*_PLAIN, *families.ARCHITECTURES)
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"
-_SIZES = {  # key after the architecture's name -> our field
+_SIZES = {  # key after the architecture's name -> key of config.json
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
-    "block_count": "num_layers",
-    "attention.head_count": "num_q_heads",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
 _EPS = "attention.layer_norm_rms_epsilon"
@@ -45,11 +37,10 @@ _NEUTRAL: dict[str, tuple] = {  # keys that can change the arithmetic -> values 
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
     "no_rope_layer_step": (),
-    "rope.scaling.type": ("none",),
     "rope.scaling.factor": (0.0, 1.0),
     "rope.scale_linear": (0.0, 1.0),
     "rope.scaling.attn_factor": (0.0, 1.0),
-    "nextn_predict_layers": (0,),
+    PREDICTING: (0,),
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_OF_TURN = (
@@ -78,7 +69,10 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
     """
     arch = architecture(file)
     try:
-        return _read(file, arch, dtype)
+        hf = _declared(file, arch, FAMILIES[arch])
+        if dtype is None:
+            dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
+        return Architecture(**hf_config.read(hf) | {"dtype": dtype})
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
 
@@ -93,72 +87,66 @@ def architecture(file: GGUFFile) -> str:
     if kind != "model":
         raise ValueError(f"{file.path} holds a GGUF of type {kind!r}, expected 'model'")
     arch = file.metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if arch not in FAMILIES:
         raise ValueError(
-            f"{file.path}: unsupported GGUF architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)} "
+            f"{file.path}: unsupported GGUF architecture {arch!r}, expected one of {', '.join(FAMILIES)} "
             "(llama.cpp writes Mistral as llama)"
         )
     return arch
 
 
-def _read(file: GGUFFile, arch: str, dtype: str | None) -> Architecture:
-    required = {**_SIZES, _EPS: "rms_norm_eps"}
-    absent = [f"{arch}.{key}" for key in required if f"{arch}.{key}" not in file.metadata]
+def _declared(file: GGUFFile, arch: str, family: GGUFFamily) -> dict[str, Any]:
+    """Write the metadata of a file as a ``config.json``."""
+    absent = [f"{arch}.{key}" for key in (*_SIZES, _EPS) if f"{arch}.{key}" not in file.metadata]
     absent += [name for name in (EMBEDDING,) if name not in file.tensors]
     if absent:
         raise ValueError(f"the file lacks {', '.join(absent)}")
-    _refuse_unsupported(file, arch)
-    sizes = {field: _same(file, f"{arch}.{key}") for key, field in _SIZES.items()}
-    if sizes["num_layers"] > len(file.tensors):  # a damaged file; a list of so many layers might not fit into memory
-        layers = sizes["num_layers"]
+    neutral = {**_NEUTRAL, **family.neutral, "rope.scaling.type": family.scaling}
+    for key in neutral.keys() - {*family.keys}:
+        value = file.metadata.get(f"{arch}.{key}")
+        if value is not None and value not in neutral[key]:
+            expected = " or ".join(map(str, neutral[key])) or "none"
+            raise ValueError(f"unsupported {arch}.{key}={value!r:.60}, expected {expected}")
+    hf = {theirs: _same(file, f"{arch}.{key}") for key, theirs in _SIZES.items()}
+    layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
+    if layers > len(file.tensors):  # a damaged file; a list of so many layers might not fit into memory
         raise ValueError(f"{arch}.block_count is {layers}, but the file has only {len(file.tensors)} tensors")
-    sizes["num_layers"] -= qwen3next.predicting(file, arch, sizes["num_layers"])
-    heads = sizes["num_q_heads"]
-    head_dim = _same(file, f"{arch}.attention.key_length", sizes["hidden_size"] // max(1, heads))
-    _refuse_other_heads(file, arch, head_dim)
-    theta = _decimal(file, f"{arch}.rope.freq_base", 10000.0)
-    if dtype is None:
-        dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
-    if arch not in _PLAIN:
-        return _of_family(file, arch, sizes, head_dim, theta, dtype)
-    scaling = None
-    if ROPE_FACTORS in file.tensors:
-        factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
-        scaling = scaling_from_factors(factors, head_dim, theta)
-    return Architecture(
-        **sizes,
-        vocab_size=_vocab_size(file, arch),
-        num_kv_heads=_same(file, f"{arch}.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=_decimal(file, f"{arch}.{_EPS}"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=OUTPUT not in file.tensors,
-        qkv_bias=arch == "qwen2",
-        qk_norm=arch == "qwen3",
-        eos_token_ids=_end_ids(file),
-        windows=_windows(file, arch, sizes["num_layers"], sizes["max_position_embeddings"]),
-        dtype=dtype,
-    )
-
-
-def _of_family(
-    file: GGUFFile, arch: str, sizes: dict[str, Any], head_dim: int, theta: float, dtype: str
-) -> Architecture:
-    """Read the configuration of a model whose parts `models.files.tables.families` has."""
-    hf = {key: sizes[field] for key, field in SIZES.items() if field in sizes}
+    hf["num_hidden_layers"] -= predicting(file)
+    head_dim = _same(file, f"{arch}.attention.key_length", hf["hidden_size"] // max(1, heads))
+    for key in ("attention.value_length", *(() if family.partial else ("rope.dimension_count",))):
+        if (size := _same(file, f"{arch}.{key}", head_dim)) != head_dim:
+            raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")
     hf |= {
         "vocab_size": _vocab_size(file, arch),
-        "num_key_value_heads": _same(file, f"{arch}.attention.head_count_kv", sizes["num_q_heads"]),
+        "num_key_value_heads": _same(file, f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": _decimal(file, f"{arch}.{_EPS}"),
-        "rope_theta": theta,
+        "rope_theta": _decimal(file, f"{arch}.rope.freq_base", 10000.0),
         "tie_word_embeddings": OUTPUT not in file.tensors,
         "eos_token_id": list(_end_ids(file)),
     }
-    config = Architecture(**hf_config.read(families.declared(file, arch, hf)) | {"dtype": dtype})
-    families.check_factor(file, config)
-    return config
+
+    def number(key: str) -> Any:
+        value = file.metadata.get(f"{arch}.{key}")
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{arch}.{key} must be a number, got {value!r:.60}")
+        return shortest(value) if type(value) is float else value
+
+    hf |= family.declared(file, number, hf)
+    return {key: value for key, value in hf.items() if value is not None or key in ("rope_scaling", "sliding_window")}
+
+
+def predicting(file: GGUFFile) -> int:
+    """Return how many of the file's last layers only predict tokens after the next: they are not read.
+
+    Raises:
+        ValueError: the number is no whole number from 0 on and below the number of layers.
+    """
+    arch = file.metadata["general.architecture"]
+    value = file.metadata.get(f"{arch}.{PREDICTING}", 0)
+    if type(value) is not int or not 0 <= value < max(1, _same(file, f"{arch}.block_count")):
+        raise ValueError(f"{arch}.{PREDICTING} must be a whole number below block_count, got {value!r:.60}")
+    return value
 
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
@@ -173,43 +161,11 @@ def _same(file: GGUFFile, key: str, default: int | None = None) -> Any:
 
 
 def _decimal(file: GGUFFile, key: str, default: float | None = None) -> float:
-    """Return a float32 of the file as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    """Return a float32 of the file as the shortest decimal that rounds to it."""
     value = file.metadata.get(key, default)
     if not isinstance(value, float):
         raise ValueError(f"{key} must be a number, got {value!r}")
-    return float(str(np.float32(value)))
-
-
-def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
-    """Refuse settings that would change the arithmetic."""
-    for key, neutral in _NEUTRAL.items():
-        if key in families.keys_read(arch):
-            continue
-        value = file.metadata.get(f"{arch}.{key}")
-        if value is not None and value not in neutral:
-            expected = f", expected {' or '.join(map(str, neutral))}" if neutral else ""
-            raise ValueError(f"unsupported {arch}.{key}={value!r}{expected}")
-
-
-def _refuse_other_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
-    """Refuse value heads of another size than key heads, and rotations of only a part of a head."""
-    for key in ("attention.value_length", *(("rope.dimension_count",) if arch not in _PARTIAL else ())):
-        size = _same(file, f"{arch}.{key}", head_dim)
-        if size != head_dim:
-            raise ValueError(f"unsupported {arch}.{key}={size}, expected head_dim {head_dim}")
-
-
-def _windows(file: GGUFFile, arch: str, layers: int, context: int) -> tuple[int, ...]:
-    """Return the sliding window of every layer in tokens; () if no layer has a window narrower than the context."""
-    window = _same(file, f"{arch}.attention.sliding_window", 0)
-    if not 0 < window < context:
-        return ()
-    if arch != "llama":  # a Mistral, which has its window in every layer
-        raise ValueError(
-            f"unsupported sliding window of {window} tokens in a file of architecture {arch!r}, which does not say which "
-            "layers have it: convert the model from its Hugging Face directory"
-        )
-    return (window,) * layers
+    return shortest(value)
 
 
 def _vocab_size(file: GGUFFile, arch: str) -> int:

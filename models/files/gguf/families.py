@@ -1,4 +1,4 @@
-"""GGUF files of the families of `models.files.tables.families`: their metadata as keys of ``config.json``.
+"""Which architectures of GGUF files load, and what the metadata of each says, as keys of ``config.json``.
 
 A file does not say all that ``config.json`` says. What llama.cpp knows of an architecture without being told is here, too.
 
@@ -7,18 +7,53 @@ Sources: llama.cpp's ``convert_hf_to_gguf.py``, which writes the files, and ``ll
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from . import qwen3next
+from ..hf import rope as hf_rope
 from .reader import GGUFFile
+from .rope import scaling_from_factors
 
+ROPE_FACTORS = "rope_freqs.weight"
 FACTORS_LONG, FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+PREDICTING = "nextn_predict_layers"  # the last layers, which only predict tokens after the next
 _GEMMA_27B = 62  # its layers: it divides attention by the square root of hidden_size / heads
+_COUNTS = {  # of Qwen3-Next: key after the architecture's name -> key of config.json
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_INNER, _ROTATED, _INTERVAL = "ssm.inner_size", "rope.dimension_count", "full_attention_interval"
 Number = Callable[[str], Any]  # reads a number or a bool of the file by its key behind the architecture's name
+Declared = Callable[[GGUFFile, Number, Mapping[str, Any]], dict[str, Any]]  # of a file: keys of config.json beside sizes
+
+
+def _plain(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe Llama, Mistral, Yi, SmolLM2, Qwen 2 or Qwen 3; llama.cpp writes Mistral, Yi and SmolLM2 as llama."""
+    arch = file.metadata["general.architecture"]
+    window, rule = number("attention.sliding_window") or 0, None
+    if 0 < window < sizes["max_position_embeddings"] and arch != "llama":
+        raise ValueError(
+            f"unsupported sliding window of {window} tokens in a file of architecture {arch!r}, which does not say which "
+            "layers have it: convert the model from its Hugging Face directory"
+        )
+    if ROPE_FACTORS in file.tensors:
+        factors = file.read(ROPE_FACTORS, np.dtype(np.float64))
+        rule = scaling_from_factors(factors, sizes["head_dim"], sizes["rope_theta"])
+    return {
+        "model_type": "mistral" if window > 0 and arch == "llama" else arch,  # every layer of Mistral has its window
+        "sliding_window": window if window > 0 else None,
+        "rope_scaling": None if rule is None else hf_rope.write(rule),
+    }
 
 
 def _gemma3(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,84 +88,76 @@ def _gpt_oss(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[s
 
 
 def _phi3(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    old = number("rope.scaling.original_context_length")
+    old = number("rope.scaling.original_context_length") or sizes["max_position_embeddings"]
     rotated = number("rope.dimension_count") or sizes["head_dim"]
     rule: dict[str, Any] = {}
     if FACTORS_LONG in file.tensors and FACTORS_SHORT in file.tensors:
         for key, name in (("long_factor", FACTORS_LONG), ("short_factor", FACTORS_SHORT)):
-            rule[key] = [_shortest(x) for x in file.read(name, np.dtype(np.float32))]
+            rule[key] = [shortest(x) for x in file.read(name, np.dtype(np.float32))]
         rule["rope_type"] = "longrope"
+        stretch, factor = sizes["max_position_embeddings"] / old, number("rope.scaling.attn_factor")
+        expected = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(old))
+        if factor is not None and not math.isclose(factor, expected, rel_tol=1e-4):
+            raise ValueError(f"unsupported phi3.rope.scaling.attn_factor={factor}, expected {expected:.6f}")
     return {
         "model_type": "phi3",
         "sliding_window": number("attention.sliding_window") or None,
-        "original_max_position_embeddings": old or sizes["max_position_embeddings"],
+        "original_max_position_embeddings": old,
         "partial_rotary_factor": rotated / sizes["head_dim"],
         "rope_scaling": rule or None,
     }
 
 
-# Architecture -> what makes the keys beside sizes, and the keys that it reads and that other architectures refuse.
-_READERS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
-    "gemma3": (_gemma3, ("rope.scaling.type", "rope.scaling.factor", "final_logit_softcapping",
-                         "attention.sliding_window_pattern")),
-    "gpt-oss": (_gpt_oss, ("expert_count", "rope.scaling.type", "rope.scaling.factor")),
-    "phi3": (_phi3, ("rope.scaling.type", "rope.scaling.attn_factor")),
-    qwen3next.ARCHITECTURE: (qwen3next.declared, qwen3next.KEYS),
+def _qwen3next(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    every = 4 if number(_INTERVAL) is None else number(_INTERVAL)  # llama.cpp's default
+    needed = {key: number(key) for key in (*_COUNTS, _INNER, _ROTATED)}
+    if absent := [f"qwen3next.{key}" for key, value in needed.items() if value is None]:
+        raise ValueError(f"the file lacks {', '.join(absent)}")
+    for key, value in {**needed, _INTERVAL: every}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"qwen3next.{key} must be a positive whole number, got {value!r:.60}")
+    inner, heads = needed[_INNER], needed["ssm.time_step_rank"]
+    if inner % heads:
+        raise ValueError(f"qwen3next.{_INNER} must be a multiple of qwen3next.ssm.time_step_rank, got {inner} and {heads}")
+    return {
+        "model_type": "qwen3_next",
+        **{key: needed[ours] for ours, key in _COUNTS.items()},
+        "linear_value_head_dim": inner // heads,
+        "full_attention_interval": every,
+        "partial_rotary_factor": needed[_ROTATED] / sizes["head_dim"],
+        "norm_topk_prob": True,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GGUFFamily:
+    """What a file of one architecture says, and what it may say beside what files of every architecture may."""
+
+    declared: Declared
+    keys: tuple[str, ...] = ()  # that can change the arithmetic, and that `declared` reads
+    neutral: Mapping[str, tuple] = dataclasses.field(default_factory=dict)  # other such keys -> values that change nothing
+    scaling: tuple[str, ...] = ("none",)  # kinds of stretched RoPE
+    partial: bool = False  # a part of each head may rotate
+
+
+FAMILIES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), GGUFFamily(declared=_plain)),
+    "gemma3": GGUFFamily(
+        declared=_gemma3, keys=("rope.scaling.factor", "final_logit_softcapping"), scaling=("none", "linear"),
+        neutral={"attention.sliding_window_pattern": (6,)},
+    ),
+    "gpt-oss": GGUFFamily(declared=_gpt_oss, keys=("expert_count", "rope.scaling.factor"), scaling=("none", "yarn")),
+    "phi3": GGUFFamily(declared=_phi3, keys=("rope.scaling.attn_factor",), scaling=("none", "longrope"), partial=True),
+    "qwen3next": GGUFFamily(
+        declared=_qwen3next, keys=("expert_count", PREDICTING), partial=True,
+        neutral={  # what llama.cpp does whatever the file says, or what only other models have
+            "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (1,),
+            "expert_group_count": (0, 1), "attention.recurrent_layers": (),
+        },
+    ),
 }  # fmt: skip
-ARCHITECTURES = tuple(_READERS)
-_SCALING = {"gemma3": ("none", "linear"), "gpt-oss": ("none", "yarn"), "phi3": ("none", "longrope"),
-            qwen3next.ARCHITECTURE: ("none",)}  # fmt: skip
 
 
-def keys_read(arch: str) -> tuple[str, ...]:
-    """List the keys behind the architecture's name that `declared` reads, of those that can change the arithmetic."""
-    return _READERS[arch][1] if arch in _READERS else ()
-
-
-def declared(file: GGUFFile, arch: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a file's metadata as a ``config.json``.
-
-    Args:
-        file: the open file.
-        arch: one of `ARCHITECTURES`.
-        sizes: the sizes and the numbers that files of all architectures have, by keys of ``config.json``.
-
-    Raises:
-        ValueError: a value has the wrong type, or the file asks for something that no model of the architecture has.
-    """
-    read, _ = _READERS[arch]
-
-    def number(key: str) -> Any:
-        value = file.metadata.get(f"{arch}.{key}")
-        if value is not None and type(value) not in (int, float):
-            raise ValueError(f"{arch}.{key} must be a number, got {value!r:.60}")
-        return _shortest(value) if type(value) is float else value
-
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
-    if kind not in _SCALING[arch]:
-        raise ValueError(f"unsupported {arch}.rope.scaling.type={kind!r:.60}, expected {' or '.join(_SCALING[arch])}")
-    pattern = file.metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
-    if arch == "gemma3" and pattern != 6:
-        raise ValueError(f"unsupported {arch}.attention.sliding_window_pattern={pattern!r:.60}, expected 6")
-    made = {**sizes, **read(file, number, sizes)}
-    return {key: value for key, value in made.items() if value is not None or key in ("rope_scaling", "sliding_window")}
-
-
-def _shortest(value: float | np.floating) -> float:
-    """Return a float32 as the shortest decimal that rounds to it."""
+def shortest(value: float | np.floating) -> float:
+    """Return a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def check_factor(file: GGUFFile, config: Any) -> None:
-    """Refuse a file of Phi-3 whose factor on attention is another than its context says.
-
-    Raises:
-        ValueError: the message has both numbers.
-    """
-    factor, rule = file.metadata.get("phi3.rope.scaling.attn_factor"), config.rope_scaling
-    if factor is None or rule is None or rule.rope_type != "longrope":
-        return
-    old = math.log(rule.original_max_position_embeddings)
-    expected = 1.0 if rule.factor <= 1 else math.sqrt(1 + math.log(rule.factor) / old)
-    if not math.isclose(factor, expected, rel_tol=1e-4):
-        raise ValueError(f"unsupported phi3.rope.scaling.attn_factor={factor}, expected {expected:.6f}")

@@ -56,5 +56,5 @@ def _fits(factors: np.ndarray, turns: np.ndarray, stretch: float) -> list[tuple[
     slope, offset = np.polyfit(turns[between], kept, 1)  # old / (high - low), and -low / (high - low)
     if slope <= 0 or offset >= 0:
         return []
-    high = round(1 - 1 / offset, 3)
+    high = round(float(1 - 1 / offset), 3)
     return [(1.0, high, round(slope * (high - 1)))]

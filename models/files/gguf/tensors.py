@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 import gguf
@@ -11,13 +12,12 @@ import numpy as np
 from ...sizes.architecture import Architecture
 from ..tables.checkpoint import tensor_problems
 from ..tables.leaf import AnyLeaf, Index, Parts
-from .config import ROPE_FACTORS, architecture
-from .families import FACTORS_LONG, FACTORS_SHORT
-from .qwen3next import ARCHITECTURE as QWEN3NEXT
-from .qwen3next import Piece, is_read, piece
+from .config import architecture, predicting
+from .families import FACTORS_LONG, FACTORS_SHORT, ROPE_FACTORS
+from .pieces import Piece, piece
 from .reader import GGUFFile
-from .stacks import Stack, stacked
 
+_BLOCK = re.compile(r"blk\.(\d+)\..*")
 _FREQUENCIES = (ROPE_FACTORS, FACTORS_LONG, FACTORS_SHORT)  # which `config` has read
 _ARCHITECTURES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -30,14 +30,14 @@ class GGUFTensors:
         file: the open file.
         names: names in the file by names in Hugging Face checkpoints.
         rotated: number of heads of each tensor whose rows llama.cpp re-orders, by Hugging Face name.
-        stacks: how other tensors of the file make a tensor of a Hugging Face checkpoint, by its name there.
+        pieces: how other tensors of the file make a tensor of a Hugging Face checkpoint, by its name there.
         offsets: what llama.cpp adds to the norms of a checkpoint, by Hugging Face name.
     """
 
     file: GGUFFile
     names: Mapping[str, str]
     rotated: Mapping[str, int]
-    stacks: Mapping[str, Stack | Piece]
+    pieces: Mapping[str, Piece]
     offsets: Mapping[str, float]
 
     @classmethod
@@ -49,16 +49,14 @@ class GGUFTensors:
         """
         arch = architecture(file)
         mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
-        experts = 0 if config.experts is None else config.experts.num_experts
         names, expected, rotated, offsets = {}, {}, {}, {}
-        stacks: dict[str, Stack | Piece] = {}
+        pieces: dict[str, Piece] = {}
         for leaf in table:
             for index, name in enumerate(leaf.names):
                 whole = leaf.file_shape(index)
-                stack = piece(file, name, whole, experts, config.linear) if arch == QWEN3NEXT else stacked(name)
-                if stack is not None:
-                    stacks[name] = stack
-                    expected.update(stack.shapes(whole))
+                if (made := piece(file, name, whole, config)) is not None:
+                    pieces[name] = made
+                    expected.update(made.shapes)
                     continue
                 found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
                 names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
@@ -69,13 +67,15 @@ class GGUFTensors:
                     rotated[name] = config.num_q_heads
                 if arch == "llama" and ".k_proj." in name:
                     rotated[name] = config.num_kv_heads
-        used = [name for name in file.tensors if name not in _FREQUENCIES and is_read(file, name, config.num_layers)]
+        unread = range(config.num_layers, config.num_layers + predicting(file))
+        blocks = {name: _BLOCK.fullmatch(name) for name in file.tensors if name not in _FREQUENCIES}
+        used = [name for name, block in blocks.items() if block is None or int(block[1]) not in unread]
         found = {name: file.tensors[name].shape for name in used}
         problems = tensor_problems(expected, found)
         if problems:
             lines = "\n  ".join(problems)
             raise ValueError(f"{file.path} does not hold the model of its metadata:\n  {lines}")
-        return cls(file, names, rotated, stacks, offsets)
+        return cls(file, names, rotated, pieces, offsets)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
@@ -83,10 +83,10 @@ class GGUFTensors:
         Raises:
             ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
-        if name in self.stacks:
+        if name in self.pieces:
             # The logarithm of a decay is rounded once, after it is taken.
             wide = np.dtype(np.float32) if name.endswith(".A_log") else dtype
-            made = self.stacks[name].join(lambda each, index: self.file.read(each, wide, index))
+            made = self.pieces[name].join(lambda each, index: self.file.read(each, wide, index))
             return made.astype(dtype, copy=False)
         if name in self.offsets:
             return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)

@@ -66,33 +66,7 @@ def read(hf: dict[str, Any]) -> Experts | None:
     )
 
 
-def write(fields: dict[str, Any], model_type: str) -> tuple[str, dict[str, Any]]:
-    """Return the model type, and the keys of ``config.json`` for the experts of a model.
-
-    Args:
-        fields: the fields of an Architecture.
-        model_type: the type of the same model without experts.
-
-    Raises:
-        ValueError: no family of transformers has these experts.
-    """
-    experts: Experts | None = fields["experts"]
-    if experts is None:
-        return model_type, {}
-    keys = {"num_experts_per_tok": experts.num_experts_per_tok}
-    plain = not experts.shared_size and experts.router is None
-    if model_type == "qwen3" and plain:
-        return "qwen3_moe", {**qwen_keys(experts, fields["num_layers"]), "attention_bias": False}
-    whole = len(experts.layers) == fields["num_layers"] and experts.intermediate_size == fields["intermediate_size"]
-    if model_type in ("qwen2", "qwen3") or not experts.norm_topk_prob or not whole or not plain:
-        raise ValueError(
-            "no Hugging Face family has these experts: expected qk_norm (Qwen3-MoE), or no qkv_bias, norm_topk_prob and "
-            f"experts of the model's intermediate_size in every layer (Mixtral), got {experts}"
-        )
-    return "mixtral", {"num_local_experts": experts.num_experts, **keys}
-
-
-def qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
+def _qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
     """Return the keys of ``config.json`` for experts of Qwen's kind in a model of ``count`` layers."""
     if experts is None:
         return {"num_experts": 0}
@@ -108,7 +82,11 @@ def qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
 
 def family_keys(experts: Experts | None, count: int, kind: str) -> dict[str, Any]:
     """Return the keys of ``config.json`` for the experts of a model of ``count`` layers and of model type ``kind``."""
-    made = qwen_keys(experts, count)
+    made = _qwen_keys(experts, count)
+    if kind == "qwen3_moe":
+        return made
+    if kind == "mixtral":
+        return {"num_local_experts": made["num_experts"], "num_experts_per_tok": made.get("num_experts_per_tok")}
     if kind in _SHARING:
         return made | {_SHARED: 0 if experts is None else experts.shared_size}
     return {key: made[key] for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob") if key in made}

@@ -9,7 +9,7 @@ from ...sizes.experts import Experts
 from ...sizes.parts import ACTIVATIONS, LayerRope
 from ..tables import linear as linear_files
 from ..tables import stacked_experts
-from ..tables.families import FAMILIES, Family
+from ..tables.families import ALL, INFERRED, Family
 from . import experts
 from . import rope as hf_rope
 from . import routed as hf_routed
@@ -41,11 +41,11 @@ _MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` whose ``model_type`` is in `FAMILIES`; see `models.files.hf.config.read`."""
+    """Translate a ``config.json``; see `models.files.hf.config.read`."""
     model_type = hf["model_type"]
-    family = FAMILIES[model_type]
+    family = ALL[model_type]
     hf = {**family.defaults, **hf}
-    absent = [key for key in SIZES if key not in hf]
+    absent = [key for key in (*SIZES, *family.required) if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
     check_types(hf)
@@ -67,7 +67,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         context = plain.scaling.context(context)
     same = all(rope == plain for rope in layers) and plain.rotated is None
     windows = tuple(window if slid else None for slid in slides)
-    if not any(slides) or (family.windows == "all" and window is not None and window >= context):
+    whole = family.windows == "all" or model_type in INFERRED  # such a file has a window that no text fills
+    if not any(slides) or (whole and window is not None and window >= context):
         windows = ()
     kv_heads = hf.get("num_key_value_heads")
     return {
@@ -86,7 +87,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "windows": windows,
         "dtype": declared_dtype(hf),
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
-        "family": model_type,
+        "family": "" if model_type in INFERRED else model_type,
         "linear": linear_files.read(hf) if family.linear else None,
         "experts": _experts(hf, family),
         **({"qk_norm": bool(hf.get("use_qk_norm"))} if family.qk_norm_key else {}),
@@ -96,12 +97,14 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(hf: dict[str, Any], family: Family) -> Experts | None:
-    """Read the experts, where the family has no latent attention."""
-    if family.router and not family.latent:
+    """Read the experts, where the family has no latent attention; `models.files.hf.latent` reads the others'."""
+    if family.latent:
+        return None
+    if family.router:
         hf = {**hf, **family.fixed}
         hf_routed.check(hf)
         return hf_routed.read(hf)
-    return experts.read(hf) if family.experts else stacked_experts.read(hf, family.expert_files)
+    return stacked_experts.read(hf, family.expert_files) if family.expert_files else experts.read(hf)
 
 
 def declared_dtype(hf: dict[str, Any]) -> str:
@@ -171,10 +174,13 @@ def _window(hf: dict[str, Any], family: Family) -> int | None:
 def _slides(hf: dict[str, Any], family: Family, window: int | None) -> tuple[bool, ...]:
     """Tell for each layer whether it has a window."""
     count, named = hf["num_hidden_layers"], hf.get("layer_types")
-    if family.windows != "some":
-        return (window is not None,) * count
-    if window is None and family.optional_window and _SLIDING not in (named or ()):
+    switched_off = hf["model_type"] in INFERRED and not hf.get("use_sliding_window", True)
+    if switched_off or (window is None and family.optional_window and _SLIDING not in (named or ())):
         return (False,) * count
+    if family.windows != "some":
+        if hf["model_type"] in INFERRED and window is not None and {*(named or [_SLIDING])} != {_SLIDING}:
+            raise ValueError(f"unsupported layer_types {named!r:.80}, expected {_SLIDING!r} in every layer")
+        return (window is not None,) * count
     if window is None:
         raise ValueError("sliding_window must be a whole number of tokens where layers have a window, got null")
     if named is not None:
@@ -186,6 +192,8 @@ def _slides(hf: dict[str, Any], family: Family, window: int | None) -> tuple[boo
         return tuple(name == _SLIDING for name in named)
     if family.rotates == "listed":
         return tuple(not rotates for rotates in _listed(hf))
+    if "max_window_layers" in hf:
+        return tuple(layer >= hf["max_window_layers"] for layer in range(count))
     pattern = hf.get("sliding_window_pattern")
     if type(pattern) is not int or pattern < 1:
         raise ValueError(
@@ -235,7 +243,7 @@ def _ropes(
 def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int) -> LayerRope:
     """Read one rotation, an object of ``config.json``."""
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if share != 1 and not FAMILIES[hf["model_type"]].partial:
+    if share != 1 and not ALL[hf["model_type"]].partial:
         raise ValueError(f"unsupported partial_rotary_factor {share!r} for model_type {hf['model_type']!r}, expected 1.0")
     rotated = int(head_dim * share)
     if not 0 < rotated <= head_dim or rotated % 2:
@@ -258,7 +266,7 @@ def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int
 def write(fields: dict[str, Any]) -> dict[str, Any]:
     """Translate the fields of an Architecture with a ``family``; see `models.files.hf.config.write`."""
     model_type, head_dim, count = fields["family"], fields["head_dim"], fields["num_layers"]
-    family = FAMILIES[model_type]
+    family = ALL[model_type]
     windows = fields["windows"] or (None,) * count
     ropes = fields["ropes"] or (LayerRope(theta=fields["rope_theta"], scaling=fields["rope_scaling"]),) * count
     eos = list(fields["eos_token_ids"])
@@ -272,7 +280,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act": fields["activation"],
         "layer_norm_eps" if layered else "rms_norm_eps": fields["rms_norm_eps"],
         "tie_word_embeddings": fields["tie_word_embeddings"],
-        family.qkv_bias_key or "attention_bias": fields["qkv_bias"],
+        **({family.qkv_bias_key: fields["qkv_bias"]} if family.qkv_bias_key else {"attention_bias": False}),
         **({family.out_bias_key: fields["out_bias"]} if family.out_bias_key else {}),
         **({} if family.experts else stacked_experts.write(fields["experts"])),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
@@ -293,6 +301,10 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         hf["sliding_window"] = max(sizes, default=unused)
     if family.windows == "some":
         hf["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
+    if "max_window_layers" in family.defaults:  # its readers see the same model if the layers with a window are the last
+        hf["max_window_layers"] = sum(window is None for window in windows)
+    if "use_sliding_window" in family.defaults:
+        hf["use_sliding_window"] = bool(fields["windows"])
     if family.linear:
         hf |= linear_files.write(fields["linear"], count)
     if family.qk_norm_key:
@@ -304,8 +316,9 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)
     if family.rotates == "listed":
         hf["no_rope_layers"] = [int(rope.rotated != 0) for rope in ropes]
-        hf["use_sliding_window"] = bool(fields["windows"])
     scaling = fields["rope_scaling"]
+    if model_type in INFERRED:  # older readers know these families, and the old keys of RoPE
+        hf |= {"rope_theta": fields["rope_theta"], "rope_scaling": None if scaling is None else hf_rope.write(scaling)}
     if scaling is not None and scaling.rope_type == "dynamic":
         hf["max_position_embeddings"] = scaling.original_max_position_embeddings
     elif scaling is not None and "original_max_position_embeddings" in family.defaults:

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from ...sizes.architecture import Architecture
 from ...sizes.experts import Experts
 from ...sizes.latent import Latent
-from .families import FAMILIES, Family, channel_order
+from .families import FAMILIES, INFERRED, Family, channel_order
 from .leaf import AnyLeaf, Leaf
 from .linear import leaves as linear_leaves
 from .stacked_experts import stacked
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-_LLAMA = Family(name="", class_name="")  # the names of all families that are not in `FAMILIES`
 
 
 def checkpoint_table(config: Architecture) -> list[AnyLeaf]:
     """List every parameter of ``config``'s model with its file tensors, layer by layer."""
-    hidden, family = config.hidden_size, FAMILIES.get(config.family, _LLAMA)
+    hidden, family = config.hidden_size, FAMILIES.get(config.family, INFERRED["llama"])
     leaves: list[AnyLeaf] = [Leaf("embed/embedding", (EMBEDDING,), ((config.vocab_size, hidden),))]
     for layer in range(config.num_layers):
         ours, theirs = f"layers_{layer}", f"model.layers.{layer}"

@@ -1,8 +1,7 @@
-"""The families of models whose layers have other parts than Llama's, and how their files name and store the parameters.
+"""The families of models that load, and how their files name and store the parameters.
 
 A family is data: the parts that all its models have, and the defaults of transformers' class for keys that a ``config.json``
-may lack. `models.files.hf.families` translates the files, and `models.files.tables.checkpoint` names the tensors. The older
-families (Llama, Mistral, Qwen, Mixtral) are in `models.files.hf.config`.
+may lack. `models.files.hf.families` translates the files, and `models.files.tables.checkpoint` names the tensors.
 
 Source: the classes of transformers 5.24.
 """
@@ -40,6 +39,7 @@ class Family:
     fused_gate_up: bool = False  # one tensor has the rows of gate and up
     interleaved: bool = False  # RoPE rotates neighbouring channels
     partial: bool = False  # RoPE may rotate a part of each head
+    required: tuple[str, ...] = ()  # keys that a file must have, beside the sizes that all have
     refused: str = ""  # for people: what a file of this type may ask for and does not get
     windows: str = "none"  # layers with a window: "none", "all" or "some"
     optional_window: bool = False  # a null sliding_window means full attention in layers that would have a window
@@ -58,6 +58,8 @@ class Family:
     fixed: Mapping[str, Any] = types.MappingProxyType({})  # key of the file -> the only value that is computed
 
 
+_KV_HEADS = ("num_key_value_heads",)
+_SILU = {"hidden_act": "silu"}
 _GEMMA_PARTS = {"norm_place": "both"}
 _GEMMA_NUMBERS = {"query_pre_attn_scalar": "query_scale", "final_logit_softcapping": "logit_softcap"}
 _GEMMA_DEFAULTS = {
@@ -86,8 +88,33 @@ _GPT_OSS_ROPE = {
 _COHERE_PARTS = {"norm": "layer", "norm_place": "parallel"}
 _COHERE_NORMS = {"attention_norm": "input_layernorm"}
 _COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096}
 _BLOCKS = "weights of 8 bits in blocks, which published models have"
 
+# Families that a config names by its parts alone, `Architecture.family` being "".
+INFERRED = {
+    "llama": Family(name="Llama 3, Yi, SmolLM2", class_name="Llama", fixed=_SILU),
+    "mistral": Family(
+        name="Mistral", class_name="Mistral", windows="all", required=_KV_HEADS, defaults={"sliding_window": 4096},
+        fixed=_SILU,
+    ),
+    "qwen2": Family(
+        name="Qwen 2, Qwen 2.5", class_name="Qwen2", parts={"qkv_bias": True}, windows="some", required=_KV_HEADS,
+        optional_window=True, defaults={**_QWEN_WINDOWS, "max_window_layers": 28}, fixed=_SILU,
+    ),
+    "qwen3": Family(
+        name="Qwen 3, dense", class_name="Qwen3", parts={"qk_norm": True}, windows="some", required=_KV_HEADS,
+        optional_window=True, defaults={**_QWEN_WINDOWS, "max_window_layers": 28, "head_dim": 128}, fixed=_SILU,
+    ),
+    "qwen3_moe": Family(
+        name="Qwen 3, experts", class_name="Qwen3Moe", parts={"qk_norm": True}, windows="all", required=_KV_HEADS,
+        experts=True, defaults=_QWEN_WINDOWS, fixed=_SILU,
+    ),
+    "mixtral": Family(
+        name="Mixtral", class_name="Mixtral", windows="all", required=_KV_HEADS, experts=True, fixed=_SILU,
+        defaults={"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+}  # fmt: skip
 FAMILIES = {
     "gemma2": Family(
         name="Gemma 2", class_name="Gemma2", parts=_GEMMA_PARTS, norms=_GEMMA, norm_offset=1.0, windows="some",
@@ -231,6 +258,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+ALL = {**INFERRED, **FAMILIES}
 # Types that people ask for and that this decoder cannot run: the part that is missing.
 MISSING = {
     "qwen3_5": "an encoder of images; its text model has model_type 'qwen3_5_text'",

@@ -5,16 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from .families import FAMILIES, MISSING, Family
+from .families import ALL, MISSING, Family
 
-_OLDER = {  # model_type -> models and the parts beside Llama's; they are not in `FAMILIES`
-    "llama": ("Llama 3, Yi, SmolLM2", ""),
-    "mistral": ("Mistral", "windows in all layers"),
-    "qwen2": ("Qwen 2, Qwen 2.5", "bias on q, k and v; windows in some layers"),
-    "qwen3": ("Qwen 3, dense", "norms of each q and k head; windows in some layers"),
-    "qwen3_moe": ("Qwen 3, experts", "norms of each q and k head; experts; windows in all layers"),
-    "mixtral": ("Mixtral", "experts; windows in all layers"),
-}
 _PLACES = {"after": "norms after attention and MLP", "both": "norms before and after attention and MLP",
            "parallel": "attention and MLP beside each other"}  # fmt: skip
 _NUMBERS = {
@@ -41,7 +33,7 @@ _PARTS: tuple[Callable[[Family], str], ...] = (
     lambda f: "embedding scale" * ("query_pre_attn_scalar" in f.numbers),
     lambda f: ", ".join(_NUMBERS[field] for field in f.numbers.values()),
     lambda f: "sink logits" * bool(f.parts.get("attention_sinks")),
-    lambda f: "bias on q, k and v" * (bool(f.qkv_bias_key) and f.out_bias_key != "attention_bias"),
+    lambda f: "bias on q, k and v" * (bool(f.qkv_bias_key or f.parts.get("qkv_bias")) and f.out_bias_key != "attention_bias"),
     lambda f: "bias on q, k, v and the output" * (f.out_bias_key == "attention_bias"),
     lambda f: "bias on the output" * (f.out_bias_key == "attention_out_bias"),
     lambda f: "" if f.expert_files is None else f"experts{' with biases and a clamped gate' * f.expert_files.clamped}",
@@ -65,11 +57,8 @@ class Row:
 
 def rows() -> tuple[Row, ...]:
     """List every ``model_type`` that loads."""
-    made = [Row(kind, name, parts, "") for kind, (name, parts) in _OLDER.items()]
-    for kind, family in FAMILIES.items():
-        parts = "; ".join(text for part in _PARTS if (text := part(family)))
-        made.append(Row(kind, family.name, parts, family.refused))
-    return tuple(made)
+    described = {kind: "; ".join(text for part in _PARTS if (text := part(family))) for kind, family in ALL.items()}
+    return tuple(Row(kind, family.name, described[kind], family.refused) for kind, family in ALL.items())
 
 
 def markdown() -> str:

@@ -1,0 +1,106 @@
+"""Tables of records for the site: each kind of record has the table of its command."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.cli import read_record
+from experiments.evaluation import read_runs, report
+from experiments.lab.ablations import ablation_tables
+from experiments.lab.exact.report import exact_tables
+from experiments.lab.fidelity import fidelity_tables
+from experiments.lab.insight.report import table as insight_table
+from experiments.lab.peers.speed.report import peer_tables
+from experiments.records import device_kinds, markdown_rows, short_commit
+from experiments.speed import kernel_table, offload_tables, speed_tables, tpu_bytes_table
+
+_WITH_NOTES = {
+    "speed": speed_tables, "offload": offload_tables, "kernels": kernel_table, "peers": peer_tables,
+    "tpu-bytes": tpu_bytes_table,
+}  # fmt: skip
+_PATTERNS = ("*.json", "exact/*.json", "results/*/metrics.json", "fidelity/*/metrics.json", "ablations/*.json")
+
+
+def tables(path: pathlib.Path) -> str:
+    """Make the Markdown tables of a record or of a result folder; "" for a kind of record that has none.
+
+    Raises:
+        ValueError: the path holds no record.
+    """
+    record = read_record(path)
+    kind = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
+    if kind == "eval":
+        return report([path])
+    if kind == "fidelity":
+        return fidelity_tables(record)
+    if kind == "ablation":
+        return ablation_tables([path], path.parents[2] / "tables")
+    if kind == "insight":
+        return insight_table(record)
+    if kind == "exact":
+        return exact_tables(record["metrics"])
+    return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
+
+
+def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str]) -> str:
+    """Make a table of some fields of a record's metrics.
+
+    Args:
+        path: a record or a result folder.
+        names: the fields; a row without one has an empty cell.
+        where: the values of fields, as text, that select rows.
+
+    Raises:
+        ValueError: no row has these values.
+    """
+    rows = [row for row in read_record(path)["metrics"] if all(_cell(row.get(name)) == x for name, x in where.items())]
+    if not rows:
+        raise ValueError(f"{path} has no row with {where}")
+    return "\n".join(markdown_rows([tuple(names), *(tuple(_cell(row.get(name)) for name in names) for row in rows)]))
+
+
+def pages(docs: pathlib.Path) -> dict[str, str]:
+    """Write a page of tables for each record that has some, and the list of all records; by the name of the file.
+
+    Args:
+        docs: folder of the documentation, with the folder ``records`` in it.
+    """
+    folder, listed, made = docs / "records", [], {}
+    for file in (file for pattern in _PATTERNS for file in sorted(folder.glob(pattern))):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if "commit" not in record:
+            continue  # scores of heads, which are an input of methods
+        path = file.parent if file.name == "metrics.json" else file
+        name = "-".join(path.relative_to(folder).with_suffix("").parts) if path.is_file() else f"{path.parent.name}-{path.name}"
+        link = f"../records/{file.relative_to(folder).as_posix()}"
+        text = tables(path)
+        if text:
+            body = text.partition("\n")[2] if text.startswith("# ") else text
+            made[f"{name}.md"] = f"# Record {name}\n\n[The record]({link}).\n\n{body}\n"
+        title = f"[{name}]({name}.md)" if text else name
+        listed.append((title, record["experiment"], *_origin(path, record), f"[file]({link})"))
+    head = ("record", "experiment", "dates", "commits", "devices", "JAX", "")
+    toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in made), "```"])
+    told = (
+        "Every measured number of these pages comes from one of these files, which hold settings, versions, devices, commits "
+        "and dates; [how to repeat them](../reproduce.md)."
+    )
+    return {**made, "index.md": "\n".join(["# Records", "", told, "", *markdown_rows([head, *listed]), "", toctree, ""])}
+
+
+def _origin(path: pathlib.Path, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Tell the first and the last day, the commits, the devices and the version of JAX."""
+    notes = (record.get("notes") or {}).get("runs") or {}
+    runs = [(date, about.get("commit")) for date, about in notes.items()]
+    runs = runs or [(run["date"], run.get("commit")) for run in (read_runs(path) if path.is_dir() else [])]
+    runs = sorted(runs, key=lambda run: run[0]) or [(record["date"], record["commit"])]
+    days = dict.fromkeys(date[:10] for date in (runs[0][0], runs[-1][0]))
+    commits = dict.fromkeys(short_commit(commit) for _, commit in runs)
+    return " to ".join(days), ", ".join(commits), " and ".join(device_kinds(record)), record["versions"].get("jax", "")
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
