@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
 def read_as[Reading](cls: type[Reading], method: Any, **knobs: Any) -> Reading:
     """Make a reading with the fields of ``method``, of whose class ``cls`` is a subclass, some of them changed."""
-    return cls(**{name: vars(method)[name] for name in method.__dataclass_fields__} | knobs)
+    return cls(**{field.name: vars(method)[field.name] for field in dataclasses.fields(method)} | knobs)
