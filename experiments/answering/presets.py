@@ -181,15 +181,7 @@ def _factor(length: int, window: int) -> tuple[dict[str, Any], str]:
 def knobs_by_method(
     pairs: Sequence[str], parse: Callable[[str, Sequence[str]], dict[str, Any]] = registry.parse_knobs
 ) -> dict[str, dict[str, Any]]:
-    """Parse knobs by method from texts `method.knob=value`.
-
-    Args:
-        pairs: the texts.
-        parse: parses the texts `knob=value` of a method.
-
-    Raises:
-        ValueError: a text has no dot before its equals sign, a method is unknown, or `parse` refuses a text.
-    """
+    """Parse knobs by method from texts ``method.knob=value``; ``parse`` reads the texts ``knob=value`` of a method."""
     grouped: dict[str, list[str]] = {}
     for pair in pairs:
         named, equals, value = pair.partition("=")

@@ -84,15 +84,7 @@ class Grid:
 
 
 def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
-    """Make the grid of the only method of some settings, and refuse what cannot be run, before anything is loaded.
-
-    Args:
-        settings: the settings of the evaluation.
-        texts: KNOB=V1,V2,... for each knob that is varied.
-
-    Raises:
-        ValueError: several methods, questions in turns, a text of another form, or a setting that the method refuses.
-    """
+    """Make the grid of the settings' only method from texts KNOB=V1,V2,..., and refuse what cannot be run."""
     if len(settings.methods) != 1 or settings.budgets:
         got = f"{', '.join(choice.label for choice in settings.methods)}{' and --budgets' * bool(settings.budgets)}"
         raise ValueError(f"--grid varies the knobs of one method, budgets too: expected one in --methods, got {got}")
@@ -116,15 +108,7 @@ def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
 
 
 def run_grid(runner: Runner, grid: Grid) -> None:
-    """Run every cell of the runner's settings under Full, then under the whole grid at once.
-
-    Args:
-        runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
-        grid: the settings.
-
-    Raises:
-        ValueError: a ``kv_dtype`` that the method does not support.
-    """
+    """Run every cell of the runner's settings under Full, then under the whole grid at once."""
     settings = runner.settings
     choices = grid.choices()
     # All methods are made before Full is run, which takes long.
@@ -149,8 +133,8 @@ def run_grid(runner: Runner, grid: Grid) -> None:
         rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes), runner.model.groups)
         answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
-            told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
-            runner.folder.add({**row, **identities[index], **told, **runner.placed}, identities[index], predictions)
+            about = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
+            runner.folder.add({**row, **identities[index], **about, **runner.placed}, identities[index], predictions)
 
 
 def _label(grid: Grid, choice: Choice) -> str:
@@ -192,8 +176,8 @@ def _answer(
                 kv_dtype=model.kv_dtype,
             )
             for lane, result in enumerate(results):
-                made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
-                ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
+                answers, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
+                ids[lane] += [answers[row, : counts[row]].tolist() for row in range(real)]
                 stats[lane].append((real, measured))
     shared = {
         "seconds": round(timer.run / len(methods), 3),

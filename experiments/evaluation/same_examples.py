@@ -40,12 +40,9 @@ class Answered:
         ]
 
     def check(self, encoded: Encoded) -> None:
-        """Refuse a cell if a row answered other examples of it.
+        """Refuse a cell if a row answered other examples of it, or if its keys do not tell.
 
         The same examples must have been drawn; a row of fewer or more samples must hold some or all of them.
-
-        Raises:
-            ValueError: a row answered other examples, or its keys do not tell.
         """
         cell = encoded.cell
         wanted = {name: value for name, value in cell.identity.items() if name != "samples"}
@@ -63,14 +60,7 @@ class Answered:
                 )
 
     def check_tasks(self, cells: Sequence[Cell]) -> None:
-        """Refuse rows of a file's task that the file no longer has.
-
-        Args:
-            cells: the cells of the run, with all tasks of each of its files.
-
-        Raises:
-            ValueError: a row's file is asked again, and lacks the row's task.
-        """
+        """Refuse rows of tasks that their files, whose cells are all in ``cells``, no longer have."""
         tasks: dict[str, set[str]] = {}
         for cell in cells:
             if cell.source:

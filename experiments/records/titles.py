@@ -8,9 +8,7 @@ from kvjax import registry
 def method_title(label: str) -> str:
     """Write a method as its paper does: ``chess(ratios=...)`` is CHESS(ratios=...), and ``chess_fixed`` is CHESS (fixed).
 
-    Args:
-        label: a method as commands take it, or the name of a timed variant: a method, an underscore and a word, or a method,
-            an at sign and the dtype of its cache.
+    A label may also be a timed variant: a method, an underscore and a word, or a method, an at sign and the cache's dtype.
     """
     base, at, dtype = label.partition("@")
     if at:

@@ -50,7 +50,9 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
 
 
 def passes[T](field: str, hook: T) -> T:
-    """Make a hook of a wrapper that calls the inner method's hook: ``compress = passes("method", SlotMethod.compress)``.
+    """Make a hook of a wrapper that calls the inner method's hook.
+
+    A wrapper writes ``compress = passes("method", SlotMethod.compress)``.
 
     Args:
         field: the wrapper's field with the inner method, which gets the arguments as they are.

@@ -89,17 +89,8 @@ def fingerprint(params: Mapping[str, Any]) -> str:
 def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax.Array) -> dict[str, Any]:
     """Initialise the factors of an adapter that changes nothing yet.
 
-    Args:
-        params: the base's parameters.
-        num_layers: L, the base's layers.
-        rank: R.
-        key: PRNG key of the first factors; the second factors are zeros.
-
     Returns:
         A tree of float32 factors; see the module's text.
-
-    Raises:
-        ValueError: the base has experts, layers of linear attention or latent attention.
     """
     if part := _unfit(flatten_dict(params, sep="/")):
         raise ValueError(f"an adapter needs one matrix for each projection, got a model with {part}")
@@ -131,15 +122,8 @@ def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
     """Add an adapter's factors to the parameters of its base.
 
-    Args:
-        params: the base's parameters; they are not changed. On a mesh each device computes its parts.
-        factors: see the module's text.
-
     Returns:
         The adapted parameters: a tree like ``params``, with its dtypes and devices. Leaves without factors are shared.
-
-    Raises:
-        ValueError: the factors do not fit the parameters.
     """
     flat, given = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
     num_layers = sum(name.startswith("layers_") for name in params)
@@ -205,13 +189,6 @@ def stretched(config: Architecture, factor: float) -> Architecture:
     """Stretch a model's context: divide its slow rotary frequencies by a factor, so that no angle is new to the model.
 
     The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
-
-    Args:
-        config: the model.
-        factor: new length of the context / old length; 1 changes nothing.
-
-    Raises:
-        ValueError: the model's frequencies are scaled already.
     """
     if factor == 1:
         return config
@@ -255,12 +232,7 @@ def apply_adapter(
 
 
 def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
-    """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter.
-
-    Raises:
-        FileNotFoundError: a file is absent.
-        ValueError: a file is damaged.
-    """
+    """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter."""
     directory = Path(directory)
     for name in (WEIGHTS, DESCRIPTION):
         if not (directory / name).is_file():
@@ -292,11 +264,7 @@ def _scales(name: str, names: Collection[str]) -> bool:
 
 
 def _factor(opened: Any, name: str) -> np.ndarray:
-    """Read a factor in the file's dtype; of a factor in 8 bits, its numbers in float32.
-
-    Raises:
-        ValueError: a factor in 8 bits lacks its scales.
-    """
+    """Read a factor in the file's dtype; of a factor in 8 bits, its numbers in float32."""
     if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
         raise ValueError(f"{WEIGHTS} is damaged: {wrong}")
     return numbers(opened, name, (slice(None),) * len(opened.get_slice(name).get_shape()))
@@ -306,11 +274,6 @@ def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about
     """Write an adapter: the factors in bfloat16, and their description.
 
     Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged.
-
-    Args:
-        directory: is created if absent.
-        factors: see the module's text.
-        about: what the adapter belongs to.
     """
     flat = flatten_dict(factors, sep="/")
     stored = {name: np.ascontiguousarray(np.asarray(leaf).astype(ml_dtypes.bfloat16)) for name, leaf in flat.items()}

@@ -45,24 +45,12 @@ def pack(tensors: Mapping[str, np.ndarray], block: int = BLOCK) -> dict[str, np.
 
 
 def pack_file(source: str | os.PathLike, target: str | os.PathLike, block: int = BLOCK) -> None:
-    """Write the tensors of a safetensors file in 8 bits; see `pack`.
-
-    Args:
-        source: the file.
-        target: the new file, which may be the same.
-        block: numbers that share a scale.
-    """
+    """Write the tensors of a safetensors file in 8 bits; see `pack`."""
     pathlib.Path(target).write_bytes(save(pack(load_file(source), block), metadata={"format": "pt"}))
 
 
 def numbers(opened: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a tensor of an opened safetensors file: in the file's dtype, or float32 from 8 bits.
-
-    Args:
-        opened: what `safetensors.safe_open` returns.
-        name: the tensor.
-        index: a slice for each dimension.
-    """
+    """Read a part of a tensor of an opened safetensors file: in the file's dtype, or float32 from 8 bits."""
     whole = opened.get_slice(name)
     part = whole[index]
     if whole.get_dtype() != "I8":

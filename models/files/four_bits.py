@@ -42,7 +42,7 @@ def numbers(blocks: Any, scales: Any, index: tuple[slice, slice, slice]) -> np.n
     Returns:
         bfloat16, the part.
     """
-    count, _, columns, _ = blocks.get_shape() if "get_shape" in dir(blocks) else blocks.shape
+    count, _, columns, _ = getattr(blocks, "get_shape", lambda: blocks.shape)()
     experts, inner, outer = index
     start, stop, _ = inner.indices(columns * _BLOCK)
     first, last = start // _BLOCK, -(-stop // _BLOCK)

@@ -42,13 +42,7 @@ class SafeTensors:
 
     @classmethod
     def of(cls, directory: Path, config: Architecture, table: list[AnyLeaf]) -> SafeTensors:
-        """Find and check the tensors that ``table`` asks for.
-
-        Raises:
-            FileNotFoundError: a weight file or a shard is absent.
-            ValueError: a file is damaged, or tensors are missing, unused, or of a wrong shape or dtype; the message names all
-                of these tensors.
-        """
+        """Find and check the tensors that ``table`` asks for."""
         files = _tensor_files(directory)
         found = cls(directory, files, config.tie_word_embeddings)
         _check(directory, config, [dataclasses.replace(leaf, names=found.names(leaf)) for leaf in table], files)
@@ -60,11 +54,7 @@ class SafeTensors:
         return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
 
     def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
-        """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files.
-
-        Raises (by the returned function):
-            ValueError: tied embeddings are stored twice and differ.
-        """
+        """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files."""
 
         def read(index: Index) -> np.ndarray:
             part, rows = leaf.part(index)

@@ -49,11 +49,7 @@ class Latent:
 
 
 def check_latent(config: Any) -> None:
-    """Refuse a `ModelConfig` whose other fields do not fit its latent.
-
-    Raises:
-        ValueError: the message names the field, what it holds, and what was expected.
-    """
+    """Refuse a `ModelConfig` whose other fields do not fit its latent."""
     latent = config.latent
     if latent is None:
         return
@@ -77,12 +73,7 @@ def check_latent(config: Any) -> None:
 
 
 def query_scale(latent: Latent, scaling: Any) -> float:
-    """Compute the factor on the product of query and key, with YaRN's factor on all channels.
-
-    Args:
-        latent: the sizes.
-        scaling: the rule that stretches RoPE, or None.
-    """
+    """Compute the factor on the product of query and key, with YaRN's factor on all channels."""
     share = scaling.mscale_all_dim if isinstance(scaling, YarnScaling) else None
     stretch = 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1 if share else 1.0
     return latent.query_dim**-0.5 * stretch**2

@@ -21,18 +21,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of a me
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
 ) -> str:
-    """Render a conversation.
-
-    Args:
-        template: Jinja text.
-        messages: each with "role" and "content".
-        continue_final_message: whether the text ends with the last message's content.
-        **variables: what the template may name, besides the messages.
-
-    Raises:
-        jinja2.exceptions.TemplateError: the template refuses the conversation, or is malformed.
-        ValueError: the last message cannot be continued, because it has no content or the template leaves it out.
-    """
+    """Render a conversation."""
     chat = [_with_reasoning(_plain(message)) for message in messages]
     last = ""
     if continue_final_message:

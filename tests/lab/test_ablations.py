@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.answering import generate, load_model
+from experiments.answering import load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.lab.ablations import records_in
 from experiments.lab.ablations.__main__ import main
@@ -18,6 +18,7 @@ from experiments.lab.ablations.chess_plans import CHESS_BUDGETS, READINGS
 from experiments.lab.ablations.claims import CLAIMS, FULL, Claim, Comparison
 from experiments.lab.ablations.cluster_drift import CLUSTERS
 from experiments.lab.ablations.distance import measure_distance, write_text
+from experiments.lab.ablations.measure import generate
 from experiments.lab.ablations.plans import ABLATIONS
 from experiments.lab.ablations.run import run_ablation
 from experiments.lab.ablations.settings import AblationSettings

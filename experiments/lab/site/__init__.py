@@ -1,8 +1,8 @@
-"""The Sphinx extension of the documentation: pages and tables that are made from docstrings and records when the site is built.
+"""The Sphinx extension of the documentation: pages and tables made from docstrings and records when the site is built.
 
 Three directives for pages in Markdown. ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
-takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or the methods that it names.
-``{knobs} METHOD`` lists the hyper-parameters of a method.
+takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or those that it names.
+``{knobs} METHOD`` lists the hyper-parameters of a method. ``{operations}`` lists the operations of `pallas_kernels`.
 """
 
 from __future__ import annotations

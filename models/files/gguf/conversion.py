@@ -47,12 +47,6 @@ def convert(
 
     Returns:
         ``directory``.
-
-    Raises:
-        FileExistsError: ``directory`` exists.
-        FileNotFoundError: the GGUF file does not exist.
-        ValueError: the dtype is unknown, the file is damaged, or the model or its tokenizer is not supported.
-        OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
     check_dtype(dtype)
@@ -80,11 +74,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def save_tokenizer(file: GGUFFile, directory: Path) -> None:
-    """Write the tokenizer of a GGUF file as ``tokenizer.json``, with ``tokenizer_config.json`` and its chat template.
-
-    Raises:
-        ValueError: the tokenizer is of a kind that is not supported.
-    """
+    """Write the tokenizer of a GGUF file as ``tokenizer.json``, with ``tokenizer_config.json`` and its chat template."""
     tokenizer = build_tokenizer(file)
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(file, read_config(file)))
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

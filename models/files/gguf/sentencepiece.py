@@ -22,11 +22,7 @@ _UNKNOWN, _BYTE = 2, 6  # values of tokenizer.ggml.token_type
 
 
 def sentencepiece(file: GGUFFile) -> Tokenizer:
-    """Build the tokenizer of a file, without its special tokens and without what begins and ends a text.
-
-    Raises:
-        ValueError: the file lacks tokens or scores, or they do not fit each other.
-    """
+    """Build the tokenizer of a file, without its special tokens and without what begins and ends a text."""
     absent = [key for key in ("tokens", "scores", "token_type") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")

@@ -42,11 +42,7 @@ class GGUFTensors:
 
     @classmethod
     def of(cls, file: GGUFFile, config: Architecture, table: Sequence[AnyLeaf]) -> GGUFTensors:
-        """Map the tensors that ``table`` asks for to tensors of the file.
-
-        Raises:
-            ValueError: tensors are missing, unused or of a wrong shape; the message names all of them.
-        """
+        """Map the tensors that ``table`` asks for to tensors of the file."""
         arch = architecture(file)
         mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
         names, expected, rotated, offsets = {}, {}, {}, {}
@@ -78,11 +74,7 @@ class GGUFTensors:
         return cls(file, names, rotated, pieces, offsets)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
-
-        Raises:
-            ValueError: the package ``gguf`` cannot decode the tensor's type.
-        """
+        """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``."""
         if name in self.pieces:
             # The logarithm of a decay is rounded once, after it is taken.
             wide = np.dtype(np.float32) if name.endswith(".A_log") else dtype
@@ -95,11 +87,7 @@ class GGUFTensors:
         return tensor if heads is None else halves(tensor, heads)
 
     def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
-        """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first.
-
-        Raises:
-            ValueError: the package ``gguf`` cannot decode a tensor's type.
-        """
+        """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first."""
         whole = leaf.join([self.read(name, dtype) for name in leaf.names])
 
         def read(index: Index) -> np.ndarray:

@@ -108,14 +108,7 @@ _OF_ROPE: dict[str, _Kind] = {
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` in which a known key has a value of the wrong type.
-
-    Args:
-        hf: the file as a dict; unknown keys are not checked.
-
-    Raises:
-        ValueError: a value has the wrong type; the message names the key, the value and the expected type.
-    """
+    """Refuse a ``config.json`` in which a known key has a value of the wrong type."""
     for key, kind in _NEVER_NULL.items():
         if key in hf:
             _check(key, hf[key], kind)
@@ -138,11 +131,7 @@ def _check(key: str, value: Any, kind: _Kind) -> None:
 
 
 def eos_ids(value: Any) -> tuple[int, ...]:
-    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list.
-
-    Raises:
-        ValueError: ``value`` is no whole number, and no list of whole numbers.
-    """
+    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list."""
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for item in ids:
         if not _is_whole(item):

@@ -22,14 +22,7 @@ _OF_QWEN = ("qwen3_moe", *_SHARING)  # with `mlp_only_layers`
 
 
 def read(hf: dict[str, Any]) -> Experts | None:
-    """Read the experts that ``config.json`` declares; None if no layer has experts.
-
-    Args:
-        hf: the file as a dict, with ``model_type`` and ``num_hidden_layers``.
-
-    Raises:
-        ValueError: keys are missing or contradict each other, or a family without experts declares experts.
-    """
+    """Read the experts that ``config.json`` declares; None if no layer has experts."""
     kind = hf["model_type"]
     counts = {key: hf[key] for key in _COUNTS if hf.get(key) is not None}
     if kind not in FAMILIES:

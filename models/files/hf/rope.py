@@ -23,15 +23,7 @@ _REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yar
 
 
 def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
-    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
-
-    Args:
-        hf: the file as a dict, with ``max_position_embeddings``.
-        default_theta: the base if the file has none.
-
-    Raises:
-        ValueError: the rule is unknown, lacks a parameter, or has a parameter that this library does not read.
-    """
+    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     known = ("default", *RULES)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):

@@ -112,11 +112,6 @@ def _mlp(config: Architecture, family: Family, layer: int) -> list[AnyLeaf]:
 def _expert_tensors(layer: str, count: int, qwen: bool) -> tuple[str, list[str], list[str]]:
     """Name the file's tensors of one layer's experts.
 
-    Args:
-        layer: "model.layers.3".
-        count: E.
-        qwen: whether the family is Qwen3-MoE, else Mixtral.
-
     Returns:
         The router's tensor; gate and up of each expert in turn; down of each expert.
     """

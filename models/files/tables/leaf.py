@@ -80,11 +80,7 @@ class Leaf:
         return self.transpose or self.path.endswith("embedding")
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """Join the file tensors into the parameter: a view or one copy, in the file's dtype.
-
-        Args:
-            tensors: a file tensor for each name; or, of a name that stands there several times, the rows of each part.
-        """
+        """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
         parts = [self._own(tensor, index) for index, tensor in enumerate(tensors)]
         folded = [self._ordered(part.reshape(fold), i) for i, (part, fold) in enumerate(zip(parts, self.folds, strict=True))]
         if self.offset:
@@ -202,11 +198,7 @@ class StackedLeaf:
         return whole.reshape(*whole.shape[:-1], 2, -1)[..., self.cut] if self.gates else whole
 
     def part(self, index: Index) -> tuple[StackedLeaf, list[Index]]:
-        """Select what to read of the tensor for a part of the parameter, and the leaf that makes the part of it.
-
-        Args:
-            index: a slice for each dimension of the parameter; at most F, or the in of ``down``, is a part.
-        """
+        """Select what to read of the tensor for a part of the parameter, and the leaf that makes the part of it."""
         own, cut = list(index), self.cut
         if self.gates:
             *own, _, inner = own

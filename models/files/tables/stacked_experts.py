@@ -37,11 +37,7 @@ _CLAMP = {"swiglu_limit": "limit", "swiglu_alpha": "alpha"}  # key of config.jso
 
 
 def read(hf: dict[str, Any], files: ExpertFiles | None) -> Experts | None:
-    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts.
-
-    Raises:
-        ValueError: a key is absent, or its value cannot be.
-    """
+    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts."""
     if files is None:
         return None
     absent = [key for key in ("num_local_experts", "num_experts_per_tok") if hf.get(key) is None]
