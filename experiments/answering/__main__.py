@@ -88,9 +88,9 @@ def _generate(settings: GenerateSettings) -> None:
         text, new = GrowingText(tokenizer), 0
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                made = out.rows()[0]
-                new += len(made)
-                _show(text.add([token for token in made if token not in config.eos_token_ids]))
+                piece = out.rows()[0]
+                new += len(piece)
+                _show(text.add([token for token in piece if token not in config.eos_token_ids]))
     _show(text.add([], last=True) + "\n")
     _say(out.stats.summary())
     _say(

@@ -44,17 +44,17 @@ def calibration_tokens(
     """Encode held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts]."""
     each = -(-calibration.prompts // len(calibration.tasks))
     seed = calibration.seed + CALIBRATION_SEED
-    made = [
+    prompts = [
         encode_cell(reading or Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
         for task in calibration.tasks
     ]
-    rows = [tokens[index] for index in range(each) for tokens in made][: calibration.prompts]
+    rows = [tokens[index] for index in range(each) for tokens in prompts][: calibration.prompts]
     return pad(rows, calibration.length)
 
 
-def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
+def needs_thresholds(name: str, knobs: Mapping[str, Any]) -> bool:
     """Tell whether the method is CHESS, with a trigger that needs the thresholds of `chess_thresholds`."""
-    return name == "chess" and given.get("trigger", "and") in ("and", "or")
+    return name == "chess" and knobs.get("trigger", "and") in ("and", "or")
 
 
 def chess_thresholds(

@@ -63,17 +63,17 @@ def _stated(card: pathlib.Path) -> str:
     """Read the licence that a model card states in the lines before its text."""
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    found = re.search(r"(?m)^license(?:_name)?: *['\"]?([\w.+-]+)", head.group(1)) if head else None
-    return found.group(1) if found else "not stated"
+    licence = re.search(r"(?m)^license(?:_name)?: *['\"]?([\w.+-]+)", head.group(1)) if head else None
+    return licence.group(1) if licence else "not stated"
 
 
 def _fetch(command: FetchCommand) -> None:
     """Print the directory, the size and the licence."""
-    found = find(command.name, offline=command.offline)
+    model = find(command.name, offline=command.offline)
     if command.json:
-        print(json.dumps({**dataclasses.asdict(found), "directory": str(found.directory)}))
+        print(json.dumps({**dataclasses.asdict(model), "directory": str(model.directory)}))
     else:
-        print(f"{found.directory}\nsize: {found.size / 1e6:.0f} MB\nlicence: {found.licence}")
+        print(f"{model.directory}\nsize: {model.size / 1e6:.0f} MB\nlicence: {model.licence}")
 
 
 main = Job(_fetch, FetchCommand)

@@ -126,7 +126,7 @@ class LoadedModel:
 def _some(leaf: Array) -> np.ndarray:
     """Sample some values of a parameter, float32: every n-th of the flat array, read in place."""
     at = np.stack(np.unravel_index(np.arange(0, leaf.size, max(1, leaf.size // _NUMBERS)), leaf.shape))
-    found = np.zeros(at.shape[1], np.float32)
+    values = np.zeros(at.shape[1], np.float32)
     for shard in leaf.addressable_shards:
         bounds = [part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True)]
         first, end, _ = np.asarray(bounds, int).reshape(-1, 3).T[..., None]
@@ -134,8 +134,8 @@ def _some(leaf: Array) -> np.ndarray:
         if shard.replica_id == 0 and here.any():
             # On a CPU np.asarray gives the array itself; elsewhere it would copy the whole array.
             data = np.asarray(shard.data) if jax.default_backend() == "cpu" else shard.data
-            found[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
-    return found
+            values[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
+    return values
 
 
 def load_model(

@@ -124,13 +124,7 @@ def parse(
 ) -> list[Any]:
     """Build an instance of each dataclass from flags and values by name; a flag replaces the value of its name.
 
-    Args:
-        kinds: the dataclasses; no two have a field of the same name.
-        argv: arguments without the program's name; None takes the process's.
-        values: values as a YAML file holds them; None takes them from the file that ``--config`` names, if it is given.
-        where: the file of ``values``, for messages.
-        prog: the command as users write it.
-        about: an explanation for the help.
+    The values are those of a YAML file, by default of the file that ``--config`` names; ``where`` names it in messages.
 
     Raises:
         SystemExit: the flags ask for help.

@@ -90,10 +90,10 @@ def entry_of(method: Method) -> dict[str, Any]:
     cls = type(method)
     if cls not in (*registry.classes().values(), *registry.WRAPPERS.values()):
         plugins.register(cls)
-    knobs, preset, bounded = {}, preset_knobs(cls.__name__.lower()), {"capacity": "budget", "max_window": "window"}
+    knobs, preset = {}, preset_knobs(cls.__name__.lower())
     for field in dataclasses.fields(cls):
         value = vars(method)[field.name]
-        size = vars(method).get(bounded.get(field.name, ""))
+        size = vars(method).get("budget") if field.name == "capacity" else None
         filled_in = type(size) is int and value == size
         if field.name in preset or (value is not field.default and not filled_in):
             value = _plain(f"{cls.__name__}: {field.name}", value)

@@ -105,8 +105,8 @@ def sentence_of(example: Example) -> tuple[int, int]:
     at = text.find(answer)
     if at < 0:
         raise ValueError(f"the answers of a task must stand in its text, got {answer!r:.40} of {example.task}")
-    before = [found + len(end) for end in _ENDS if (found := text.rfind(end, 0, at)) >= 0]
-    behind = [found + 1 for end in _ENDS if (found := text.find(end, at + len(answer))) >= 0]
+    before = [end_at + len(end) for end in _ENDS if (end_at := text.rfind(end, 0, at)) >= 0]
+    behind = [end_at + 1 for end in _ENDS if (end_at := text.find(end, at + len(answer))) >= 0]
     return max(before, default=0), min(behind, default=len(text))
 
 
@@ -118,9 +118,9 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     """
     if len(method_layers(model.config)) < model.config.num_layers:
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
-    made, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
-    found: dict[str, list[float]] = {}
-    for example, tokens in progress_bar(iterable=list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
+    prompts, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
+    scores: dict[str, list[float]] = {}
+    for example, tokens in progress_bar(iterable=list(zip(prompts.examples, prompts.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)
         offsets = tokenizer.encode(example.prompt, add_special_tokens=True).offsets
         inside = [at for at, (low, high) in enumerate(offsets) if low < end and high > begin]
@@ -129,10 +129,10 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
         if score(example, model.tokenizer.decode(answer)) < 0.5:
             continue
         for layer, head in np.ndindex(*shares.shape):
-            found.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
-    if not found:
+            scores.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
+    if not scores:
         raise ValueError(f"heads are measured on right answers, got none from {model.name} in {settings.samples} samples")
-    return found
+    return scores
 
 
 def answered(
@@ -146,19 +146,19 @@ def answered(
     cache = kvjax.prefill(
         model.params, [tokens[:-1]], config=model.config, method=method, max_new_tokens=room, pad_multiple=length
     )
-    given, answer = int(tokens[-1]), []
+    token, answer = int(tokens[-1]), []
     for _ in range(min(steps, room)):
-        cache = kvjax.decode_step(model.params, cache, np.asarray([given], np.int32))
-        given = int(jnp.argmax(cache.logits[0]))
-        answer.append(given)
+        cache = kvjax.decode_step(model.params, cache, np.asarray([token], np.int32))
+        token = int(jnp.argmax(cache.logits[0]))
+        answer.append(token)
     return answer, np.stack([np.asarray(layer.score[0]).reshape(-1) for layer in cache.layers])
 
 
 def _heads(settings: HeadSettings) -> None:
     model = settings.load()
-    found = measured(model, settings)
-    write_bytes(settings.out, (json.dumps(found) + "\n").encode())
-    print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")
+    scores = measured(model, settings)
+    write_bytes(settings.out, (json.dumps(scores) + "\n").encode())
+    print(f"{settings.out}: {len(scores)} heads, {len(scores['0-0'])} of {settings.samples} samples")
 
 
 main = Job(_heads, HeadSettings, compiles=True)

@@ -53,7 +53,7 @@ def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConfig) -> Array:
-    found: list[Array] = []
+    cosines: list[Array] = []
     real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
 
     def watch(call: Callable[..., Any], args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -63,14 +63,14 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
             one, other = (x.astype(jnp.float32) for x in (before, out[0]))
             norms = jnp.linalg.norm(one, axis=2) * jnp.linalg.norm(other, axis=2)
             cosine = jnp.sum(one * other, axis=2) / jnp.maximum(norms, 1e-8)
-            found.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
+            cosines.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
         return out
 
     with nn.intercept_methods(watch):
         run_prefill(
             params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.size
         )
-    return jnp.stack(found)
+    return jnp.stack(cosines)
 
 
 def _layers(settings: LayerSettings) -> None:

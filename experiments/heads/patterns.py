@@ -111,14 +111,14 @@ class Measuring(BesideFull):
         """
         scale = 1 / math.sqrt(query.shape[-1])
         _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
-        found = []
+        each = []
         for pattern in self.patterns:
             prompt = kvjax.Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
             _, kept = prompt.attend(query, key, value, 0, length)
             real = jnp.isfinite(whole)
             share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)
-            found.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
-        return jnp.stack(found, axis=3)
+            each.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
+        return jnp.stack(each, axis=3)
 
 
 def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
@@ -136,11 +136,11 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
     return np.mean(np.asarray(each, np.float64), axis=0)
 
 
-def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
+def best(kept: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
     """Choose for each head the first pattern that keeps most attention; return the patterns, and the attention they keep."""
-    chosen = found.argmax(axis=2)
+    chosen = kept.argmax(axis=2)
     table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
-    return table, found.max(axis=2).tolist()
+    return table, kept.max(axis=2).tolist()
 
 
 def _file(settings: PatternSettings) -> pathlib.Path:
@@ -163,14 +163,14 @@ def _patterns(settings: PatternSettings) -> None:
     model = settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
-    found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
-    table, scores = best(found, known)
+    kept = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
+    table, scores = best(kept, known)
     write_bytes(file, (to_file(table, scores) + "\n").encode())
     heads = [pattern for row in table for pattern in row]
     rows = []
     for at, pattern in enumerate(known):
         sizes = f"{pattern.blocks}" if pattern.kind == "block_sparse" else f"{pattern.columns} + {pattern.diagonals}"
-        rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
+        rows.append((pattern.kind, sizes, f"{kept[..., at].mean():.4f}", str(heads.count(pattern))))
     print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
     print(f"\n{file}: {len(heads)} heads, {len(prompts)} samples")
 

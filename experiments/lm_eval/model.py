@@ -3,8 +3,7 @@
 From Python, with the extra ``lm-eval`` installed::
 
     import lm_eval
-    from experiments.lm_eval.tally import Tally
-from experiments.lm_eval.model import KvjaxLM
+    from experiments.lm_eval.model import KvjaxLM
 
     lm = KvjaxLM("builtin", method="quest", budget=256, batch_size=4)
     metadata = {"tokenizer": lm.tokenizer_directory, "max_seq_lengths": [4096]}  # RULER's tasks make their own prompts
@@ -24,8 +23,7 @@ method's knobs.
 
 RULER tasks that run offline: niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. The other
 needle tasks fetch essays and NLTK's sentence splitter; the question tasks fetch SQuAD and HotpotQA. (Every needle task tries
-to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens: at
-512 tokens its generator never ends.
+to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens.
 """
 
 from __future__ import annotations

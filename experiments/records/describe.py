@@ -43,8 +43,8 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     columns = shown
     if not fields:
         alike = {name for name in shown if len(rows) > 1 and len({text_of(row.get(name)) for row in rows}) == 1}
-        told = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
-        lines += [f"all rows    {', '.join(told)}"] * bool(told)
+        shared = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
+        lines += [f"all rows    {', '.join(shared)}"] * bool(shared)
         columns = [name for name in shown if name not in alike]
     return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])
 

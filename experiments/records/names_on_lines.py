@@ -49,8 +49,11 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
     style = {"fontsize": _SMALL, "va": "center", "ha": "center"}
     texts = [panel.text(*curve.points[-1], curve.name, color=text_color(curve.color), **style) for curve in curves]
     x, y = zip(*(point for curve in curves for point in curve.points), *others, strict=True)
-    line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
-    adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, arrowprops=line)
+    forces = {"expand": (1.15, 1.3), "force_text": (0.5, 0.5), "force_static": (0.1, 0.2)}  # no two names of our records meet
+    adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, **forces)
+    for text, curve in zip(texts, curves, strict=True):
+        ends = zip(curve.points[-1], text.get_position(), strict=True)
+        panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
 
 
 def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:

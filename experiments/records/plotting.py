@@ -172,11 +172,11 @@ def bar_chart(
 
     Return the bars of each part.
     """
-    begun, made = [0.0] * len(names), []
+    begun, bars = [0.0] * len(names), []
     for color, (label, sizes) in zip(colors, parts.items(), strict=False):
-        made.append(panel.barh(range(len(names)), sizes, left=begun, color=color, label=label, height=0.72))
+        bars.append(panel.barh(range(len(names)), sizes, left=begun, color=color, label=label, height=0.72))
         begun = [left + size for left, size in zip(begun, sizes, strict=True)]
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.05 * max(begun, default=1))
-    return made
+    return bars

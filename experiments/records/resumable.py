@@ -51,24 +51,16 @@ def _plain(value: Any) -> Any:
 
 
 class Results:
-    """The cells of an experiment in a file to which several processes may add.
+    """The cells of an experiment in a file to which several processes may add; ``fresh`` begins anew with the first write.
 
-    Args:
-        path: JSON record; cells that it already holds are kept.
-        experiment: name of the experiment.
-        settings: values that all cells have in common; JSON values.
-        fresh: whether to begin anew. The file keeps its content until the first write.
-        device: see `make_record`.
-        packages: see `make_record`.
+    A file that is no record, or that holds another experiment or cells of other settings, is refused. See `make_record` for
+    ``device`` and ``packages``.
 
     Attributes:
         metrics: the cells, as of the last read or write.
         notes: JSON values beside the cells, by name.
         devices: the kinds of devices that made the cells, oldest first; the record also holds the newest run's device.
         lock: held while the file is read, changed and written.
-
-    Raises:
-        ValueError: the file is no record, or it holds another experiment or cells of other settings.
     """
 
     def __init__(
@@ -140,7 +132,7 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        made = make_record(self._experiment, self.settings, self.metrics, **self._ran)
-        self.devices = list(dict.fromkeys([*self.devices, made["device"]["kind"]]))
-        write_record(self.path, {**made, "notes": self.notes, "devices": self.devices})
+        record = make_record(self._experiment, self.settings, self.metrics, **self._ran)
+        self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
+        write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
         self._fresh = False

@@ -73,11 +73,10 @@ class FreeKV(SlotMethod):
     num_local: int = static(default=512, least=1)  # newest tokens, always attended, in whole pages
     page_size: int = static(default=32, least=2)  # slots per page
     tau: float | Array = 0.8  # least cosine with which a KV head keeps to the previous query, traced; above 1 = never
-    num_dense_layers: int = static(default=1, least=0)  # first layers, which attend to all tokens
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.13109"
+    num_dense_layers = 1  # first layers, which attend to all tokens
 
     offloadable = True
 

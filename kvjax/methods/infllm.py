@@ -92,11 +92,11 @@ class InfLLM(LayerMethod):
     num_sink: int = static(default=128, least=0)  # first tokens, always attended
     num_local: int = static(default=4096, least=1)  # newest tokens, always attended, at their true distances
     block_size: int = static(default=128, least=1)  # tokens per block
-    num_repr: int = static(default=4, least=1)  # keys of a block whose mean represents it
     chunk: int = static(default=512, least=1)  # prompt tokens that share one choice of blocks, at most num_local
     offload: bool | float = static(default=False, least=0, most=1)  # rows in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2402.04617"
+    num_repr = 4  # keys of a block whose mean represents it
 
     extrapolates = True
     offloadable = True
@@ -120,9 +120,10 @@ class InfLLM(LayerMethod):
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")
-        for name, most in (("num_repr", "block_size"), ("chunk", "num_local")):
-            if vars(self)[name] > vars(self)[most]:
-                raise ValueError(f"InfLLM: {name} must be at most {most}={vars(self)[most]}, got {vars(self)[name]}")
+        if self.num_repr > self.block_size:
+            raise ValueError(f"InfLLM: block_size must be at least {self.num_repr}, got {self.block_size}")
+        if self.chunk > self.num_local:
+            raise ValueError(f"InfLLM: chunk must be at most num_local={self.num_local}, got {self.chunk}")
 
     def init(self, spec: LayerSpec) -> BlockState:
         slots = spec.prompt_slots + spec.max_new_tokens

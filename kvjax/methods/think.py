@@ -45,10 +45,10 @@ class ThinK(SlotMethod):
     """Drop channels of the prompt's keys; see the module docstring."""
 
     channels: float = static(default=0.6, above=0, most=1)  # share of the key channels to keep
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, whose queries choose the channels
     num_recent: int = static(default=32, least=0)  # last prompt tokens, whose keys keep all channels
 
     PAPER: ClassVar[str] = "arXiv:2407.21018"
+    obs_window = 32  # last prompt tokens, whose queries choose the channels
 
     keeps = "every token, part of the key channels"
     reads_values = True

@@ -175,7 +175,6 @@ class Stages(SlotMethod):
 
     evict: SlotMethod  # compresses the prompt
     retrieve: SlotMethod  # selects in each step among the slots that are left
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     keeps = "what `evict` keeps"
     thin_block = None  # a third method after these two is not supported
@@ -256,7 +255,6 @@ class Stages(SlotMethod):
         return Stages(
             evict=inner_of_layer(self.evict, layer, num_layers),
             retrieve=inner_of_layer(self.retrieve, layer, num_layers),
-            implementation=self.implementation,
         )
 
 
@@ -282,7 +280,6 @@ class DenseBelow(Around):
     """
 
     length: int = static(least=1)  # tokens; the selection has room for this number
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     keeps = "what `method` keeps"
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
@@ -328,7 +325,6 @@ class DenseBelow(Around):
         return DenseBelow(
             length=self.length,
             method=inner_of_layer(self.method, layer, num_layers),
-            implementation=self.implementation,
         )
 
     def _short(self, cache: LayerStorage) -> Array:

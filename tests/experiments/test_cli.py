@@ -214,12 +214,11 @@ def test_generate_reads_standard_input(directory, capsys, monkeypatch):
 
 
 def test_set_reads_values_as_the_knob_types_them():
-    knobs = registry.parse_knobs("SnapKV", ["budget=64", "pooling=max", "obs_window = 8", "capacity=none"])
-    assert knobs == {"budget": 64, "pooling": "max", "obs_window": 8, "capacity": None}
-    assert registry.parse_knobs("quest", ["implementation=mask"]) == {"implementation": "mask"}
+    knobs = registry.parse_knobs("SnapKV", ["budget=64", "kernel=7", "obs_window = 8", "capacity=none"])
+    assert knobs == {"budget": 64, "kernel": 7, "obs_window": 8, "capacity": None}
     assert registry.parse_knobs("chess", ["ratios=0.5, 0.2,1"]) == {"ratios": (0.5, 0.2, 1.0)}
-    knobs = registry.parse_knobs("chess", ["ratios=moderate", "normalize=true", "tau_entropy=2"])
-    assert knobs == {"ratios": "moderate", "normalize": True, "tau_entropy": 2.0}
+    knobs = registry.parse_knobs("chess", ["ratios=moderate", "centred=false", "tau_entropy=2"])
+    assert knobs == {"ratios": "moderate", "centred": False, "tau_entropy": 2.0}
 
 
 def test_tokenizer_tells_methods_what_ends_a_sentence():

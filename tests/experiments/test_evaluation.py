@@ -645,7 +645,7 @@ def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
 
 def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
     """Of all records, whatever the method calls its budget."""
-    folders = [str(RECORDS / "results" / name) for name in ("main", "toy")]
+    folders = [str(RECORDS / "results" / name) for name in ("main", "long-answers-4k")]
     for folder in folders:
         out = tmp_path / "t.csv"
         assert main(["compare", folder, "--out", str(out)]) == 0
@@ -663,7 +663,7 @@ def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row
         assert wide == {9}
     for wrong in (["--format", "tsv"], ["--papers", "--format", "csv"]):
         assert main(["compare", folders[0], *wrong]) == 2
-        assert re.search("--format takes markdown, csv, latex|--papers is a table in Markdown", capsys.readouterr().err)
+        assert re.search("--format|--papers is a table in Markdown", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -851,7 +851,7 @@ def test_a_method_looks_alike_in_every_panel():
     assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
 
 
-@pytest.mark.parametrize("name", ["main", "toy", "base"])
+@pytest.mark.parametrize("name", ["main", "qwen-16k", "qwen-32k"])
 def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
     """The other curves are grey, the legend names them and says what the frontier is."""
     rows = read_record(RECORDS / "results" / name)["metrics"]

@@ -201,7 +201,7 @@ def test_claims_name_rows_that_the_plans_have(model, tmp_path):
     """A claim about rows that are never measured would stay without a verdict, and nobody would see it."""
     lab = make_lab(model, tmp_path / "r.json")
     lab.results.note("chess_calibration", None)
-    for claim in CLAIMS:
+    for claim in (claim for claim in CLAIMS if not claim.recorded):
         if claim.record == "drift":
             settings = [{"clusters": name, "shares": "fixed", "when": w} for name in CLUSTERS for w in ("first", "last")]
         elif claim.record == "chess":  # its plan calibrates first

@@ -18,16 +18,14 @@ import yaml
 
 import kvjax
 from experiments.cli.main import COMMANDS
-from experiments.evaluation import averages, beside_full, load
+from experiments.lab.site import records
 from experiments.records import method_title
-from experiments.tasks import GROUPS
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("models/**/MODEL_CARD.md"), *DOCS.glob("*.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -41,7 +39,7 @@ def blocks(page, language):
 
 def test_links_lead_to_files():
     made, broken = ("methods/", "notebooks/", "tables/"), []  # by the site
-    for page in [*PAGES, *DOCS.glob("notebook/*.md")]:
+    for page in [*PAGES, *DOCS.glob("notebook/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]:
         for target in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text_of(page)):
             inside = target.removeprefix("../") if page.parent.name == "notebook" else target
             if not (page.parent / target).exists() and not (DOCS in page.parents and inside.startswith(made)):
@@ -105,13 +103,10 @@ def test_quality_of_the_readme_is_the_records():
     columns = {length: at for at, name in enumerate(head) for length in (16, 32) if name == f"score at {length}K"}
     assert len(rows) >= 5 and columns
     for length, at in columns.items():
-        entries = load([DOCS / "records" / "results" / f"qwen-{length}k"])
-        full = {entry.row["name"]: entry.row["value"] for entry in entries if entry.row["method"] == "full"}
-        tasks = {name for name, value in full.items() if value >= COUNTED} - {*GROUPS["code"]}
-        plain = [entry for entry in entries if entry.row["name"] in tasks and entry.row["method"] in registry.builtin()]
-        means = {method_title(mean["method"]): mean["score"] for mean in averages(beside_full(plain))}
+        folder = DOCS / "records" / "results" / f"qwen-{length}k"
+        means = {row["method"]: float(row["score"]) for row in records.rows(folder) if "(" not in row["method"]}
         for name, row in rows.items():
-            assert float(row[at].split()[0]) == pytest.approx(means[name], abs=0.051), (name, length)
+            assert float(row[at].split()[0]) == means[name], (name, length)
 
 
 def test_speed_of_the_readme_is_the_record():

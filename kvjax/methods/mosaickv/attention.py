@@ -36,17 +36,16 @@ def block_slots(layout: Layout, store: Store) -> Array:
     return (jnp.arange(store.block.values.shape[2], dtype=jnp.int32) * layout.granule)[None, None]
 
 
-def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None) -> Array:
+def block_scores(layout: Layout, store: Store, parts: Array) -> Array:
     """Multiply queries with the packed mean of every block; a block that is not visible gets -inf.
 
     Args:
         layout: static sizes.
         store: packed tokens.
         parts: the queries, as `projected` returns them.
-        reduce: "max" or "mean" over the G query heads, or None.
 
     Returns:
-        float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None.
+        float32 [B, H, P], the maximum over the G query heads.
     """
     return packed_score(
         parts,
@@ -55,7 +54,7 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
         store.packed,
         store.last,
         unit=layout.granule,
-        reduce=reduce,
+        reduce="max",
         **_owners(layout, store),
     )
 

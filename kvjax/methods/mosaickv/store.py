@@ -165,7 +165,7 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
         value: [B, H, T, D].
         position: int32 [B, T], consecutive; EMPTY for tokens not to pack.
     """
-    if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
+    if position.shape[1] == 1 and not layout.dynamic:
         return _write_one(layout, cache, store, position[:, 0])
     slots, means = store.key.values.shape[2], store.block.values.shape[2]
     active = position >= 0
@@ -224,7 +224,7 @@ def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Arra
         store.segments.basis_value,
         tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
         granule=layout.granule,
-        channels=layout.channels,
+        channels=layout.dim,
     )
     key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
     return dataclasses.replace(store, key=key, value=value, block=block)

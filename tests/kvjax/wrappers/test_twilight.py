@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import registry
 from kvjax.methods import (
     H2O,
     SOCKET,
@@ -148,13 +147,6 @@ def test_layers_that_the_method_leaves_dense_stay_dense():
     assert method.for_layer(1, 2) == method
     mixed = kvjax.Twilight(method=kvjax.DenseBelow(length=9, method=Quest(budget=64, num_dense_layers=1)))
     assert not mixed.for_layer(0, 2).selects and mixed.for_layer(1, 2).selects
-
-
-def test_every_method_says_whether_it_selects():
-    """Those that do have a field that says how attention over a selection is computed."""
-    for name, cls in registry.builtin().items():
-        if cls.composable:
-            assert cls.selects == ("implementation" in cls.__dataclass_fields__), name
 
 
 @pytree
