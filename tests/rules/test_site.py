@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 import models
-from experiments.lab.site import methods, operations, records
+from experiments.lab.site import catalogue, methods, records
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_tables_are_the_records():
     assert "| Full |" in pages["results-qwen-16k.md"] and "(speed-h200.md)" in pages["index.md"]
     quest = methods.pages(DOCS)["quest.md"]
     assert "| `num_dense_layers` | `2` | static |" in quest and "## Measured" in quest and "ms on an H200" in quest
-    assert "`quantised_decode`" in operations.tables() or "`gather_attention`" in operations.tables()
+    assert "| `gather_attention` |" in catalogue.operations() and "| `llama` | Llama 3" in catalogue.families()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

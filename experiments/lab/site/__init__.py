@@ -1,8 +1,9 @@
 """The Sphinx extension of the documentation: pages and tables made from docstrings and records when the site is built.
 
-Three directives for pages in Markdown. ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
+Directives for pages in Markdown: ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
 takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or those that it names.
-``{knobs} METHOD`` lists the hyper-parameters of a method. ``{operations}`` lists the operations of `pallas_kernels`.
+``{knobs} METHOD`` lists the hyper-parameters of a method. ``{operations}`` and ``{families}``
+list the operations of `pallas_kernels` and the families of models that load.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from experiments.lab.site import methods, operations, records
+from experiments.lab.site import catalogue, methods, records
 from experiments.records import write_bytes
 
 
@@ -74,12 +75,14 @@ class Knobs(_Generated):
         return methods.knobs(self.arguments[0])
 
 
-class Operations(_Generated):
-    """``{operations}``: a table of the operations of each room of `pallas_kernels`."""
+class Catalogue(_Generated):
+    """``{operations}`` and ``{families}``: the tables of the functions of these names in `catalogue`."""
+
+    optional_arguments = 0
 
     def markdown(self) -> str:
         """Make the tables."""
-        return operations.tables()
+        return {"operations": catalogue.operations, "families": catalogue.families}[self.name]()
 
 
 def write_pages(app: Any) -> None:
@@ -104,7 +107,8 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def setup(app: Any) -> dict[str, bool]:
     """Register the directives and the writing of pages; Sphinx calls this function once."""
-    for name, directive in {"record": Record, "methods": Methods, "knobs": Knobs, "operations": Operations}.items():
+    names = {"record": Record, "methods": Methods, "knobs": Knobs, "operations": Catalogue, "families": Catalogue}
+    for name, directive in names.items():
         app.add_directive(name, directive)
     app.connect("builder-inited", write_pages)
     return {"parallel_read_safe": True}
