@@ -125,9 +125,9 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
     Returns:
         The adapted parameters: a tree like ``params``, with its dtypes and devices. Leaves without factors are shared.
     """
-    flat, given = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
+    flat, flat_factors = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
     num_layers = sum(name.startswith("layers_") for name in params)
-    problems = _misfits(flat, given, num_layers)
+    problems = _misfits(flat, flat_factors, num_layers)
     if problems:
         raise ValueError("the adapter does not fit the model: " + "; ".join(problems))
     merger = functools.cache(_merger)  # one program for each kernel's shape
@@ -136,7 +136,7 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
             name = path.removesuffix("/kernel")
             at = f"layers_{layer}/{path}"
             kernel = jnp.asarray(flat[at])
-            a, b = (np.asarray(given[f"{name}/{factor}"][layer]) for factor in "ab")
+            a, b = (np.asarray(flat_factors[f"{name}/{factor}"][layer]) for factor in "ab")
             flat[at] = merger(kernel.sharding)(kernel, a, b.reshape(len(b), *kernel.shape[1:]))
     return unflatten_dict(flat, sep="/")
 
@@ -168,20 +168,20 @@ def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-2] * shape[-1]) if path.endswith("gate_up/kernel") else tuple(shape)
 
 
-def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
+def _misfits(flat: Mapping[str, Any], factors: Mapping[str, Any], num_layers: int) -> list[str]:
     """List in words what is wrong with the names and shapes of factors."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
     if part := _unfit(flat):
         return [f"the model has {part}, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
-    problems = [f"missing {name}" for name in sorted(expected - given.keys())]
-    problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
+    problems = [f"missing {name}" for name in sorted(expected - factors.keys())]
+    problems += [f"unused {name}" for name in sorted(factors.keys() - expected)]
     for name in names if not problems else ():
         rows, columns = _as_product(name + "/kernel", flat[f"layers_0/{name}/kernel"].shape)
-        rank = given[f"{name}/a"].shape[-1] if given[f"{name}/a"].ndim else 1
+        rank = factors[f"{name}/a"].shape[-1] if factors[f"{name}/a"].ndim else 1
         for factor, shape in (("a", (num_layers, rows, rank)), ("b", (num_layers, rank, columns))):
-            if (found := tuple(given[f"{name}/{factor}"].shape)) != shape:
-                problems.append(f"{name}/{factor}: got {list(found)}, expected {list(shape)}")
+            if (got := tuple(factors[f"{name}/{factor}"].shape)) != shape:
+                problems.append(f"{name}/{factor}: got {list(got)}, expected {list(shape)}")
     return problems
 
 
@@ -222,11 +222,11 @@ def apply_adapter(
     factors, about = load_adapter(directory)
     if any(isinstance(leaf, CodedMatrix) for leaf in flatten_dict(params).values()):
         raise TypeError("an adapter needs parameters as numbers, got codes: from_pretrained adds it before it rounds")
-    found = fingerprint(params)
-    if found != about.fingerprint:
+    digest = fingerprint(params)
+    if digest != about.fingerprint:
         raise ValueError(
             f"the adapter in {directory} was trained on {about.base} (fingerprint {about.fingerprint}), "
-            f"and cannot be applied to this model (fingerprint {found})"
+            f"and cannot be applied to this model (fingerprint {digest})"
         )
     return merge_adapter(params, factors), stretched(config, about.stretch)
 

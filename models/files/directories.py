@@ -66,11 +66,11 @@ def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path
     directory = checkpoint_directory(checkpoint, offline=offline)
     if (directory / "config.json").is_file():
         return None
-    found = sorted(directory.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
-    return found[0] if found else None
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{directory} holds {len(files)} GGUF files, expected one; pass the path of one of: {names}")
+    return files[0] if files else None
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path:

@@ -61,9 +61,9 @@ def check_latent(config: Any) -> None:
         if vars(config)[name] != expected:
             raise ValueError(f"ModelConfig: {name} must be {expected} with {latent}, got {vars(config)[name]}")
     others = ("qkv_bias", "qk_norm", "wide_qk_norm", "output_gate", "out_bias", "attention_sinks")
-    own = [name for name in others if vars(config)[name]]
-    if own:
-        raise ValueError(f"ModelConfig: {own[0]} must be False with a latent, got True")
+    wrong = [name for name in others if vars(config)[name]]
+    if wrong:
+        raise ValueError(f"ModelConfig: {wrong[0]} must be False with a latent, got True")
     turned = {rope.rotated for rope in config.ropes}
     if turned != {latent.rotated} or any(config.windows):
         raise ValueError(

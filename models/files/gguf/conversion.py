@@ -83,17 +83,17 @@ def save_tokenizer(file: GGUFFile, directory: Path) -> None:
 def _tokenizer_config(file: GGUFFile, config: Architecture) -> dict[str, Any]:
     """Build the ``tokenizer_config.json`` of a file: special tokens and chat templates."""
     templates = chat_templates(file)
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         **special_tokens(file),
     }
     if list(templates) == ["default"]:
-        found["chat_template"] = templates["default"]
+        about["chat_template"] = templates["default"]
     elif templates:
-        found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    return found
+        about["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return about
 
 
 def _write_weights(path: Path, tensors: GGUFTensors, config: Architecture, progress: Progress) -> None:

@@ -50,9 +50,9 @@ class GGUFTensors:
         for leaf in table:
             for index, name in enumerate(leaf.names):
                 whole = leaf.file_shape(index)
-                if (made := piece(file, name, whole, config)) is not None:
-                    pieces[name] = made
-                    expected.update(made.shapes)
+                if (form := piece(file, name, whole, config)) is not None:
+                    pieces[name] = form
+                    expected.update(form.shapes)
                     continue
                 found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
                 names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
@@ -66,8 +66,8 @@ class GGUFTensors:
         unread = range(config.num_layers, config.num_layers + predicting(file))
         blocks = {name: _BLOCK.fullmatch(name) for name in file.tensors if name not in _FREQUENCIES}
         used = [name for name, block in blocks.items() if block is None or int(block[1]) not in unread]
-        found = {name: file.tensors[name].shape for name in used}
-        problems = tensor_problems(expected, found)
+        shapes = {name: file.tensors[name].shape for name in used}
+        problems = tensor_problems(expected, shapes)
         if problems:
             lines = "\n  ".join(problems)
             raise ValueError(f"{file.path} does not hold the model of its metadata:\n  {lines}")
@@ -78,8 +78,8 @@ class GGUFTensors:
         if name in self.pieces:
             # The logarithm of a decay is rounded once, after it is taken.
             wide = np.dtype(np.float32) if name.endswith(".A_log") else dtype
-            made = self.pieces[name].join(lambda each, index: self.file.read(each, wide, index))
-            return made.astype(dtype, copy=False)
+            joined = self.pieces[name].join(lambda each, index: self.file.read(each, wide, index))
+            return joined.astype(dtype, copy=False)
         if name in self.offsets:
             return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)
         tensor = self.file.read(self.names[name], dtype)
