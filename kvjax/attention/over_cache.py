@@ -286,11 +286,7 @@ def attend_stored(
 
     Args:
         query: [B, H, G, T, D], rotated.
-        cache: has the tokens.
         position: int32 [B, T], EMPTY for padding.
-        observes: whether to compute the attention mass.
-        gap: see `attend_held`; only with T = 1.
-        sinks: see `with_sinks`.
 
     Returns:
         The output [B, H, G, T, D]; and `mass_of` if ``observes``, else None.
@@ -321,7 +317,6 @@ def attend_whole(query: Array, key: Array, value: Array, position: Array, sinks:
         key: [B, H, T, D], rotated.
         value: [B, H, T, D].
         position: int32 [B, T], EMPTY for padding.
-        sinks: see `with_sinks`.
     """
     if sinks is None:
         return causal_attention(query, key, value)
@@ -340,7 +335,6 @@ def attend_behind(
         value: [B, H, T, D].
         cache: has earlier tokens only, in its first slots; resident and not divided over devices.
         position: int32 [B, T], EMPTY for padding.
-        sinks: see `with_sinks`.
 
     Returns:
         out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored tokens;

@@ -41,7 +41,7 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
-from kvjax.methods.budgets import SHARE
+from kvjax.methods.budgets import SHARE, ends
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.protocol.method import LayerMethod, Prompt, Step
@@ -82,11 +82,9 @@ class FreeKV(SlotMethod):
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
-        total, page = length // SHARE, 32
-        while page > 4 and 3 * page > total:  # a page at each end, and one found page
-            page //= 2
-        share = min(1.0, total / 2 / (512 + 512))
-        sinks, local = int(512 * share) // page * page, max(int(512 * share) // page, 1) * page
+        total, sinks, local = ends(length, 512, 512)
+        page = max(size for size in (4, 8, 16, 32) if size == 4 or 3 * size <= total)  # one at each end, and a found one
+        sinks, local = sinks // page * page, max(local // page, 1) * page
         note = f"1/{SHARE} of the context, sinks and recent tokens too"
         note += f"; pages of {page} tokens" if page < 32 else ""
         return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note

@@ -37,7 +37,6 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
     Args:
         *fields: the fields with the inner methods; a field may have a dict of methods. With several methods the answer is the
             first true one, or the last method's answer if none is true: a wrapper needs what any of its methods needs.
-        names: the declarations; () takes all.
     """
 
     def decorate(kind: T) -> T:
@@ -355,8 +354,6 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
     """Return ``value`` if it is a method that chooses slots, and does no more.
 
     Args:
-        role: the name of ``value`` in messages.
-        value: any object.
         weighs: True: it may also estimate tokens or correct logits, because the wrapper leaves each step to it.
 
     Raises:

@@ -190,7 +190,6 @@ def estimates(query: Array, keys: FourBitKeys) -> Array:
 
     Args:
         query: [B, H, G, D], rotated.
-        keys: K keys per KV head.
 
     Returns:
         float32 [B, H, G, K].

@@ -98,9 +98,7 @@ def page_vectors(
     """Compute page vectors from the stored keys.
 
     Args:
-        layers: storage of every layer; a slot is a position.
         pages: int32 [B, P], pages to summarise; an incomplete page has the mean of its tokens so far.
-        page_size: tokens in a page.
         inv_freq: for each layer float32 [D/2], to undo the rotation of the keys first; None leaves them rotated.
 
     Returns:
@@ -154,7 +152,6 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     """Add a page that has just become complete, and update its chunk and its grid.
 
     Args:
-        nodes: the tree over all pages before it.
         page: int32 [B], the number of the page.
         vector: float32 [B, N].
         when: bool [B], rows in which the page is complete.
@@ -209,9 +206,6 @@ def cascade(
         chunks: float32 [B, chunks], score of each chunk.
         pages: float32 [B, P], score of each page.
         candidate: bool [B, P], pages to select from.
-        ratios: shares of grids, chunks and pages to keep, traced.
-        pages_per_chunk: pages in a chunk.
-        chunks_per_grid: chunks in a grid.
 
     Returns:
         Whether each page is left, bool [B, P].
@@ -229,7 +223,6 @@ def best_pages(pages: Array, candidate: Array, ratios: Triple) -> Array:
     Args:
         pages: float32 [B, P], score of each page.
         candidate: bool [B, P], pages to select from.
-        ratios: three factors of the share, traced.
 
     Returns:
         Whether each page is left, bool [B, P].

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.methods.mosaickv.packing import bytes_per_vector, channel_score, pack_channels
 from kvjax.protocol.typing import not_none, pytree
+from pallas_kernels.formats.packed_vectors import channel_score, pack_channels
 
 SHARES = (1, 2, 3)  # choices of the dynamic strategy: eighths of the channels to keep
 GROUPS = (4, 2, 1)  # its element groups, the fewest bitmap bytes first
@@ -36,7 +36,7 @@ class Layout:
 
 @pytree
 class Packed:
-    """Pruned vectors; see `kvjax.methods.mosaickv.packing`."""
+    """Pruned vectors; see `pallas_kernels.formats.packed_vectors`."""
 
     values: Array  # [..., r]
     bitmap: Array  # uint8 [..., D/8]; in storage int32 words [..., D/32]
@@ -72,7 +72,6 @@ def fit(
         value: float32 [B, H, S, D]; zero for tokens that are not valid.
         valid: bool [B, S], whole windows; S is a multiple of the window.
         max_loss: the largest mean loss (share of pruned energy) of a rate.
-        max_variance: the largest share of key energy inside blocks.
     """
     basis_key, basis_value = (_basis(layout, x) for x in (key, value))
     rotated = to_basis(basis_key, key), to_basis(basis_value, value)
@@ -140,6 +139,11 @@ def _block_means(layout: Layout, segment: Segment, key: Array) -> Array:
             wide = jnp.repeat(_means(key, size), size // layout.granule, axis=2)
             mean = jnp.where((segment.block == size)[..., None, None], wide, mean)
     return mean
+
+
+def bytes_per_vector(rank: Any, channels: int, element_group: Any, itemsize: int) -> Any:
+    """Count the bytes of one packed vector: its values, and one bit for each group of the ``channels``."""
+    return rank * itemsize + channels / (8 * element_group)
 
 
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:

@@ -248,9 +248,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     """Build the sentences of a compressed prompt.
 
     Args:
-        cache: the kept tokens, in order from slot 0 on.
         label: int32 [B, H, K], a number that grows from sentence to sentence, for the first K slots; EMPTY for no token.
-        group: query heads per head of the cache.
     """
     batch, heads, num_slots, dim = cache.key.shape
     size = label.shape[2]

@@ -15,12 +15,10 @@ import kvjax
 from kvjax.api.measure import measure
 from kvjax.attention.over_cache import masked_attention
 from kvjax.cache import PlainCache
-from kvjax.methods import Full, Quest
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import PRESETS, PRINTED, Chess
 from tests import tape
 from tests.oracles import chess as oracle
-from tests.oracles import quest
 from tests.oracles.plain import attend_to, rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("chess")]
@@ -135,38 +133,6 @@ def check(knobs, data, lengths, driven, active=None):
                 )
         traces.append(want)
     return traces
-
-
-@pytest.mark.thorough  # a test of the tape; what it plays below is compared with an oracle
-def test_tape_plays_what_was_recorded():
-    """The tape against the oracle of a method that is known: outputs of every layer, ragged rows, poisoned slots."""
-    q, k, v, logits = data = recording(0, 2, 2, 2, 16)
-    player, params = tape.record(*data)
-    steps = np.ones((4, len(LENGTHS)), bool)
-    knobs = quest.KNOBS
-    cache = tape.read(player, params, LENGTHS, Quest(**knobs), 5, chunk_size=8)
-    np.testing.assert_array_equal(cache.logits, logits[np.arange(len(LENGTHS)), np.array(LENGTHS) - 1])
-    cache, outputs, _ = tape.decode(params, cache, steps, True)
-    for row, length in enumerate(LENGTHS):
-        end = length + len(steps)
-        np.testing.assert_array_equal(cache.logits[row], logits[row, end - 1])
-        for layer in range(2):
-            piece = q[layer, row, :, :, :end], k[layer, row, :, :end], v[layer, row, :, :end]
-            want = quest.run(*piece, length, player.inv_freq, **knobs)
-            np.testing.assert_allclose(outputs[:, layer, row], want.outputs, atol=1e-4, rtol=0)
-    assert (tape.Still().factor, tape.record(*data, rope_scaling=tape.Still())[0].inv_freq.max()) == (math.inf, 0)
-    after = kvjax.decode_step(params, cache, jnp.asarray(np.array(LENGTHS) + 4))
-    np.testing.assert_array_equal(after.logits, logits[np.arange(len(LENGTHS)), np.array(LENGTHS) + 4])
-
-
-@pytest.mark.thorough  # the tests of many steps and of triggers compare with the oracle at one size
-@pytest.mark.parametrize("layers, heads, groups, dim", [(2, 2, 2, 16), (3, 2, 4, 16), (2, 2, 1, 64), (1, 1, 8, 128)])
-def test_random_rows_at_every_edge(layers, heads, groups, dim):
-    traces = compare({"ratios": (0.7, 0.7, 0.6)}, recording(groups, layers, heads, groups, dim))
-    assert all(trace.reconstructed for trace in traces)
-    lists = [sorted(trace.active) for trace in traces]
-    assert sum(len(pages) < pages[-1] + 1 for pages in lists) > 4, "nothing was left out"
-    assert sum(len(set(pages[1:]) - set(range(pages[-1] - 4, pages[-1] + 1))) for pages in lists) > 4, "only the newest"
 
 
 @pytest.mark.parametrize(
@@ -343,28 +309,12 @@ def test_every_geometry_equals_the_oracle(knobs):
         assert all(len(step) == max(step) + 1 for trace in traces for step in trace.attended)
 
 
-@pytest.mark.thorough  # of budgets the oracles' tests show it
-def test_ratios_are_traced_below_their_capacity():
-    data = recording(15, 2, 2, 2, 16)
-    for ratios in ((0.9, 0.3, 0.6), (0.5, 0.2, 0.1)):
-        compare({"ratios": ratios}, data, fields={"capacity": (0.9, 0.9, 0.9)})
-
-
 @pytest.mark.parametrize("knobs", [{}, PRINTED])
 @pytest.mark.thorough
 def test_driver_options_change_nothing(knobs):
     """Unused slots full of NaN, a prompt in pieces, a longer padding."""
     options = {"poison": True, "chunk_size": 7, "pad_multiple": 64}
     compare(knobs, recording(16, 2, 2, 2, 16), **options)
-
-
-@pytest.mark.thorough  # the tests of generation show it for a model
-def test_rows_that_stand_still():
-    """A row whose token is not active does nothing, and goes on exactly afterwards."""
-    active = np.random.default_rng(17).uniform(size=(STEPS, ROWS)) < 0.6
-    active[:, 0] = False
-    traces = compare({"interval": 1}, recording(17, 2, 2, 2, 16), active=active)
-    assert not traces[0].outputs and sum(len(trace.reconstructed) for trace in traces) > 10
 
 
 @pytest.mark.parametrize(
@@ -379,24 +329,6 @@ def test_mask_mode_equals_gather_mode(name):
     np.testing.assert_allclose(gathered, masked, atol=1e-5, rtol=0)
     jax.tree.map(np.testing.assert_array_equal, lists_gathered, lists_masked)
     np.testing.assert_array_equal(first.shared.tree.pages, second.shared.tree.pages)
-
-
-@pytest.mark.thorough  # the contract shows it for a model
-def test_a_list_of_all_pages_is_full_attention():
-    data = recording(19, 2, 2, 2, 16)
-    player, params = tape.record(*data)
-    _, _, outputs, _ = drive({"ratios": (1.0, 1.0, 1.0)}, data)
-    cache = tape.read(player, params, LENGTHS, Full(), STEPS)
-    _, want, _ = tape.decode(params, cache, np.ones((STEPS, len(LENGTHS)), bool))
-    np.testing.assert_allclose(outputs, want, atol=1e-5, rtol=0)
-
-
-@pytest.mark.thorough  # follows from the oracle's comparison with several query heads
-def test_a_group_of_equal_queries_is_one_query():
-    q, k, v, logits = recording(20, 2, 2, 1, 16)
-    _, _, one, _ = drive({}, (q, k, v, logits))
-    _, _, two, _ = drive({}, (np.repeat(q, 2, axis=3), k, v, logits))
-    np.testing.assert_allclose(np.repeat(one, 2, axis=4), two, atol=1e-5, rtol=0)
 
 
 def same_vectors(grown, built, rows):

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax.attention.over_cache import masked_attention
 from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import EMPTY
-from tests.harness import drive, frequencies, oracle, padded, prompts, random_tokens, read, small, stored, tiny_params
+from tests.harness import drive, frequencies, oracle, random_tokens, read, small, stored
 from tests.kvjax.cases import STEPS, compare, drive_alike
 from tests.oracles.plain import rotate_all
 
@@ -134,32 +132,6 @@ def test_the_pool_is_the_factor_times_the_budget():
     assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]  # 15 of the prompt, and the step's token
 
 
-@pytest.mark.thorough  # the contract shows it for one setting
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-def test_empty_slots_and_prompt_chunks(prefilter):
-    """NaN in empty slots and a prompt read in pieces change nothing."""
-    check((9, 23, 40), prefilter=prefilter, options={"poison": True, "chunk": 7})
-
-
-@pytest.mark.thorough  # the contract shows it for one setting
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-def test_mask_mode_equals_gather_mode(prefilter):
-    with masked_attention():
-        check((9, 40), prefilter=prefilter)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-@pytest.mark.thorough
-def test_equal_heads_of_a_group_are_one_head(prefilter, seed):
-    """Four equal query heads behave as one."""
-    q, k, v = random_tokens(seed, 1, 2, 1, 50, 16)
-    one = drive(small(SentenceKV, **KNOBS, prefilter=prefilter), q, k, v, [40], prompt=40)
-    four = drive(small(SentenceKV, **KNOBS, prefilter=prefilter), np.repeat(q, 4, axis=2), k, v, [40], prompt=40)
-    np.testing.assert_array_equal(one.attended, four.attended)
-    np.testing.assert_allclose(np.repeat(one.outputs, 4, axis=3), four.outputs, atol=1e-5)
-
-
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
 def test_planted_needle_sentence_is_attended(prefilter):
     """A sentence with one key along the query direction, four times as long, is attended wherever it lies."""
@@ -274,19 +246,6 @@ def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter):
         np.testing.assert_allclose(one, two, atol=1e-5)
 
 
-@pytest.mark.thorough  # the tests of generation show it for a method that retrieves
-def test_a_row_that_stands_still_does_not_change():
-    data, lengths, ids = sample()
-    method = small(SentenceKV, **KNOBS)
-    state = prefilled(method, data, lengths, ids, prompt=30, room=30)
-    _, state = fed(method, state, data, lengths[:, None], ids)
-    for tokens in (1, 4):
-        at = jnp.full((2, tokens), EMPTY, jnp.int32)
-        at = at.at[0].set(31 + jnp.arange(tokens, dtype=jnp.int32))
-        _, after = fed(method, state, data, at, ids)
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y[1]), state, after)
-
-
 def rebuilt(state, number, closed):
     """What the sentences of one row's cache are, from its positions and keys alone.
 
@@ -382,27 +341,6 @@ def test_budget_must_exceed_the_fixed_part(budget):
     small(SentenceKV, **{**KNOBS, "budget": 6})
 
 
-def test_default_fixed_part_is_64_tokens():
-    with pytest.raises(ValueError, match=r"budget.*65.*got 64"):
-        SentenceKV(budget=64)
-
-
-@pytest.mark.parametrize(
-    "field, value, limit",
-    [
-        ("prefilter", "q_head", "'kv_head', 'global'"),
-        ("num_sink", -1, "at least 0"),
-        ("num_recent", 0, "at least 1"),  # the step's own token
-        ("kernel", 4, "odd"),
-        ("kernel", -1, "odd"),
-        ("keep_factor", 0.5, "at least 1"),
-    ],
-)
-def test_knobs_beyond_their_limits_are_refused(field, value, limit):
-    with pytest.raises(ValueError, match=rf"SentenceKV: {field} must be .*{limit}.*got {value!r}"):
-        small(SentenceKV, **{**KNOBS, field: value})
-
-
 def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="budget must be at most capacity=8, got 12"):
         small(SentenceKV, **KNOBS, capacity=8)
@@ -422,18 +360,3 @@ def test_missing_table_says_how_to_make_one():
     """At the prompt, which is where the tokens are first cut into sentences."""
     with pytest.raises(ValueError, match="boundary_table"):
         read(small(SentenceKV, **{**KNOBS, "boundary": None}))
-
-
-@pytest.mark.thorough  # the contract generates with it, and reads its prompts in chunks
-def test_a_model_generates_with_it():
-    """Token ids reach the method through the public calls, whole or in chunks, alike for a row alone."""
-    ends = np.zeros_like(KNOBS["boundary"])
-    ends[[3, 11, 20, 31, 42, 50]] = True
-    method = small(SentenceKV, **{**KNOBS, "boundary": ends})
-    want = kvjax.generate(tiny_params(), read(method), max_new_tokens=10, eos_token_ids=())
-    chunked = kvjax.generate(tiny_params(), read(method, chunk_size=16), max_new_tokens=10, eos_token_ids=())
-    np.testing.assert_array_equal(want.tokens, chunked.tokens)
-    other = small(SentenceKV, **{**KNOBS, "boundary": np.zeros_like(ends)})
-    other = kvjax.generate(tiny_params(), read(other), max_new_tokens=10, eos_token_ids=())
-    assert not np.allclose(other.cache.logits[0], want.cache.logits[0])
-    assert padded(prompts())[1].tolist() == [40, 23, 9]
