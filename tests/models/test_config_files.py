@@ -9,8 +9,7 @@ import pytest
 from models import DynamicScaling, LinearScaling, LongRopeScaling, ModelConfig, YarnScaling
 from models.files import gguf as gguf_files
 from tests.models import gguf_writing, test_gguf_errors
-from tests.models.test_models import HF
-from tests.tiny_models import TINY
+from tests.tiny_models import HF, TINY
 
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2, 3, 4, 5]}
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)

@@ -14,9 +14,8 @@ import models
 from models import ModelConfig
 from models.files import replaced_files
 from models.files.hf.checks import check_types
-from tests.models.test_models import HF
 from tests.models.test_weights import saved  # noqa: F401
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, HF
 
 DEEP = "[" * 100_000
 STRANGE = (None, True, False, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**400, "", "4", [], [1], [[1]], ["x"])

@@ -16,9 +16,8 @@ from models import ModelConfig
 from models.files.adapter import init_adapter, merge_adapter
 from models.layers.experts import all_experts, grouped, mix, one_by_one, route
 from models.sizes.experts import Experts
-from tests.models.test_models import HF
 from tests.models.test_published import PUBLISHED
-from tests.tiny_models import TINY, vivid_params
+from tests.tiny_models import HF, TINY, vivid_params
 
 SPARSE = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=False, layers=(1,))
 EVERY = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1))

@@ -22,10 +22,9 @@ from models.files.tables.families import FAMILIES, MISSING, channel_order
 from models.sizes.parts import LayerRope
 from models.sizes.rope_scaling import LinearScaling
 from tests import goldens
-from tests.harness import hold_laws
 from tests.models.test_damaged_files import STRANGE
 from tests.models.test_parity import ours
-from tests.tiny_models import run, vivid_params
+from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FOLDER = goldens.FOLDER / "models" / "families"
@@ -266,12 +265,3 @@ def test_any_json_value_is_read_or_refused_by_a_sentence(name):
 def test_every_type_that_is_refused_by_name_is_no_family():
     assert not MISSING.keys() & {*FAMILIES, *hf_config.MODEL_TYPES}
     assert {edges(name)["model_type"] for name in NAMES} == FAMILIES.keys(), "every family has a golden"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["full", "snapkv", "quest", "verified"])
-@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
-def test_methods_hold_their_laws_beside_routed_experts(name, method):
-    """Latent attention has them in `test_latent.py`."""
-    config = models.ModelConfig.from_hf(edges(name, vocab_size=64, max_position_embeddings=256))
-    hold_laws(method, config, vivid_params(config))

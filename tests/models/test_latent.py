@@ -27,7 +27,7 @@ from models.sizes.parts import LayerRope
 from models.sizes.rope_scaling import YarnScaling
 from pallas_kernels.formats.quantised import dequantise, stored_like
 from tests.harness import NAMES, any_example, hold_laws
-from tests.models.test_families import generator, golden, write_checkpoint
+from tests.models.test_families import edges, generator, golden, write_checkpoint
 from tests.models.test_parity import ours
 from tests.tiny_models import run, vivid_params
 
@@ -336,3 +336,12 @@ LAWFUL = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verifie
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "quest")) for x in LAWFUL])
 def test_laws(name):
     hold_laws(name, CONFIG, PARAMS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["full", "snapkv", "quest", "verified"])
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
+def test_methods_hold_their_laws_beside_routed_experts(name, method):
+    """Experts with a sigmoid router beside attention that is not latent."""
+    config = models.ModelConfig.from_hf(edges(name, vocab_size=64, max_position_embeddings=256))
+    hold_laws(method, config, vivid_params(config))

@@ -22,16 +22,11 @@ from models.sizes.experts import Experts
 from models.sizes.latent import Latent
 from models.sizes.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
-from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
+from tests.tiny_models import FAMILIES, HF, SCALING, TINY, dense_attend, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
-HF = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 

@@ -14,8 +14,8 @@ from models.sizes.latent import Latent
 from tests.models.test_families import edges, generator, golden
 from tests.models.test_latent import CONFIG as WITH_LATENT
 from tests.models.test_latent import LATENT
-from tests.models.test_models import HF, LLAMA3
-from tests.tiny_models import TINY
+from tests.models.test_models import LLAMA3
+from tests.tiny_models import HF, TINY
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 4, "norm_topk_prob": True, "layers": (0,)}
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 6, "conv_width": 4, "layers": (0,)}
