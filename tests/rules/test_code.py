@@ -187,4 +187,5 @@ def test_pyright_finds_nothing(tmp_path):
     assert done.returncode in (0, 1), f"pyright did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     report = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] > 200
-    assert not [x for x in report["generalDiagnostics"] if x["severity"] in ("error", "warning")]
+    complaints = [x for x in report["generalDiagnostics"] if x["severity"] in ("error", "warning")]
+    assert not [f"{x['file']}:{x['range']['start']['line'] + 1}: {x['message']}" for x in complaints]
