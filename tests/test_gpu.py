@@ -66,9 +66,9 @@ FIVE = {
 }
 SCANNED = {  # other methods that can decode from host memory
     "freekv": {"budget": 256, "num_sink": 64, "num_local": 64},
-    "magicpig": {"capacity": 512, "dense_every": 0},
+    "magicpig": {"capacity": 512},
     "pqcache": {"fraction": 0.25},
-    "retrievalattention": {"budget": 128, "num_local": 64, "buffer": 32},
+    "retrievalattention": {"budget": 128, "num_local": 64},
     "retroinfer": {"fraction": 0.1, "buffer": 32, "num_local": 64},
     "socket": {"budget": 256},
 }
