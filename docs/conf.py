@@ -22,6 +22,8 @@ exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints"]
 smartquotes = False  # quotation marks in docstrings are often code
 html_theme = "furo"
 html_title = "kvjax"
+html_static_path = ["_static"]
+html_js_files = ["sort.js"]
 
 nb_execution_mode = "force"
 nb_execution_timeout = 300  # seconds of one cell

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax import plugins
@@ -78,16 +78,6 @@ def find(name: str) -> type[Method]:
         near = f" (did you mean {module}:{last}?)" if dot else nearest(given, known)
         raise ValueError(f"unknown method {name!r}{near}; known methods: {names}")
     return cls
-
-
-def title(label: str) -> str:
-    """Write the names in a method's text as the papers write them: ``twilight(chess)`` becomes ``Twilight(CHESS)``.
-
-    Args:
-        label: a method as `parse_method` takes it. Knobs and unknown names stay.
-    """
-    titles = {**{name: cls.TITLE or cls.__name__ for name, cls in {**WRAPPERS, **classes()}.items()}, **named.TITLES}
-    return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda found: titles.get(found[0], found[0]), label)
 
 
 def parse_method(
@@ -344,18 +334,3 @@ def summary(cls: type[Method]) -> str:
     if text.startswith(f"{cls.__name__}("):  # a dataclass without a docstring
         return "no docstring"
     return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"
-
-
-def markdown(names: Collection[str] | None = None) -> str:
-    """Write a Markdown table of the built-in methods with the given ``names``; None means all."""
-    lines = ["| method | idea | keeps | paper |", "|---|---|---|---|"]
-    for name, cls in sorted(builtin().items()):
-        if names is not None and name not in names:
-            continue
-        path = f"{cls.__module__.replace('.', '/')}.py"
-        idea = summary(cls)
-        lines.append(
-            f"| [`{cls.__name__}`]({path}) | {idea[0].upper()}{idea[1:]} | {cls.keeps} "
-            f"| [{cls.PAPER}](https://arxiv.org/abs/{cls.PAPER.removeprefix('arXiv:')}) |"
-        )
-    return "\n".join(lines)

@@ -72,10 +72,10 @@ class ModelConfig(Architecture):
             out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
             return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
         except _WRONG_PARAMS as error:
-            told = str(error).partition(" (http")[0]  # Flax adds the address of its manual
+            reason = str(error).partition(" (http")[0]  # Flax adds the address of its manual
             raise ValueError(
                 f"params must belong to this model of {self.num_layers} layers and hidden_size={self.hidden_size}, got "
-                f"other parameters: {told}"
+                f"other parameters: {reason}"
             ) from error
 
     @classmethod

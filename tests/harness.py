@@ -18,6 +18,7 @@ from kvjax.methods.stretched import Stretched
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Method
 from kvjax.protocol.slots import SlotMethod
+from kvjax.protocol.typing import pytree
 from kvjax.testing import laws
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
@@ -38,9 +39,22 @@ def oracle(name: str) -> Any:
     return importlib.import_module(f"tests.oracles.{name}")
 
 
+@functools.cache
+def with_constants(cls: type, **constants: Any) -> type:
+    """A subclass in which constants of the class, which the papers fix, have values that suit small models."""
+    return pytree(type(cls.__name__, (cls,), {**constants, "__doc__": cls.__doc__, "__module__": cls.__module__}))
+
+
+def small(cls: type, **knobs: Any) -> Any:
+    """A method of the class or of a subclass; what is no field among the knobs is a constant of the class."""
+    constants = {name: value for name, value in knobs.items() if name not in cls.__dataclass_fields__ and name in dir(cls)}
+    changed = {name: value for name, value in constants.items() if value != getattr(cls, name)}
+    return (with_constants(cls, **changed) if changed else cls)(**{x: knobs[x] for x in knobs if x not in constants})
+
+
 def example(name: str, **knobs: Any) -> kvjax.methods.Full:
     """The method at the small setting its oracle declares, some knobs changed."""
-    return kvjax.make(name, **{**oracle(name).KNOBS, **knobs})
+    return small(registry.builtin()[name], **{**oracle(name).KNOBS, **knobs})
 
 
 def knobs_of(name: str, heads: int) -> dict[str, Any]:
@@ -57,11 +71,11 @@ WRAPPERS = {
     "stages": kvjax.Stages(
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
-    "thinned": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=ThinK(obs_window=5, num_recent=6)),
+    "thinned": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=small(ThinK, obs_window=5, num_recent=6)),
     "thin_pages": kvjax.Stages(
-        evict=ThinK(obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
+        evict=small(ThinK, obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
-    "per_layer": kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=H2O(budget=12)),
+    "per_layer": kvjax.PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
     "layer_budgets": kvjax.LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
@@ -156,12 +170,12 @@ def generous(name: str) -> Any:
             evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
         )
     if name == "thinned":
-        return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=ThinK(channels=1.0, obs_window=5))
+        return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
     if name == "thin_pages":
         retrieve = Quest(budget=big, page_size=4, num_dense_layers=0)
-        return kvjax.Stages(evict=ThinK(channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
+        return kvjax.Stages(evict=small(ThinK, channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
     if name == "per_layer":
-        return kvjax.PerLayer(layers={0: StreamingLLM(budget=big, chunk=8)}, default=H2O(budget=big))
+        return kvjax.PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "periodic":
         return kvjax.Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
     if name == "layer_budgets":

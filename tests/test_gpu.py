@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import kvjax
 import models
+from kvjax.attention.over_cache import masked_attention
 from kvjax.decoding import decode as step
 from kvjax.methods import Quest
 from models.layers.experts import all_experts, grouped
@@ -64,9 +66,9 @@ FIVE = {
 }
 SCANNED = {  # other methods that can decode from host memory
     "freekv": {"budget": 256, "num_sink": 64, "num_local": 64},
-    "magicpig": {"capacity": 512, "dense_every": 0},
+    "magicpig": {"capacity": 512},
     "pqcache": {"fraction": 0.25},
-    "retrievalattention": {"budget": 128, "num_local": 64, "buffer": 32},
+    "retrievalattention": {"budget": 128, "num_local": 64},
     "retroinfer": {"fraction": 0.1, "buffer": 32, "num_local": 64},
     "socket": {"budget": 256},
 }
@@ -79,12 +81,13 @@ def test_the_five_methods_decode_on_a_gpu(builtin, name):
     method = kvjax.make(name, tokenizer, config.vocab_size, **FIVE[name])
     ids = prompt(tokenizer, 1200)
     cache = kvjax.prefill(params, [ids], config=config, method=method, max_new_tokens=16, chunk_size=16384)
-    masked = dataclasses.replace(kvjax.fork(cache), method=dataclasses.replace(method, implementation="mask"))
+    masked = kvjax.fork(cache)
     out = kvjax.generate(params, cache, max_new_tokens=12)
     assert out.texts(tokenizer)[0].strip().startswith("4711042")
     assert float(out.stats.attended[0]) < len(ids)
-    slow = kvjax.decode_step(params, kvjax.fork(masked), jnp.zeros((1,), jnp.int32)).logits
-    fast = kvjax.decode_step(params, dataclasses.replace(masked, method=method), jnp.zeros((1,), jnp.int32)).logits
+    with masked_attention():
+        slow = kvjax.decode_step(params, kvjax.fork(masked), jnp.zeros((1,), jnp.int32)).logits
+    fast = kvjax.decode_step(params, masked, jnp.zeros((1,), jnp.int32)).logits
     error = float(jnp.linalg.norm(fast - slow) / jnp.linalg.norm(slow))
     assert error < 0.02, f"relative error {error:.4f}"  # eight layers in bfloat16
 
@@ -149,12 +152,14 @@ def test_quest_decodes_through_the_kernel_and_agrees_with_xla(builtin):
     )
     token = jnp.zeros((1,), jnp.int32)
     logits, kernels = {}, {}
-    for name in ("pallas_triton", "xla", "mask"):
-        cache = dataclasses.replace(kvjax.fork(once), method=Quest(budget=512, implementation=name))
-        text = jax.jit(step.run_step).lower(params, cache, token[None], token[None] == 0).compile().as_text()
-        kernels[name] = text.count("__gpu$xla.gpu.triton")
-        logits[name] = np.asarray(kvjax.decode_step(params, cache, token).logits)
-    assert kernels["pallas_triton"] > kernels["xla"]  # storing, scoring and choosing are kernels in every mode
+    ways = {"pallas_triton": contextlib.nullcontext(), "xla": kvjax.default_implementation("xla"), "mask": masked_attention()}
+    for name, way in ways.items():
+        cache = kvjax.fork(once)
+        with way:
+            text = jax.jit(step.run_step).lower(params, cache, token[None], token[None] == 0).compile().as_text()
+            kernels[name] = text.count("__gpu$xla.gpu.triton")
+            logits[name] = np.asarray(kvjax.decode_step(params, cache, token).logits)
+    assert kernels["pallas_triton"] > kernels["mask"] > kernels["xla"]  # storing, scoring and choosing are kernels with a mask too
     for name in ("xla", "mask"):
         error = np.linalg.norm(logits["pallas_triton"] - logits[name]) / np.linalg.norm(logits[name])
         assert error < 0.02, f"{name}: relative error {error:.4f}"  # eight layers in bfloat16

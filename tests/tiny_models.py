@@ -22,6 +22,11 @@ TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_q_heads": 4,
     "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
 }  # fmt: skip
+HF = {  # a config.json
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 FAMILIES = {
     "llama": ModelConfig(**TINY),

@@ -1,4 +1,4 @@
-"""``kvjax generate``: continue a text under a method; show the text as it is generated, and at the end its costs."""
+"""Continue a text under a method; show the text as it is generated, and at the end its costs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jsonargparse.typing import PositiveInt
 
 import kvjax
 import models
-from experiments.answering.mesh import make_mesh
-from experiments.answering.model import LoadedModel, MeshSettings, check_system, load_model
-from experiments.answering.presets import read_files
+from experiments.answering.method_settings import MethodSettings
+from experiments.answering.model import LoadedModel, check_system
+from experiments.answering.texts import read_prompt
 from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer
-from experiments.tasks import check_unicode, decode_text, encode_prompt, read_text
-from kvjax import registry
+from experiments.tasks import encode_prompt
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
-from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.sampling import Sampler
 
 _STREAM_BLOCK = 8  # most tokens of a piece of streamed text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateSettings(MeshSettings):
+class GenerateSettings(MethodSettings):
     """What to continue, and how.
 
     Attributes:
@@ -36,15 +35,11 @@ class GenerateSettings(MeshSettings):
         template: auto puts the checkpoint's chat template around the text, if it has one; none continues the text as it is
         system: text of the template's system turn (default: the template's own)
         template_variables: a variable of the template, such as enable_thinking=false; repeatable
-        method: see kvjax ls; or package.module:Class; or a wrapper such as twilight(quest)
-        set: a knob of the method; repeatable
         max_new_tokens: most tokens of the continuation
         temperature: temperature of sampling (default: no sampling, the most likely token)
         top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
-        stream: show the text as it is generated
-        kv_dtype: store keys and values as codes: int8, float8_e4m3fn, k8v4 or int4 (default: in the dtype of computation)
     """
 
     prompt: str | None = None
@@ -52,15 +47,11 @@ class GenerateSettings(MeshSettings):
     template: str = option("none", choices=("auto", "none"))
     system: str | None = None
     template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
-    method: str = "full"
-    set: tuple[str, ...] = option((), repeat=True, metavar="KNOB=VALUE")
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    stream: bool = True
-    kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,66 +60,38 @@ class GenerateSettings(MeshSettings):
             raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
-        # Refuse bad knobs before anything is loaded; knobs in files are read with the model.
-        registry.make(self.name, **{knob: x for knob, x in self.knobs.items() if knob not in ("scores", "pattern")})
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    @property
-    def name(self) -> str:
-        """The name of the method."""
-        return registry.parse_method(self.method)[0]
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The given knobs of the method."""
-        return {**registry.parse_method(self.method)[1], **registry.parse_knobs(self.method, self.set)}
 
 
 def _generate(settings: GenerateSettings) -> None:
     """Print the continuation to standard output, and its costs to standard error."""
-    prompt = _read_prompt(settings.prompt, settings.prompt_file)
-    mesh = make_mesh(settings.mesh)
-    model = load_model(
-        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
-    )
+    prompt = read_prompt(settings.prompt, settings.prompt_file)
+    model = settings.load()
     config, tokenizer = model.config, model.tokenizer
-    method = registry.make(settings.name, tokenizer, config.vocab_size, **read_files(settings.knobs, config))
     ids = _encode(model, prompt, settings)
-    spread = "" if mesh is None else f"{settings.mesh} of "
+    method = settings.make(len(ids), tokenizer, config)
+    spread = "" if model.mesh is None else f"{settings.mesh} of "
     _say(f"{len(ids)} prompt tokens, {config.dtype} on {spread}{jax.default_backend()}, compiling ...")
     if model.groups > 1:
         _say(f"there is one prompt: each of {model.groups} groups of devices generates the same")
     if method.offload:
         sizes = {"batch": model.groups, "prompt_slots": len(ids), "max_new_tokens": settings.max_new_tokens}
-        needed = memory_needed(method, config, mesh=mesh, kv_dtype=settings.kv_dtype, **sizes)
+        needed = memory_needed(method, config, mesh=model.mesh, kv_dtype=settings.kv_dtype, **sizes)
         _say(f"offloaded: {needed}; the bus moves {link_bandwidth() / 1e9:.1f} GB/s")
     with CompileClock() as clock:
         with Timer(clock) as reading:
-            cache = jax.block_until_ready(
-                kvjax.prefill(
-                    model.params,
-                    [ids] * model.groups,
-                    config=config,
-                    method=method,
-                    max_new_tokens=settings.max_new_tokens,
-                    kv_dtype=settings.kv_dtype,
-                )
-            )
-        text, new, held = GrowingText(tokenizer), 0, ""
+            options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
+            cache = kvjax.prefill(model.params, [ids] * model.groups, config=config, method=method, **options)
+            jax.block_until_ready(cache)
+        text, new = GrowingText(tokenizer), 0
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
-                made = out.rows()[0]
-                new += len(made)
-                piece = text.add([token for token in made if token not in config.eos_token_ids])
-                if settings.stream:
-                    _show(piece)
-                else:
-                    held += piece
-    _show(held + text.add([], last=True) + "\n")
+                piece = out.rows()[0]
+                new += len(piece)
+                _show(text.add([token for token in piece if token not in config.eos_token_ids]))
+    _show(text.add([], last=True) + "\n")
     _say(out.stats.summary())
     _say(
         f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
@@ -149,18 +112,6 @@ def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list
     return model.tokenizer.encode(before + prompt + after, add_special_tokens=False).ids
 
 
-def _read_prompt(text: str | None, path: str | None) -> str:
-    if text is not None or path is None:
-        if not (text or "").strip():
-            raise ValueError(f"--prompt must be a text, got {text!r}")
-        check_unicode(text or "")
-        return text or ""
-    text = decode_text(sys.stdin.buffer.read(), "standard input") if path == "-" else read_text(path)
-    if not text.strip():
-        raise ValueError(f"the prompt is empty: {'standard input' if path == '-' else path}")
-    return text
-
-
 def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iterator[kvjax.Generation]:
     """Generate piece by piece; equal pieces share a compiled program, so their size divides the whole."""
     total = settings.max_new_tokens
@@ -169,15 +120,8 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
     if settings.temperature is not None:
         keys = jax.random.split(jax.random.key(settings.seed), len(keys))
     for key in keys:
-        out = kvjax.generate(
-            params,
-            cache,
-            max_new_tokens=block,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            key=key,
-        )
+        options = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+        out = kvjax.generate(params, cache, max_new_tokens=block, key=key, **options)
         cache = out.cache
         yield out
         # A full piece may end with an end-of-text token too.

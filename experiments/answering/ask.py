@@ -83,14 +83,9 @@ def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ask(params: Any, config: Any, contexts: Sequence[Ids], method: Method | str, shape: Shape, **options: Any) -> Asked:
-    """Run `ask_each` for one method."""
-    (asked,) = ask_each(params, config, contexts, [method], shape, **options)
+    """Run `ask_in_turn` for one method."""
+    (asked,) = ask_in_turn(params, config, contexts, [method], shape, **options)
     return asked
-
-
-def ask_each(params: Any, config: Any, contexts: Sequence[Ids], *arguments: Any, **options: Any) -> list[Asked]:
-    """List what `ask_in_turn` yields."""
-    return list(ask_in_turn(params, config, contexts, *arguments, **options))
 
 
 def ask_in_turn(
@@ -111,17 +106,14 @@ def ask_in_turn(
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
     Args:
-        params: model parameters.
-        config: the model.
+        params, config, methods, kv_dtype: as in `kvjax.prefill_each`.
         contexts: token ids, none longer than `shape.length`.
-        methods: kvjax methods or their names, as in `kvjax.prefill_each`.
         shape: how the contexts are batched.
         questions: 1 to `shape.questions` questions about each context; empty if the contexts include their questions.
         limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all answers. Other
             limits do not compile another program.
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
-        kv_dtype: as in `kvjax.prefill`.
         tell: is called with "reading" before contexts are prefilled, and with "asking" before they are asked under a method.
             Its other arguments are the part of the work that is done, 0 to 1, the indices of these contexts, and the number
             of the method, which counts from 1 and is 0 while contexts are prefilled.
@@ -137,7 +129,7 @@ def ask_in_turn(
     """
     _check(contexts, questions, shape)
     clock = clock or CompileClock()
-    made = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
+    results = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
     steps = -(-len(contexts) // shape.rows) * (1 + len(methods))
 
     def step(phase: str, number: int) -> None:
@@ -159,7 +151,7 @@ def ask_in_turn(
             caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
             if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
-        for number, asked in enumerate(made):
+        for number, asked in enumerate(results):
             step("asking", 1 + number)
             with Timer(clock) as waited:
                 if ready is not None:
@@ -168,19 +160,19 @@ def ask_in_turn(
                 answers, stats, decoding = _answer(
                     params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
                 )
-            made[number] = Asked(
+            results[number] = Asked(
                 asked.ids + answers,
                 asked.stats + stats,
-                asked.run_seconds + answering.run + reading.run / len(made),
+                asked.run_seconds + answering.run + reading.run / len(results),
                 asked.decode_seconds + decoding,
                 asked.compile_seconds
                 + answering.compile
                 + waited.run
                 + waited.compile
-                + (reading.compile + waiting.run + waiting.compile) / len(made),
+                + (reading.compile + waiting.run + waiting.compile) / len(results),
             )
             if start + shape.rows >= len(contexts):
-                yield made[number]
+                yield results[number]
 
 
 def _answer(
@@ -219,7 +211,7 @@ def _answer(
             out = kvjax.generate(
                 params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
             )
-            made, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+            tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
         seconds += decoding.run
         if shape.keep:
             cache, shared = out.cache, False
@@ -227,7 +219,7 @@ def _answer(
         stats.append((real, measured))
         for row in range(real):
             if not shape.questions or turn < len(questions[at[row]]):
-                answers[row].append(made[row, : counts[row]].tolist())
+                answers[row].append(tokens[row, : counts[row]].tolist())
     return answers, stats, seconds
 
 
@@ -244,7 +236,7 @@ def programs(
     eos_token_ids: tuple[int, ...] | None = None,
     kv_dtype: str | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower the programs that `ask_each` runs, one after the other; see `kvjax.api.programs.lower_programs`.
+    """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
     With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """

@@ -41,41 +41,30 @@ class Calibration:
 def calibration_tokens(
     model: LoadedModel, calibration: Calibration, reading: Reading | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encode held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts].
-
-    Args:
-        model: the model.
-        calibration: which prompts.
-        reading: how text becomes tokens; None takes the model's tokenizer without a template.
-    """
+    """Encode held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts]."""
     each = -(-calibration.prompts // len(calibration.tasks))
     seed = calibration.seed + CALIBRATION_SEED
-    made = [
+    prompts = [
         encode_cell(reading or Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
         for task in calibration.tasks
     ]
-    rows = [tokens[index] for index in range(each) for tokens in made][: calibration.prompts]
+    rows = [tokens[index] for index in range(each) for tokens in prompts][: calibration.prompts]
     return pad(rows, calibration.length)
 
 
-def needs_thresholds(name: str, given: Mapping[str, Any]) -> bool:
+def needs_thresholds(name: str, knobs: Mapping[str, Any]) -> bool:
     """Tell whether the method is CHESS, with a trigger that needs the thresholds of `chess_thresholds`."""
-    return name == "chess" and given.get("trigger", "and") in ("and", "or")
+    return name == "chess" and knobs.get("trigger", "and") in ("and", "or")
 
 
 def chess_thresholds(
     model: LoadedModel, calibration: Calibration, results: Results, reading: Reading | None = None
 ) -> dict[str, float]:
-    """Calibrate CHESS's thresholds; return them as knobs.
+    """Calibrate CHESS's thresholds and return them as knobs.
 
-    The thresholds are kept among the record's notes, and are reused if the record holds them for the same calibration.
-    Prompts that would leave no room for their generation in the model's window are shortened.
-
-    Args:
-        model: the model.
-        calibration: which generations.
-        results: the record.
-        reading: how text becomes tokens; None takes the model's tokenizer without a template.
+    A record that holds those of the same calibration gives them again. Prompts that would leave no room for their generation
+    in the model's window are shortened. ``reading`` says how text becomes tokens; None takes the model's tokenizer without a
+    template.
     """
     window = model.config.max_position_embeddings - calibration.new_tokens
     calibration = dataclasses.replace(calibration, length=min(calibration.length, max(window, 1)))

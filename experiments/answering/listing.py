@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 import models
-from experiments.answering.found import find
+from experiments.answering.fetch import find
 from models.files.tables import family_table
 from models.files.tables.families import MISSING
 

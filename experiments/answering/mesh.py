@@ -17,25 +17,22 @@ def mesh_axes(text: str | None) -> dict[str, int]:
     """Parse the sizes of the axes in a text such as "data=2,model=4", by name; no axes if there is no text.
 
     The result always has the axes data and model. It has the axis slots, which few methods can use, if the text names it.
-
-    Raises:
-        ValueError: an axis is unknown or named twice, or a size is no whole number of at least 1.
     """
     if text is None:
         return {}
-    given: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise ValueError(f"a mesh is written {DATA}=2,{MODEL}=4, got {text!r}")
         if name not in _AXES:
             raise ValueError(f"the axes of a mesh are {', '.join(_AXES[:-1])} and {_AXES[-1]}, got {name!r} in {text!r}")
-        if name in given:
+        if name in sizes:
             raise ValueError(f"a mesh has each axis once, got {name!r} twice in {text!r}")
         if not size.isascii() or not size.isdigit() or int(size) < 1:
             raise ValueError(f"the size of an axis must be a whole number of at least 1, got {size!r} for {name!r}")
-        given[name] = int(size)
-    return {name: given.get(name, 1) for name in _AXES if name in given or name != SLOTS}
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in _AXES if name in sizes or name != SLOTS}
 
 
 def mesh_text(axes: Mapping[str, int]) -> str | None:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 import models
-from experiments.answering.mesh import groups_of, mesh_axes
+from experiments.answering.mesh import groups_of, make_mesh, mesh_axes
 from experiments.cli import Settings, option
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
@@ -38,6 +38,10 @@ class ModelSettings(Settings):
     weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
     offline: bool = False
 
+    def load(self) -> LoadedModel:
+        """Load the model; see `load_model`."""
+        return load_model(self.model, self.dtype, offline=self.offline, weight_dtype=self.weight_dtype)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSettings(ModelSettings):
@@ -55,6 +59,11 @@ class MeshSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         mesh_axes(self.mesh)
+
+    def load(self) -> LoadedModel:
+        """Load the model onto the devices of the mesh; see `load_model`."""
+        options = {"offline": self.offline, "weight_dtype": self.weight_dtype}
+        return load_model(self.model, self.dtype, mesh=make_mesh(self.mesh), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +104,7 @@ class LoadedModel:
     def check_positions(self, what: str, tokens: int) -> None:
         """Refuse more tokens than the model has positions, before a text of this length is made.
 
-        Args:
-            what: name of the refused length, for the message.
-            tokens: the length in tokens.
-
-        Raises:
-            ValueError: the model has fewer positions than ``tokens``.
+        ``what`` names the length.
         """
         if tokens > (most := self.config.max_position_embeddings):
             raise ValueError(f"{what} must be at most {most} tokens, the positions of {self.name}, got {tokens}")
@@ -122,7 +126,7 @@ class LoadedModel:
 def _some(leaf: Array) -> np.ndarray:
     """Sample some values of a parameter, float32: every n-th of the flat array, read in place."""
     at = np.stack(np.unravel_index(np.arange(0, leaf.size, max(1, leaf.size // _NUMBERS)), leaf.shape))
-    found = np.zeros(at.shape[1], np.float32)
+    values = np.zeros(at.shape[1], np.float32)
     for shard in leaf.addressable_shards:
         bounds = [part.indices(size) for part, size in zip(shard.index, leaf.shape, strict=True)]
         first, end, _ = np.asarray(bounds, int).reshape(-1, 3).T[..., None]
@@ -130,8 +134,8 @@ def _some(leaf: Array) -> np.ndarray:
         if shard.replica_id == 0 and here.any():
             # On a CPU np.asarray gives the array itself; elsewhere it would copy the whole array.
             data = np.asarray(shard.data) if jax.default_backend() == "cpu" else shard.data
-            found[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
-    return found
+            values[here] = np.asarray(data[tuple((at - first)[:, here])], np.float32)
+    return values
 
 
 def load_model(
@@ -142,20 +146,10 @@ def load_model(
     mesh: Mesh | None = None,
     weight_dtype: str | None = None,
 ) -> LoadedModel:
-    """Load a named model, a Hugging Face directory, a GGUF file or a repository of the hub.
+    """Load a GGUF file, or what `models.checkpoint_directory` takes, for `models.load`'s dtypes and mesh.
 
-    Args:
-        model: a GGUF file, or see `models.checkpoint_directory`; a named model or a repository is downloaded if it is absent.
-        dtype: compute dtype; None takes float32 on a CPU and bfloat16 elsewhere.
-        offline: whether to raise an error instead of downloading.
-        mesh: the devices over which the parameters are spread; None means one device.
-        weight_dtype: "int8" or "int4", see `models.from_pretrained`.
-
-    Raises:
-        FileNotFoundError: the checkpoint does not exist.
-        ValueError: the checkpoint is damaged or of a kind that `models` does not know, the mesh does not divide it, or its
-            weights have no codes.
-        OSError: a download failed.
+    See there for errors. Without a dtype it is float32 on a CPU and bfloat16 elsewhere. ``offline`` forbids the download of
+    an absent model.
     """
     return of_loaded(models.load(model, dtype, offline=offline, mesh=mesh, weight_dtype=weight_dtype))
 

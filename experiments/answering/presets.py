@@ -48,16 +48,12 @@ def paper_method(
     `kvjax.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
 
     Args:
-        name: the method's name, its path, or a text with brackets; see `kvjax.registry.parse_method`.
+        name: a name, a path, or a text with brackets; see `kvjax.registry.parse_method`.
         length: tokens of context, question and answer.
-        tokenizer: the model's tokenizer, for methods that need one.
+        tokenizer: the model's, for methods that need one.
         config: the model, with the length that it was made for; None if it is not known.
-        given: knobs that replace the paper's knobs. Budgets may be shares of the length such as "1/8", and methods inside of
-            a wrapper may be names or ``{name: knobs}``.
-
-    Raises:
-        ValueError: the method or a knob is unknown, or the method refuses a value.
-        FileNotFoundError: a knob names a file that does not exist.
+        given: knobs that replace the paper's. Budgets may be shares of the length, and methods inside of a wrapper may be
+            names or ``{name: knobs}``.
     """
     shown = registry.canonical_name(name)
     name, own = registry.parse_method(shown, read_knobs)
@@ -181,15 +177,7 @@ def _factor(length: int, window: int) -> tuple[dict[str, Any], str]:
 def knobs_by_method(
     pairs: Sequence[str], parse: Callable[[str, Sequence[str]], dict[str, Any]] = registry.parse_knobs
 ) -> dict[str, dict[str, Any]]:
-    """Parse knobs by method from texts `method.knob=value`.
-
-    Args:
-        pairs: the texts.
-        parse: parses the texts `knob=value` of a method.
-
-    Raises:
-        ValueError: a text has no dot before its equals sign, a method is unknown, or `parse` refuses a text.
-    """
+    """Parse knobs by method from texts ``method.knob=value``; ``parse`` reads the texts ``knob=value`` of a method."""
     grouped: dict[str, list[str]] = {}
     for pair in pairs:
         named, equals, value = pair.partition("=")

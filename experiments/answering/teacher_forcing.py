@@ -16,19 +16,12 @@ from kvjax.decoding.decode import run_step
 def follow[Seen](
     params: Any, cache: kvjax.Cache, tokens: Array, counts: Array, see: Callable[[Array, Array], Seen]
 ) -> tuple[Seen, kvjax.Cache]:
-    """Feed texts through the decode path, where methods select. Run it under `jax.jit`.
+    """Feed texts, int32 [B, N], padded on the right, through the decode path, where methods select.
 
-    Args:
-        params: model parameters.
-        cache: holds the tokens before the texts, and has room for them.
-        tokens: int32 [B, N], the texts, padded on the right.
-        counts: int32 [B], real tokens of each text.
-        see: maps a step's number i (int32) and the logits after token i, [B, V], to a tree of arrays to keep, such as the
-            logits themselves or the result of `score`.
-
-    Returns:
-        The results of `see`, with a first axis N, and the cache, which now holds the texts. Steps after the end of a row's
-        text see the logits after its last token; steps after the end of the longest text are not run and hold zeros.
+    Run it under `jax.jit`. The cache holds the tokens before the texts and has room for them; ``counts``, int32 [B], are the
+    texts' real tokens. ``see`` maps a step's number i and the logits after token i, [B, V], to a tree of arrays to keep. Its
+    results are returned with a first axis N, with the cache. Steps behind a row's text see its last logits; steps behind the
+    longest text are not run and hold zeros.
     """
     shapes = jax.eval_shape(see, jnp.int32(0), cache.logits)
     seen = jax.tree.map(lambda part: jnp.zeros((tokens.shape[1], *part.shape), part.dtype), shapes)
@@ -44,14 +37,9 @@ def follow[Seen](
 
 
 def score(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Score predicted distributions against the next tokens of a text.
+    """Score logits, [B, V], against the next token of each text, int32 [B].
 
-    Args:
-        logits: [B, V].
-        targets: int32 [B], the next token of each text.
-
-    Returns:
-        The log-probability of each target in nats, float32 [B], and whether it is the most likely token, bool [B].
+    Returns the log-probability of each target in nats, float32 [B], and whether it is the most likely token, bool [B].
     """
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     picked = jnp.take_along_axis(log_probabilities, targets[:, None], axis=-1)[:, 0]

@@ -9,9 +9,7 @@ from experiments.benchmarks.cells import encode_cell as encode_cell
 from experiments.benchmarks.generated import examples as examples
 from experiments.benchmarks.generated import measures as measures
 from experiments.benchmarks.generated import score as score
-from experiments.benchmarks.keys import alike as alike
 from experiments.benchmarks.keys import digest as digest
-from experiments.benchmarks.keys import is_whole as is_whole
 from experiments.benchmarks.keys import numbered as numbered
 from experiments.benchmarks.readers import READERS as READERS
 from experiments.benchmarks.readers import files_of as files_of

@@ -1,7 +1,6 @@
 """Keys of examples: short texts that hold all that decides an example's score, and that no two examples of a cell share.
 
 A key is ``PROMPT-REST``, two digests of 16 hexadecimal digits. The second example with the same digests gets ``#2``.
-Keys of earlier versions of kvjax are a PROMPT alone: they say nothing about references, scorer and limits.
 """
 
 from __future__ import annotations
@@ -9,12 +8,9 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 
 from experiments.benchmarks.base import Example
-
-_WHOLE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}(?:#\d+)?")
 
 
 class Keys:
@@ -63,24 +59,6 @@ def numbered(keys: Iterable[str]) -> list[str]:
         seen[key] += 1
         made.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
     return made
-
-
-def is_whole(key: str) -> bool:
-    """Tell whether a key holds references, scorer and limits; keys of earlier versions hold the prompt only."""
-    return _WHOLE.fullmatch(key) is not None
-
-
-def of_prompts(keys: Iterable[str]) -> list[str]:
-    """Reduce keys to the prompts' part, which is what earlier versions stored."""
-    found = ((_WHOLE.fullmatch(key), key) for key in keys)
-    return numbered(whole.group(1) if whole else key for whole, key in found)
-
-
-def alike(one: Sequence[str], other: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return two lists of keys in a form that both have: reduced to the prompts if one of the lists holds no more."""
-    if all(map(is_whole, one)) == all(map(is_whole, other)):
-        return list(one), list(other)
-    return of_prompts(one), of_prompts(other)
 
 
 def digest(keys: Sequence[str]) -> str:

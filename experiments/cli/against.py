@@ -8,9 +8,7 @@ import pathlib
 
 from experiments.cli.plot import RECORDS_PACKAGE, read_record
 
-RECORDS = (
-    pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"
-)  # a checkout has it, an installation does not
+RECORDS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"  # an installation lacks it
 _SHORT = 40  # rows that a command prints when it ends
 
 
@@ -30,63 +28,49 @@ class Against:
 
     def __post_init__(self) -> None:
         if self.against is not None and not self.against.exists():
-            raise ValueError(
-                f"--against: expected a record or a result folder, got {self.against}, which does not exist"
-            )
+            raise ValueError(f"--against: expected a record or a result folder, got {self.against}, which does not exist")
 
-    def show(self, made: pathlib.Path, name: str = "") -> None:
-        """Print the comparison of a new record; print nothing if there is no record to compare it with.
+    def show(self, record: pathlib.Path, name: str = "") -> None:
+        """Print the comparison of a new record, result folder or folder of records.
 
-        Args:
-            made: the record, a result folder, or a folder of records.
-            name: the committed record's name, if it differs from the file's or the folder's.
+        Nothing if there is none to compare it with. ``name`` is the committed record's name, if it differs from the file's
+        or the folder's.
         """
-        if made.is_dir() and not (made / "metrics.json").is_file():
-            for file in sorted(made.glob("*.json")):
-                other = self.against / file.name if self.against else committed(file, f"{made.name}/{file.stem}")
+        if record.is_dir() and not (record / "metrics.json").is_file():
+            for file in sorted(record.glob("*.json")):
+                other = self.against / file.name if self.against else committed(file, f"{record.name}/{file.stem}")
                 _print(file, other if other and other.exists() else None)
         else:
-            _print(made, self.against or committed(made, name))
+            _print(record, self.against or committed(record, name))
 
 
-def _print(made: pathlib.Path, other: pathlib.Path | None) -> None:
+def _print(record: pathlib.Path, other: pathlib.Path | None) -> None:
     if other is not None:
-        print(f"\n{compared(made, other, _SHORT)}")
+        print(f"\n{compared(record, other, _SHORT)}")
 
 
-def committed(made: pathlib.Path, name: str = "", records: pathlib.Path = RECORDS) -> pathlib.Path | None:
-    """Find the committed record of the same name and the same experiment; None if there is none.
+def committed(record: pathlib.Path, name: str = "", records: pathlib.Path = RECORDS) -> pathlib.Path | None:
+    """Find the committed record of the same name and experiment, in docs/records.
 
-    Args:
-        made: the record or result folder to compare; a committed record is not compared with itself.
-        name: the committed record's name, such as "speed" or "ablations/votes" (default: the file's or the folder's).
-        records: the folder of the committed records.
-
-    Raises:
-        ValueError: ``made`` is no record.
+    None if there is none, or if it is this one. The name, such as "speed" or "ablations/votes", is by default the file's or
+    the folder's.
     """
-    experiment = read_record(made)["experiment"]
-    name = name or (made.name if made.is_dir() else made.stem)
+    experiment = read_record(record)["experiment"]
+    name = name or (record.name if record.is_dir() else record.stem)
     for path in (records / f"{name}.json", records / "results" / name, records / "fidelity" / name):
         file = path / "metrics.json" if path.is_dir() else path
-        if file.is_file() and path.resolve() != made.resolve() and read_record(path)["experiment"] == experiment:
+        if file.is_file() and path.resolve() != record.resolve() and read_record(path)["experiment"] == experiment:
             return path
     return None
 
 
-def compared(made: pathlib.Path, other: pathlib.Path, most: int | None = None) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text.
+def compared(record: pathlib.Path, other: pathlib.Path, most: int | None = None) -> str:
+    """Show the rows that two records of one experiment share, with both values and their ratio, as text.
 
-    Args:
-        made: a record or result folder.
-        other: the record to compare ``made`` with.
-        most: rows that are shown; None shows all.
-
-    Raises:
-        ValueError: a path holds no record, or the two records are of different experiments.
+    At most ``most`` rows.
     """
-    names = (_shown(made), _shown(other))
-    return importlib.import_module(RECORDS_PACKAGE).beside(read_record(made), read_record(other), names, most)
+    names = (_shown(record), _shown(other))
+    return importlib.import_module(RECORDS_PACKAGE).beside(read_record(record), read_record(other), names, most)
 
 
 def _shown(path: pathlib.Path) -> str:

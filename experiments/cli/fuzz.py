@@ -11,14 +11,7 @@ _CLONE = pathlib.Path(__file__).resolve().parents[2]  # the folder that holds th
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run ``kvjax fuzz``; return the exit code.
-
-    Args:
-        argv: arguments without the program's name; None takes the process's.
-
-    Raises:
-        FileNotFoundError: there is no ``tests/fuzz`` beside `experiments`.
-    """
+    """Run ``kvjax fuzz``; an installation, which has no ``tests/fuzz`` beside `experiments`, is refused."""
     folder = _CLONE / "tests" / "fuzz"
     if not folder.is_dir():
         raise FileNotFoundError(f"kvjax fuzz needs a clone of the repository: this installation has no {folder}")

@@ -35,14 +35,9 @@ class Job:
         self.switches = (*[Operations] * (models or compiles), *[CompiledPrograms] * compiles)
 
     def __call__(self, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-        """Run the command.
+        """Run the command; return the exit code: 0, 2 for bad input, 130 when interrupted, or the job's own.
 
-        Args:
-            argv: arguments without the program's name; None takes the process's.
-            prog: the command as users write it, such as "kvjax eval"; None means ``python -m`` and the module.
-
-        Returns:
-            The exit code: 0, 2 for bad input, 130 when interrupted, or the job's own.
+        ``prog`` is the command as users write it, such as "kvjax eval"; None means ``python -m`` and the module.
         """
         return guarded(lambda: self._start(argv, prog or f"python -m {_module_of(self.run)}"))
 

@@ -26,14 +26,7 @@ def show() -> str:
 
 
 def clear(names: Sequence[str]) -> str:
-    """Delete some of what is on disk.
-
-    Args:
-        names: "programs", "models", "all", or the names of models' folders.
-
-    Raises:
-        ValueError: a name that nothing on disk has.
-    """
+    """Delete "programs", "models", "all" or named models' folders; a name that nothing on disk has is refused."""
     folders, freed, lines = _folders(), 0, []
     known = [_PROGRAMS, _MODELS, "all", *(name for path, name in folders.items() if path.name[0] != ".")]
     if unknown := [name for name in names if name not in known]:

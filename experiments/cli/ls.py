@@ -153,11 +153,11 @@ def _explained(entry: dict[str, Any]) -> str:
     if entry["wrapper"]:
         method, cls = f'"{entry["example"]}"', f"kvjax.{entry['class']}"
     idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
-    told = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
-    told.append(f"keeps:  {entry['keeps']}")
+    lines = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
+    lines.append(f"keeps:  {entry['keeps']}")
     if entry["knobs"]:
-        told += ["", f"knobs (--set KNOB=VALUE, or {cls}(KNOB=VALUE)):"]
-    return "\n".join([*told, *(f"  {line}" for line in _knob_lines(entry))])
+        lines += ["", f"knobs (--set KNOB=VALUE, or {cls}(KNOB=VALUE)):"]
+    return "\n".join([*lines, *(f"  {line}" for line in _knob_lines(entry))])
 
 
 def _knob_lines(entry: dict[str, Any]) -> list[str]:

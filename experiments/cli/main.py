@@ -17,6 +17,7 @@ from experiments.cli.settings import nearest
 COMMANDS = {
     "demo": ("experiments.demo.__main__", "find needles in prose under each method"),
     "generate": ("experiments.answering.__main__", "continue or answer a text under a method"),
+    "answer": ("experiments.answering.answer", "answer questions about a text under a method"),
     "eval": ("experiments.evaluation.__main__", "score methods on suites, Full first, or a grid of one method's knobs"),
     "compare": ("experiments.evaluation.compare", "compare methods with Full, or a record with another, or show one"),
     "plot": ("experiments.cli.plot", "draw the figures of a result folder or of a record"),
@@ -30,14 +31,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; None takes the process's.
-
-    Returns:
-        The exit code: 0, 2 for bad input, 130 when interrupted.
-    """
+    """Run one command; return the exit code: 0, 2 for bad input, 130 when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _run(argv))
 

@@ -1,19 +1,12 @@
-"""``kvjax plot``: draw the figures of a result folder or of a JSON record of any experiment.
+"""Draw the figures of a result folder or of a JSON record of any experiment.
 
-This file knows no experiment. `PACKAGES` names the package that draws the records of an experiment, and the package exports
-
-    figures(record) -> (figures, usual)
-
-where ``figures`` holds, by name, functions without arguments that draw the record and return a figure. ``usual`` lists the
-names of the figures that are drawn by default. A function raises ``ValueError`` if the record lacks the values for its
-figure. The figure with the experiment's own name is written as ``RECORD.png``, every other figure as ``RECORD-NAME.png``.
+The figure with the experiment's own name is written as RECORD.png, every other figure as RECORD-NAME.png.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
 import json
@@ -23,8 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments.cli.job import Job
-from experiments.cli.settings import option
+from experiments.cli.settings import nearest, option
 
+# The package that draws an experiment's records. It exports `figures(record) -> (figures, usual)`: functions by
+# name, without arguments, which return a figure or raise a ValueError if the record lacks its values; and the usual names.
 PACKAGES = {
     "demo": "experiments.demo",
     "eval": "experiments.evaluation",
@@ -36,7 +31,6 @@ PACKAGES = {
     "drift": "experiments.lab.ablations",
     "ablation": "experiments.lab.ablations",
 }
-FORMATS = ("png", "pdf", "svg")
 _USUAL = ("png", "pdf")
 RECORDS_PACKAGE = "experiments.records"  # it writes files and knows matplotlib
 
@@ -46,7 +40,7 @@ class PlotCommand:
     """What to draw, and where to write it.
 
     Attributes:
-        path: a folder of eval, sweep or fidelity, or the JSON record of another experiment
+        path: a folder of eval or fidelity, or the JSON record of another experiment
         kind: which figure; repeatable (default: all that apply)
         out: directory (default: the folder, or the record's)
         format: comma-separated: png, pdf, svg
@@ -55,37 +49,23 @@ class PlotCommand:
     path: pathlib.Path = option(positional=True)
     kind: tuple[str, ...] = option((), repeat=True)
     out: pathlib.Path | None = None
-    format: tuple[str, ...] = _USUAL
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.format) - set(FORMATS):
-            raise ValueError(f"--format takes {', '.join(FORMATS)}, got {sorted(unknown)[0]!r}")
+    format: tuple[str, ...] = option(_USUAL, choices=("png", "pdf", "svg"))
 
 
 def _plot(command: PlotCommand) -> None:
     importlib.import_module(RECORDS_PACKAGE).check_installed()
     out = command.out or (command.path if command.path.is_dir() else command.path.parent)
     written = write_figures(command.path, command.kind, out, command.format)
-    told = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
-    print(f"written: {told}", file=sys.stderr)
+    files = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
+    print(f"written: {files}", file=sys.stderr)
 
 
 def write_figures(
     path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = _USUAL
 ) -> list[pathlib.Path]:
-    """Draw and write the figures of a result.
+    """Draw and write some figures of a result folder or record, without names its usual ones, into a directory.
 
-    Args:
-        path: a result folder, or a JSON record.
-        kinds: names of figures; without names, the usual figures of the record are drawn.
-        out: the directory to write to.
-        formats: some of "png", "pdf" and "svg".
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ValueError: see `figures`.
+    Return the files.
     """
     written = []
     for name, draw in figures(path, kinds):
@@ -96,18 +76,10 @@ def write_figures(
 
 
 def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callable[[str], bytes]]]:
-    """List the figures of a result folder, or of a record.
+    """List the figures of a result folder, or of a record, without names its usual ones.
 
-    Args:
-        path: a folder of `eval`, `sweep` or `fidelity`, or a JSON record.
-        kinds: names of figures; without names, the usual figures of the record are listed.
-
-    Returns:
-        Each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws the figure and returns the
-        file's bytes.
-
-    Raises:
-        ValueError: the path holds no result, or the result cannot be drawn as one of the kinds.
+    Returns each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws it and returns the
+    bytes. A path without a result, and kinds that it cannot be drawn as, are refused by a ``ValueError``.
     """
     record = read_record(path)
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
@@ -117,14 +89,12 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
         known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
-            near = difflib.get_close_matches(kind, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ","
-            raise ValueError(f"{path} cannot be drawn as {kind!r}{hint} expected one of {', '.join(known)}")
-    made = []
+            raise ValueError(f"{path} cannot be drawn as {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}")
+    drawn = []
     for kind in kinds or usual:
         name = kind if path.is_dir() else path.stem if kind == experiment else f"{path.stem}-{kind}"
-        made.append((name, functools.partial(_draw, path, known[kind])))
-    return made
+        drawn.append((name, functools.partial(_draw, path, known[kind])))
+    return drawn
 
 
 def _draw(path: pathlib.Path, draw: Callable[[], Any], kind: str) -> bytes:
@@ -138,8 +108,8 @@ def _rows_of(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {told}") from error
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {got}") from error
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:

@@ -55,14 +55,7 @@ _WORDS = {"int": "whole numbers", "PositiveInt": "whole numbers of at least 1", 
 
 
 def option(default: Any = _MISSING, *, factory: Any = _MISSING, choices: Sequence[Any] = (), **about: Any) -> Any:
-    """Declare a field of a settings dataclass, with more about its flag.
-
-    Args:
-        default: the field's default; without a default and a factory the setting must be given.
-        factory: makes the default, for mutable types.
-        choices: the values that are allowed.
-        **about: other fields of `Option`.
-    """
+    """Declare a field of a settings dataclass; ``about`` are other fields of `Option`."""
     metadata = {"option": Option(choices=tuple(choices), **about)}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 
@@ -88,14 +81,9 @@ class Settings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Build settings from values by name; the other fields keep their defaults.
+        """Build settings from values by name, as the YAML file ``where`` holds them; the other fields keep their defaults.
 
-        Args:
-            values: values as a YAML file holds them.
-            where: the file, for messages.
-
-        Raises:
-            ValueError: a name is unknown, a value is missing or of a wrong type, or the settings refuse a value.
+        Unknown names, missing values and values that the settings refuse are a ``ValueError``.
         """
         try:
             return parse([cls], [], values=values, where=where)[0]
@@ -104,12 +92,7 @@ class Settings:
 
     @classmethod
     def from_yaml(cls, path: pathlib.Path) -> Self:
-        """Read settings from a YAML file.
-
-        Raises:
-            ValueError: see `from_mapping`; or the file is no YAML.
-            FileNotFoundError: the file does not exist.
-        """
+        """Read settings from a YAML file; see `from_mapping`."""
         return cls.from_mapping(read_yaml(path), str(path))
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,13 +124,7 @@ def parse(
 ) -> list[Any]:
     """Build an instance of each dataclass from flags and values by name; a flag replaces the value of its name.
 
-    Args:
-        kinds: the dataclasses; no two have a field of the same name.
-        argv: arguments without the program's name; None takes the process's.
-        values: values as a YAML file holds them; None takes them from the file that ``--config`` names, if it is given.
-        where: the file of ``values``, for messages.
-        prog: the command as users write it.
-        about: an explanation for the help.
+    The values are those of a YAML file, by default of the file that ``--config`` names; ``where`` names it in messages.
 
     Raises:
         SystemExit: the flags ask for help.
@@ -315,11 +292,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def names(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Split comma-separated names. Commas within round brackets, as in ``periodic(snapkv, interval=128)``, split nothing.
-
-    Raises:
-        ValueError: an empty name, or brackets that do not close.
-    """
+    """Split comma-separated names. Commas within round brackets, as in ``periodic(snapkv, interval=128)``, split nothing."""
     if not isinstance(text, str):
         return tuple(text)
     parts, depth = [""], 0
@@ -336,16 +309,7 @@ def names(text: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def items(kind: type, value: Any, choices: Sequence[Any] = ()) -> tuple:
-    """Read items of one type from a text with commas between them, or from the value of a YAML file.
-
-    Args:
-        kind: the type of an item, which is made of its text.
-        value: a text, an item, or a list of items.
-        choices: the items that are allowed; none allows all.
-
-    Raises:
-        ValueError: an item that is empty, of another type or not among the choices.
-    """
+    """Read items of one type from a text with commas between them, or from a value or a list of a YAML file."""
     values = names(value) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else (value,)
     results = []
     for item in values:

@@ -10,12 +10,7 @@ import yaml
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
-
-    Raises:
-        ValueError: the file holds no mapping, is no YAML, or has a key twice.
-        FileNotFoundError: the file does not exist.
-    """
+    """Read the mapping in a YAML file; other files, and keys that stand twice, are refused by a ``ValueError``."""
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -26,10 +21,9 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse the value in a YAML text; None if the text is empty.
+    """Parse the value in a YAML text, None if it is empty.
 
-    Raises:
-        ValueError: the text is no YAML, is nested too deeply, or has a key twice. (PyYAML would take the last one.)
+    A key that stands twice is refused. (PyYAML would take the last one.)
     """
 
     class Loader(yaml.SafeLoader):

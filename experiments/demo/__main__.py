@@ -29,13 +29,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, Job
 from experiments.demo.report import draw, table
 from experiments.demo.settings import DemoOutput, DemoSettings
-from experiments.evaluation.folder import read_predictions
-from experiments.evaluation.runner import Runner
-from experiments.evaluation.settings import Choice
+from experiments.evaluation import Choice, Runner, read_predictions
 from experiments.records import make_record, save, with_figures, write_bytes, write_record
 from kvjax import registry
 
@@ -46,8 +43,7 @@ def run_demo(settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]
     Raises:
         ValueError: a length that is too short for a task or too long for the model.
     """
-    begun, options = time.monotonic(), {"offline": settings.offline, "weight_dtype": settings.weight_dtype}
-    model = load_model(settings.model, settings.dtype, mesh=make_mesh(settings.mesh), **options)
+    begun, model = time.monotonic(), settings.load()
     asked = settings.evaluation(sum(leaf.size for leaf in jax.tree.leaves(model.params)), jax.default_backend())
     metrics, answers = [], []
     with tempfile.TemporaryDirectory() as folder:

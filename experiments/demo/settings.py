@@ -9,7 +9,7 @@ from jsonargparse.typing import PositiveInt
 
 from experiments.answering import MeshSettings
 from experiments.cli import option
-from experiments.evaluation import Choice, EvaluationSettings, choices_of
+from experiments.evaluation import Choice, EvaluationSettings, Shown, choices_of
 from kvjax.cache.quantised import KV_DTYPES
 
 _BUDGETS = ("1/8", "1/4")
@@ -81,24 +81,18 @@ class DemoSettings(MeshSettings):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoOutput:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoOutput(Shown):
     """The output of a demo.
 
     Attributes:
         out: directory for demo.json and demo.png
-        plot: write the PNG (needs matplotlib)
-        json: print a JSON line instead of the table
-        quiet: show no progress
 
     Raises:
         ValueError: the directory is a file.
     """
 
     out: pathlib.Path = pathlib.Path("runs/demo")
-    plot: bool = True
-    json: bool = False
-    quiet: bool = False
 
     def __post_init__(self) -> None:
         if self.out.exists() and not self.out.is_dir():

@@ -19,8 +19,10 @@ from experiments.evaluation.order import changes as changes
 from experiments.evaluation.order import kendall_tau as kendall_tau
 from experiments.evaluation.order import mean_scores as mean_scores
 from experiments.evaluation.order import solved as solved
+from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.readings import other_reading as other_reading
+from experiments.evaluation.runner import Runner as Runner
 from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
 from experiments.evaluation.settings import at_budgets as at_budgets
@@ -29,4 +31,3 @@ from experiments.evaluation.settings import choices_of as choices_of
 from experiments.evaluation.settings import written as written
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report
-from experiments.lab.peers.quality.report import peer_scores as peer_scores

@@ -1,6 +1,6 @@
 """Score methods on suites, Full first; or a grid of one method's knobs, in a single compile.
 
-`--methods snapkv --grid budget=64,128,256 --grid pooling=avg,max` scores all combinations of these values. Knobs that change
+`--methods snapkv --grid budget=64,128,256 --grid kernel=5,7` scores all combinations of these values. Knobs that change
 no shape are varied within one compiled program, whose arrays have room for the largest setting.
 """
 

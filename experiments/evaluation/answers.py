@@ -18,14 +18,13 @@ from experiments.answering import (
     ask_in_turn,
     batch_rows,
     equal_rows,
-    interval,
     most_rows,
     padded_length,
     reads_all,
 )
 from experiments.benchmarks import Cell, Encoded, digest, measures, score
 from experiments.evaluation.same_examples import DIGEST
-from experiments.records import LIBRARY_FIELD, CompileClock
+from experiments.records import LIBRARY_FIELD, CompileClock, percent_interval
 from experiments.tasks import library_origin, reads_library
 from kvjax.protocol.method import Method
 
@@ -269,7 +268,7 @@ def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str
         "name": encoded.cell.task,
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
-        "interval_95": interval(scores, [line["group"] for line in predictions]),
+        "interval_95": percent_interval(scores, [line["group"] for line in predictions]),
         "examples": len(scores),
         DIGEST: digest(encoded.keys),
         "mean_prompt_tokens": round(float(np.mean([line["prompt_tokens"] for line in predictions])), 1),

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from experiments.answering import budget_of
-from experiments.benchmarks import alike, numbered
+from experiments.benchmarks import numbered
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
-from experiments.evaluation.same_examples import CELL, check_alike, unverified
+from experiments.evaluation.same_examples import CELL, check_alike
 from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 from experiments.records import check_library
@@ -200,7 +200,6 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    entry, base = _same_form(entry, base)
     if entry.scores.keys() != base.scores.keys() or entry.answers.keys() != base.answers.keys():
         raise ValueError(
             f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
@@ -223,31 +222,6 @@ def _against(entry: Entry, base: Entry) -> Compared:
         same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
     return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same, contexts)
-
-
-def _same_form(entry: Entry, base: Entry) -> tuple[Entry, Entry]:
-    """Reduce the keys of two rows to their prompts if one of the rows comes from a version that kept no more.
-
-    Raises:
-        ValueError: the examples come from a file, whose references may have changed between the two versions.
-    """
-    mine, theirs = list(entry.scores), list(base.scores)
-    forms = alike(mine, theirs)
-    if forms == (mine, theirs):
-        return entry, base
-    if unverified(entry.row, mine) or unverified(base.row, theirs):
-        raise ValueError(
-            f"{entry.folder}: {entry.row['method']} and Full answered {entry.row['name']} under two versions, and the "
-            f"earlier one kept no references in the examples' keys: nobody can tell whether its file was the same"
-        )
-    return _renamed(entry, forms[0]), _renamed(base, forms[1])
-
-
-def _renamed(entry: Entry, keys: Sequence[str]) -> Entry:
-    """Give the examples of a row other keys."""
-    name = dict(zip(entry.scores, keys, strict=True))
-    parts = {part: {name[key]: value for key, value in vars(entry)[part].items()} for part in ("scores", "answers", "groups")}
-    return dataclasses.replace(entry, **parts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -65,27 +65,17 @@ class Grid:
     def choices(self) -> list[Choice]:
         """List the settings.
 
-        The arrays that a method allocates decide its program. So all settings get room for the largest setting, unless the
-        room is fixed: `capacity` for budgets, fractions and ratios, `max_beta` for beta, `max_window` for windows, `pool`
-        for keep factors.
+        The arrays that a method allocates decide its program. So all settings get room for the largest budget, fraction or
+        ratios, unless `capacity` is fixed.
         """
         known = [knob.name for knob in registry.knobs(registry.find(self.name))]
         fixed = dict(self.fixed)
-        free = {"capacity", "max_beta", "max_window", "pool"} & set(known) - set(fixed) - set(self.varied)
-        if "capacity" in free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):
+        free = "capacity" in known and "capacity" not in fixed and "capacity" not in self.varied
+        if free and (sizes := self.varied.get("budget") or self.varied.get("fraction")):
             fixed["capacity"] = max(sizes, key=lambda size: budget_tokens(size, _LONG))
-        if "capacity" in free and (ratios := self.varied.get("ratios")):
+        if free and (ratios := self.varied.get("ratios")):
             named = [PRESETS.get(shares, shares) if isinstance(shares, str) else shares for shares in ratios]
             fixed["capacity"] = tuple(max(shares) for shares in zip(*named, strict=True))
-        if "max_beta" in free and "beta" in self.varied:
-            fixed["max_beta"] = max(self.varied["beta"])
-        if "max_window" in free and "window" in self.varied:
-            fixed["max_window"] = max(self.varied["window"])
-        if "pool" in free and (factors := self.varied.get("keep_factor")):
-            largest = fixed.get("capacity", fixed.get("budget"))
-            if not isinstance(largest, int):
-                raise ValueError(f"a grid of keep_factor needs a budget in tokens (--set budget=256), got {largest!r}")
-            fixed["pool"] = int(max(factors) * largest)
         names = list(self.varied)
         return [
             Choice(self.name, {**dict(zip(names, values, strict=True)), **fixed})
@@ -94,15 +84,7 @@ class Grid:
 
 
 def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
-    """Make the grid of the only method of some settings, and refuse what cannot be run, before anything is loaded.
-
-    Args:
-        settings: the settings of the evaluation.
-        texts: KNOB=V1,V2,... for each knob that is varied.
-
-    Raises:
-        ValueError: several methods, questions in turns, a text of another form, or a setting that the method refuses.
-    """
+    """Make the grid of the settings' only method from texts KNOB=V1,V2,..., and refuse what cannot be run."""
     if len(settings.methods) != 1 or settings.budgets:
         got = f"{', '.join(choice.label for choice in settings.methods)}{' and --budgets' * bool(settings.budgets)}"
         raise ValueError(f"--grid varies the knobs of one method, budgets too: expected one in --methods, got {got}")
@@ -126,15 +108,7 @@ def the_grid(settings: EvaluationSettings, texts: Sequence[str]) -> Grid:
 
 
 def run_grid(runner: Runner, grid: Grid) -> None:
-    """Run every cell of the runner's settings under Full, then under the whole grid at once.
-
-    Args:
-        runner: runs Full's cells; its settings decide model, tasks, lengths, samples and question.
-        grid: the settings.
-
-    Raises:
-        ValueError: a ``kv_dtype`` that the method does not support.
-    """
+    """Run every cell of the runner's settings under Full, then under the whole grid at once."""
     settings = runner.settings
     choices = grid.choices()
     # All methods are made before Full is run, which takes long.
@@ -159,8 +133,8 @@ def run_grid(runner: Runner, grid: Grid) -> None:
         rows = batch_rows(length * len(missing), settings.batch_tokens, len(encoded.wholes), runner.model.groups)
         answered = _answer(runner, encoded, [methods[i] for i in missing], question, rows)
         for index, (row, predictions) in zip(missing, answered, strict=True):
-            told = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
-            runner.folder.add({**row, **identities[index], **told, **runner.placed}, identities[index], predictions)
+            about = {"budget": identities[index]["knobs"].get("budget"), "note": "one of a sweep"}
+            runner.folder.add({**row, **identities[index], **about, **runner.placed}, identities[index], predictions)
 
 
 def _label(grid: Grid, choice: Choice) -> str:
@@ -202,8 +176,8 @@ def _answer(
                 kv_dtype=model.kv_dtype,
             )
             for lane, result in enumerate(results):
-                made, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
-                ids[lane] += [made[row, : counts[row]].tolist() for row in range(real)]
+                answers, counts, measured = jax.device_get((result.tokens, result.num_tokens, result.stats))
+                ids[lane] += [answers[row, : counts[row]].tolist() for row in range(real)]
                 stats[lane].append((real, measured))
     shared = {
         "seconds": round(timer.run / len(methods), 3),

@@ -9,18 +9,10 @@ from experiments.evaluation.settings import Choice
 
 
 def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
-    """Set knobs of some methods.
-
-    Args:
-        choices: the methods.
-        pairs: texts ``method.knob=value``.
-
-    Raises:
-        ValueError: a text of another form, or a method that is not among ``choices``.
-    """
-    made = tuple(choices)
+    """Set knobs of some methods by texts ``method.knob=value``; a method that is not among ``choices`` is refused."""
+    results = tuple(choices)
     for name, knobs in knobs_by_method(pairs, read_knobs).items():
-        if not any(choice.name == name for choice in made):
-            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in made)}")
-        made = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in made)
-    return made
+        if not any(choice.name == name for choice in results):
+            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in results)}")
+        results = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in results)
+    return results

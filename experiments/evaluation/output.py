@@ -8,7 +8,6 @@ import pathlib
 import sys
 import time
 
-from experiments.answering import load_model, make_mesh
 from experiments.cli import Against, write_figures
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import averages, beside_full, load, place_of
@@ -19,22 +18,31 @@ from experiments.evaluation.tables import cell_table, cut_short, left_out, repor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where results go, and what is shown.
+class Shown:
+    """What is shown of results.
 
     Attributes:
-        out: result folder; a finished cell is not run again
-        force: throw away what the folder holds
         plot: draw figures (needs matplotlib)
         json: print a JSON line instead of the table
         quiet: show no progress
     """
 
-    out: pathlib.Path
-    force: bool = False
     plot: bool = True
     json: bool = False
     quiet: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Shown):
+    """Where results go, and what is shown.
+
+    Attributes:
+        out: result folder; a finished cell is not run again
+        force: throw away what the folder holds
+    """
+
+    out: pathlib.Path
+    force: bool = False
 
 
 def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
@@ -44,10 +52,8 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
         ValueError: a file of the tasks is missing or damaged, or an error of `Runner`.
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
-    mesh, begun = make_mesh(settings.mesh), time.monotonic()
-    model = load_model(
-        settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype, mesh=mesh
-    )
+    begun = time.monotonic()
+    model = settings.load()
     more = {"force": output.force, "progress": not output.quiet, "loading": time.monotonic() - begun}
     return Runner(settings, model, output.out, cells=cells, **more)
 

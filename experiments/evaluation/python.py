@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import models
-from experiments.answering import load_model, make_mesh, of_loaded, preset_knobs
+from experiments.answering import of_loaded, preset_knobs
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import beside_full, load, place_of
 from experiments.evaluation.flat import flat
@@ -50,12 +50,7 @@ def evaluate_methods(
     name = model.name if isinstance(model, models.Loaded) else str(model)
     chosen = EvaluationSettings.from_mapping({"workers": 0, **settings, "model": name, "methods": entries}, "kvjax.evaluate")
     cells = make_cells(chosen)  # refuses damaged files before the model is loaded
-    if isinstance(model, models.Loaded):
-        loaded = of_loaded(model)
-    else:
-        loaded = load_model(
-            name, chosen.dtype, offline=chosen.offline, mesh=make_mesh(chosen.mesh), weight_dtype=chosen.weight_dtype
-        )
+    loaded = of_loaded(model) if isinstance(model, models.Loaded) else chosen.load()
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         runner = Runner(chosen, loaded, folder, cells=cells, progress=progress)
@@ -95,10 +90,10 @@ def entry_of(method: Method) -> dict[str, Any]:
     cls = type(method)
     if cls not in (*registry.classes().values(), *registry.WRAPPERS.values()):
         plugins.register(cls)
-    knobs, preset, bounded = {}, preset_knobs(cls.__name__.lower()), {"capacity": "budget", "max_window": "window"}
+    knobs, preset = {}, preset_knobs(cls.__name__.lower())
     for field in dataclasses.fields(cls):
         value = vars(method)[field.name]
-        size = vars(method).get(bounded.get(field.name, ""))
+        size = vars(method).get("budget") if field.name == "capacity" else None
         filled_in = type(size) is int and value == size
         if field.name in preset or (value is not field.default and not filled_in):
             value = _plain(f"{cls.__name__}: {field.name}", value)

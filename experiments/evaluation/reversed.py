@@ -28,5 +28,5 @@ class Reversed(Eviction):
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        votes = prefix_votes(cache, prompt, self.obs_window, self.kernel, "avg")
+        votes = prefix_votes(cache, prompt, self.obs_window, self.kernel)
         return jnp.where(jnp.isinf(votes), votes, -votes)  # the window has infinite votes

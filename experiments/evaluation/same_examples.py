@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.benchmarks import Cell, Encoded, alike, is_whole, numbered
+from experiments.benchmarks import Cell, Encoded, numbered
 from experiments.evaluation.folder import Folder, read_examples
 
 CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
@@ -16,11 +16,6 @@ _CHOOSE = "choose another --out, or begin anew with --force"
 def from_file(row: Mapping[str, Any]) -> bool:
     """Tell whether the examples of a row, or of a cell's identity, come from a user's file."""
     return bool(row.get("source")) or ":" in (row.get("haystack") or "")
-
-
-def unverified(row: Mapping[str, Any], keys: Iterable[str]) -> bool:
-    """Tell whether a row's keys say nothing about the references, which a file may have changed since."""
-    return from_file(row) and not all(map(is_whole, keys))
 
 
 class Answered:
@@ -43,34 +38,19 @@ class Answered:
         """Refuse a cell if a row answered other examples of it.
 
         The same examples must have been drawn; a row of fewer or more samples must hold some or all of them.
-
-        Raises:
-            ValueError: a row answered other examples, or its keys do not tell.
         """
         cell = encoded.cell
         wanted = {name: value for name, value in cell.identity.items() if name != "samples"}
         for row, keys in self._rows:
             if any(row.get(name) != value for name, value in wanted.items()):
                 continue
-            mine, theirs = (set(part) for part in alike(encoded.keys, keys))
+            mine, theirs = set(encoded.keys), set(keys)
             same = mine == theirs if row.get("samples") == cell.samples else mine <= theirs or theirs <= mine
             if not same:
                 raise self._changed(row, cell.source or cell.haystack or "", cell.title)
-            if unverified(cell.identity, keys):
-                raise ValueError(
-                    f"{self._path} holds answers to {cell.title} from an earlier version, which kept no references in the "
-                    f"examples' keys: nobody can tell whether {cell.source or cell.haystack} is still the same; {_CHOOSE}"
-                )
 
     def check_tasks(self, cells: Sequence[Cell]) -> None:
-        """Refuse rows of a file's task that the file no longer has.
-
-        Args:
-            cells: the cells of the run, with all tasks of each of its files.
-
-        Raises:
-            ValueError: a row's file is asked again, and lacks the row's task.
-        """
+        """Refuse rows of tasks that their files, whose cells are all in ``cells``, no longer have."""
         tasks: dict[str, set[str]] = {}
         for cell in cells:
             if cell.source:

@@ -47,37 +47,34 @@ class Choice:
     @property
     def label(self) -> str:
         """The name in tables."""
-        given = ", ".join(f"{knob}={self._told(knob, value)}" for knob, value in self.knobs.items())
-        return f"{self.name}({given})" if given else self.name
+        knobs = ", ".join(f"{knob}={self._text(knob, value)}" for knob, value in self.knobs.items())
+        return f"{self.name}({knobs})" if knobs else self.name
 
     @property
     def inner(self) -> dict[str, dict[int | None, Choice]]:
         """The methods inside of a wrapper that are not methods yet, by field and layer; the layer is None without layers."""
-        made = {}
+        fields = {}
         for field, by_layer in registry.inner_fields(registry.find(self.name)).items():
             value = self.knobs.get(field)
             if by_layer and not isinstance(value, (Mapping, type(None))):
                 raise ValueError(f"{field} must be methods by layer, as {{0: full}}, got {value!r}")
             values = value or {} if by_layer else {None: value}
-            found = {at: _choice(one) for at, one in values.items() if isinstance(one, (str, Mapping))}
-            made |= {field: found} if found else {}
-        return made
+            choices = {at: _choice(one) for at, one in values.items() if isinstance(one, (str, Mapping))}
+            fields |= {field: choices} if choices else {}
+        return fields
 
     def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
-        """Make the method for a length; knobs not given are the paper's, or an eighth of the length as a baseline's budget.
+        """Make the method for a length in tokens.
 
-        Args:
-            length: tokens of context and answer.
-            tokenizer: the model's tokenizer, for methods that need one.
-            config: the model's description; None if there is no tokenizer.
-            extra: knobs that replace the paper's knobs, but not the given knobs.
+        Knobs not given are the paper's, or an eighth of the length as a baseline's budget. ``extra`` replaces the paper's
+        knobs, but not the given knobs; ``config`` is None if there is no tokenizer.
         """
         return paper_method(self.name, length, tokenizer=tokenizer, config=config, given={**extra, **self.knobs})
 
-    def _told(self, knob: str, value: Any) -> Any:
+    def _text(self, knob: str, value: Any) -> Any:
         """Format the value of a knob for a label."""
-        if found := self.inner.get(knob):
-            return ", ".join(choice.label if at is None else f"{at}: {choice.label}" for at, choice in found.items())
+        if choices := self.inner.get(knob):
+            return ", ".join(choice.label if at is None else f"{at}: {choice.label}" for at, choice in choices.items())
         return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
 
 
@@ -86,8 +83,8 @@ def _choice(value: str | Mapping[str, Any]) -> Choice:
     name, knobs = registry.one_inner(value)
     if name in _GROUPS:
         raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got the group {name!r}")
-    name, own = registry.parse_method(name, read_knobs)
-    return Choice(name, {**own, **knobs})
+    name, in_name = registry.parse_method(name, read_knobs)
+    return Choice(name, {**in_name, **knobs})
 
 
 def choices_of(entries: Any) -> tuple[Choice, ...]:
@@ -96,23 +93,23 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
     Raises:
         ValueError: an entry has none of these forms.
     """
-    made: list[Choice] = []
+    choices: list[Choice] = []
     if isinstance(entries, str):
         entries = names(entries)
     for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
         if isinstance(entry, Choice):
-            made.append(entry)
+            choices.append(entry)
         elif isinstance(entry, Mapping):
             for name, knobs in entry.items():
                 if not isinstance(knobs or {}, Mapping):
                     raise ValueError(f"methods: expected knobs of {name!r} as {{knob: value}}, got {knobs!r}")
-                made.append(_choice({str(name): knobs}))
+                choices.append(_choice({str(name): knobs}))
         elif isinstance(entry, str):
             group = _GROUPS.get(registry.canonical_name(entry))
-            made += [_choice(entry)] if group is None else [Choice(member, {}) for member in group]
+            choices += [_choice(entry)] if group is None else [Choice(member, {}) for member in group]
         else:
             raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
-    return tuple(made)
+    return tuple(choices)
 
 
 def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
@@ -122,8 +119,8 @@ def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
 
 def _entry(choice: Choice) -> str | dict[str, Any]:
     knobs, name = dict(choice.knobs), registry.lasting_name(choice.name)
-    for field, found in choice.inner.items():
-        entries = {at: _entry(inner) for at, inner in found.items()}
+    for field, choices in choice.inner.items():
+        entries = {at: _entry(inner) for at, inner in choices.items()}
         knobs[field] = entries[None] if None in entries else {**knobs[field], **entries}
     return {name: knobs} if knobs else name
 
@@ -145,23 +142,14 @@ def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
 
 
 def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
-    """Refuse unknown methods, and budgets that are neither shares nor tokens.
-
-    Args:
-        choices: the methods.
-        budgets: shares of a length, or tokens.
-        length: the shortest length, in tokens.
-
-    Raises:
-        ValueError: an unknown method, or a bad budget.
-    """
+    """Refuse unknown methods and knobs, and budgets that are neither shares nor tokens, for the shortest length in tokens."""
     for choice in choices:
         check_knobs(choice.name, choice.knobs)
         registry.check_inner(registry.find(choice.name), choice.knobs)
         if "budget" in choice.knobs:
             budget_tokens(choice.knobs["budget"], length)
-        for found in choice.inner.values():
-            check_choices(list(found.values()), (), length)
+        for inner in choice.inner.values():
+            check_choices(list(inner.values()), (), length)
     for share in budgets:
         budget_tokens(share, length)
 
@@ -171,19 +159,19 @@ def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice
 
     The budget of a wrapper around one method is that method's.
     """
-    made = [Choice("full", {})]
+    results = [Choice("full", {})]
     for choice in choices:
         at_each = [_with_budget(choice, share) for share in budgets]
-        made += [with_budget or choice for with_budget in at_each or [None] if with_budget or choice.name != "full"]
-    return list({choice.label: choice for choice in made}.values())
+        results += [with_budget or choice for with_budget in at_each or [None] if with_budget or choice.name != "full"]
+    return list({choice.label: choice for choice in results}.values())
 
 
 def _with_budget(choice: Choice, budget: str) -> Choice | None:
     """Set the budget of a method, or of the only method inside of it; None if the budget is given, or there is none."""
     fields = registry.find(choice.name).__dataclass_fields__
     if inner := registry.inner_fields(registry.find(choice.name)):
-        found = choice.inner if len(inner) == 1 else {}
-        changed = {at: _with_budget(one, budget) for ones in found.values() for at, one in ones.items()}
+        choices = choice.inner if len(inner) == 1 else {}
+        changed = {at: _with_budget(one, budget) for ones in choices.values() for at, one in ones.items()}
         if "budget" in choice.knobs or None not in changed or changed[None] is None:
             return None
         return Choice(choice.name, {**choice.knobs, next(iter(inner)): {changed[None].name: dict(changed[None].knobs)}})
@@ -313,17 +301,10 @@ _JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which anothe
 
 
 def joined(before: str, now: str) -> str:
-    """Merge a new run's settings into the text of a folder's config.yaml.
+    """Merge a new run's settings into the text of a folder's config.yaml, which people may have shortened.
 
     Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are the new run's. A method with
     other knobs is another entry, because it has rows of its own.
-
-    Args:
-        before: the file's text, which people may have shortened.
-        now: the new run's settings as YAML.
-
-    Raises:
-        ValueError: the file holds no settings.
     """
     old, new = (parse_yaml(text) or {} for text in (before, now))
     if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):

@@ -28,7 +28,7 @@ from jax import Array, lax
 from tokenizers import Tokenizer
 
 import kvjax
-from experiments.answering import LoadedModel, load_model
+from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
@@ -85,17 +85,10 @@ class Finding(BesideFull):
 
 
 def on_sentence(query: Array, key: Array, position: Array, first: Array, last: Array) -> Array:
-    """Sum the attention to the tokens of a sentence of n tokens that are among the n tokens with most attention.
+    """Sum the attention to a sentence's n tokens that are among the n tokens with most attention: float32 [B, H, G].
 
-    Args:
-        query: [B, H, G, D], rotated.
-        key: [B, H, S, D], rotated.
-        position: int32 [B, H, S], EMPTY where there is no token.
-        first: int32 scalar, position of the sentence's first token.
-        last: int32 scalar, position of the sentence's last token.
-
-    Returns:
-        float32 [B, H, G].
+    ``query`` [B, H, G, D] and ``key`` [B, H, S, D] are rotated; ``position``, int32 [B, H, S], is EMPTY without a token;
+    ``first`` and ``last``, int32 scalars, are the positions of the sentence's ends.
     """
     exact = lax.Precision.HIGHEST
     logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key.astype(jnp.float32), precision=exact)
@@ -107,17 +100,13 @@ def on_sentence(query: Array, key: Array, position: Array, first: Array, last: A
 
 
 def sentence_of(example: Example) -> tuple[int, int]:
-    """Find the beginning and the end of the sentence with the first answer in the context, in characters.
-
-    Raises:
-        ValueError: the answer is not in the context.
-    """
+    """Find the sentence with the first answer in the context, in characters; an answer that is not there is refused."""
     text, answer = example.context, example.answers[0]
     at = text.find(answer)
     if at < 0:
         raise ValueError(f"the answers of a task must stand in its text, got {answer!r:.40} of {example.task}")
-    before = [found + len(end) for end in _ENDS if (found := text.rfind(end, 0, at)) >= 0]
-    behind = [found + 1 for end in _ENDS if (found := text.find(end, at + len(answer))) >= 0]
+    before = [end_at + len(end) for end in _ENDS if (end_at := text.rfind(end, 0, at)) >= 0]
+    behind = [end_at + 1 for end in _ENDS if (end_at := text.find(end, at + len(answer))) >= 0]
     return max(before, default=0), min(behind, default=len(text))
 
 
@@ -129,9 +118,9 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
     """
     if len(method_layers(model.config)) < model.config.num_layers:
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
-    made, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
-    found: dict[str, list[float]] = {}
-    for example, tokens in progress_bar(iterable=list(zip(made.examples, made.wholes, strict=True)), unit="prompt"):
+    prompts, tokenizer = encode_prompts(model, settings), Tokenizer.from_buffer(model.tokenizer_file.read_bytes())
+    scores: dict[str, list[float]] = {}
+    for example, tokens in progress_bar(iterable=list(zip(prompts.examples, prompts.wholes, strict=True)), unit="prompt"):
         begin, end = sentence_of(example)
         offsets = tokenizer.encode(example.prompt, add_special_tokens=True).offsets
         inside = [at for at, (low, high) in enumerate(offsets) if low < end and high > begin]
@@ -140,10 +129,10 @@ def measured(model: LoadedModel, settings: HeadSettings) -> dict[str, list[float
         if score(example, model.tokenizer.decode(answer)) < 0.5:
             continue
         for layer, head in np.ndindex(*shares.shape):
-            found.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
-    if not found:
+            scores.setdefault(f"{layer}-{head}", []).append(float(shares[layer, head]) / (len(inside) * steps))
+    if not scores:
         raise ValueError(f"heads are measured on right answers, got none from {model.name} in {settings.samples} samples")
-    return found
+    return scores
 
 
 def answered(
@@ -151,31 +140,25 @@ def answered(
 ) -> tuple[list[int], np.ndarray]:
     """Generate an answer of ``steps`` tokens, and sum each query head's attention to a sentence, float32 [L, H * G].
 
-    Args:
-        model: the model.
-        tokens: the prompt.
-        first: position of the sentence's first token.
-        last: position of the sentence's last token.
-        steps: tokens of the answer.
-        length: tokens to which prompts are padded.
+    ``first`` and ``last`` are positions of the sentence's ends; prompts are padded to ``length`` tokens.
     """
     method, room = Finding(first=jnp.int32(first), last=jnp.int32(last)), 64
     cache = kvjax.prefill(
         model.params, [tokens[:-1]], config=model.config, method=method, max_new_tokens=room, pad_multiple=length
     )
-    given, answer = int(tokens[-1]), []
+    token, answer = int(tokens[-1]), []
     for _ in range(min(steps, room)):
-        cache = kvjax.decode_step(model.params, cache, np.asarray([given], np.int32))
-        given = int(jnp.argmax(cache.logits[0]))
-        answer.append(given)
+        cache = kvjax.decode_step(model.params, cache, np.asarray([token], np.int32))
+        token = int(jnp.argmax(cache.logits[0]))
+        answer.append(token)
     return answer, np.stack([np.asarray(layer.score[0]).reshape(-1) for layer in cache.layers])
 
 
 def _heads(settings: HeadSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
-    found = measured(model, settings)
-    write_bytes(settings.out, (json.dumps(found) + "\n").encode())
-    print(f"{settings.out}: {len(found)} heads, {len(found['0-0'])} of {settings.samples} samples")
+    model = settings.load()
+    scores = measured(model, settings)
+    write_bytes(settings.out, (json.dumps(scores) + "\n").encode())
+    print(f"{settings.out}: {len(scores)} heads, {len(scores['0-0'])} of {settings.samples} samples")
 
 
 main = Job(_heads, HeadSettings, compiles=True)

@@ -22,7 +22,6 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
@@ -46,13 +45,7 @@ class LayerSettings(PromptSettings):
 def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: ModelConfig) -> tuple[float, ...]:
     """Compute the mean cosine of the hidden states before and after each layer's attention, over all tokens of the prompts.
 
-    Args:
-        params: model parameters, on one device.
-        prompts: token ids; all prompts are prefilled at once.
-        config: the model.
-
-    Returns:
-        A cosine for each layer.
+    All prompts are prefilled at once, on one device.
     """
     tokens, lengths = kvjax.pad_tokens(prompts)
     return tuple(np.asarray(_similarity(params, tokens, lengths, config=config), np.float64).tolist())
@@ -60,7 +53,7 @@ def attention_similarity(params: Any, prompts: Sequence[Sequence[int]], config: 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConfig) -> Array:
-    found: list[Array] = []
+    cosines: list[Array] = []
     real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
 
     def watch(call: Callable[..., Any], args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -70,18 +63,18 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
             one, other = (x.astype(jnp.float32) for x in (before, out[0]))
             norms = jnp.linalg.norm(one, axis=2) * jnp.linalg.norm(other, axis=2)
             cosine = jnp.sum(one * other, axis=2) / jnp.maximum(norms, 1e-8)
-            found.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
+            cosines.append(jnp.sum(jnp.where(real, cosine, 0)) / jnp.sum(real, dtype=jnp.float32))
         return out
 
     with nn.intercept_methods(watch):
         run_prefill(
             params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.size
         )
-    return jnp.stack(found)
+    return jnp.stack(cosines)
 
 
 def _layers(settings: LayerSettings) -> None:
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
     shares = kvjax.layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))

@@ -23,7 +23,6 @@ from jax import Array
 
 import kvjax
 import models
-from experiments.answering import load_model
 from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
@@ -107,37 +106,25 @@ class Measuring(BesideFull):
         """Measure the mean attention that each candidate keeps: float32 [B, H, G, C].
 
         The probability of a candidate's keys is the candidate's softmax denominator over the denominator of all keys.
-
-        Args:
-            query: [B, H, G, T, D], rotated, of a whole prompt.
-            key: [B, H, T, D], rotated.
-            value: [B, H, T, D].
-            length: int32 [B], real tokens.
+        ``query`` [B, H, G, T, D] and ``key`` [B, H, T, D] are rotated and of a whole prompt; ``length``, int32 [B], are its
+        real tokens.
         """
         scale = 1 / math.sqrt(query.shape[-1])
         _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
-        found = []
+        each = []
         for pattern in self.patterns:
             prompt = kvjax.Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
             _, kept = prompt.attend(query, key, value, 0, length)
             real = jnp.isfinite(whole)
             share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)
-            found.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
-        return jnp.stack(found, axis=3)
+            each.append(share.sum(axis=3) / length.astype(jnp.float32)[:, None, None])
+        return jnp.stack(each, axis=3)
 
 
 def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: Measuring, length: int) -> np.ndarray:
     """Measure the attention that each candidate keeps in each query head, float64 [L, H * G, C]: the mean over the prompts.
 
-    Args:
-        params: model parameters.
-        prompts: token ids; each prompt runs alone.
-        config: the model's description.
-        method: the method with the candidates.
-        length: tokens to which prompts are padded.
-
-    Raises:
-        ValueError: a layer has a sliding window or no attention.
+    Each prompt runs alone, padded to ``length`` tokens. Models with sliding windows or layers without attention are refused.
     """
     if len(method_layers(config)) < config.num_layers:
         raise ValueError("expected a model whose layers all attend in full, got one with sliding windows or linear layers")
@@ -149,11 +136,11 @@ def shares(params: Any, prompts: Sequence[Sequence[int]], config: Any, method: M
     return np.mean(np.asarray(each, np.float64), axis=0)
 
 
-def best(found: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
+def best(kept: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[list[float]]]:
     """Choose for each head the first pattern that keeps most attention; return the patterns, and the attention they keep."""
-    chosen = found.argmax(axis=2)
+    chosen = kept.argmax(axis=2)
     table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
-    return table, found.max(axis=2).tolist()
+    return table, kept.max(axis=2).tolist()
 
 
 def _file(settings: PatternSettings) -> pathlib.Path:
@@ -173,17 +160,17 @@ def _file(settings: PatternSettings) -> pathlib.Path:
 
 def _patterns(settings: PatternSettings) -> None:
     file = _file(settings)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
-    found = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
-    table, scores = best(found, known)
+    kept = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
+    table, scores = best(kept, known)
     write_bytes(file, (to_file(table, scores) + "\n").encode())
     heads = [pattern for row in table for pattern in row]
     rows = []
     for at, pattern in enumerate(known):
         sizes = f"{pattern.blocks}" if pattern.kind == "block_sparse" else f"{pattern.columns} + {pattern.diagonals}"
-        rows.append((pattern.kind, sizes, f"{found[..., at].mean():.4f}", str(heads.count(pattern))))
+        rows.append((pattern.kind, sizes, f"{kept[..., at].mean():.4f}", str(heads.count(pattern))))
     print("\n".join(markdown_rows([("pattern", "size", "attention kept", "heads"), *rows])))
     print(f"\n{file}: {len(heads)} heads, {len(prompts)} samples")
 

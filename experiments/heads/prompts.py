@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jsonargparse.typing import PositiveInt
+
 from experiments.answering import CALIBRATION_SEED, LoadedModel, ModelSettings
 from experiments.benchmarks import Cell, Encoded, Reading, encode_cell
 from experiments.tasks import get_task
@@ -21,28 +23,21 @@ class PromptSettings(ModelSettings):
         seed: seed of the samples; commands score other samples under the same seed
 
     Raises:
-        ValueError: an unknown task, or a number below 1.
+        ValueError: an unknown task.
     """
 
     task: str = "niah_single_2"
     haystack: str | None = None
-    length: int = 2048
-    samples: int = 8
+    length: PositiveInt = 2048
+    samples: PositiveInt = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
         get_task(self.task)
-        for name in ("length", "samples"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
 
 
 def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:
-    """Make the prompts as tokens of a model.
-
-    Raises:
-        ValueError: prompts would be longer than the model's position limit.
-    """
+    """Make the prompts as tokens of a model, which must have as many positions."""
     model.check_positions("--length", settings.length)
     haystack = settings.haystack if get_task(settings.task).haystack else None
     cell = Cell(settings.task, settings.length, settings.samples, settings.seed + CALIBRATION_SEED, haystack)

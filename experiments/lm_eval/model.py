@@ -23,8 +23,7 @@ method's knobs.
 
 RULER tasks that run offline: niah_single_1, niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. The other
 needle tasks fetch essays and NLTK's sentence splitter; the question tasks fetch SQuAD and HotpotQA. (Every needle task tries
-to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens: at
-512 tokens its generator never ends.
+to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ import numpy as np
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, Tally, load_model, padded_length
+from experiments.answering import LoadedModel, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
+from experiments.lm_eval.tally import Tally
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry

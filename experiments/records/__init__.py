@@ -2,19 +2,18 @@
 
 from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
+from experiments.records.bootstrap import percent_interval as percent_interval
 from experiments.records.describe import describe as describe
 from experiments.records.describe import record_csv as record_csv
 from experiments.records.describe import record_latex as record_latex
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
-from experiments.records.library import library_text as library_text
 from experiments.records.names_on_lines import QUIET as QUIET
 from experiments.records.names_on_lines import Curve as Curve
 from experiments.records.names_on_lines import chosen as chosen
 from experiments.records.names_on_lines import label_lines as label_lines
 from experiments.records.names_on_lines import name_curves as name_curves
 from experiments.records.names_on_lines import quiet_label as quiet_label
-from experiments.records.plotting import COLOR_MAP as COLOR_MAP
 from experiments.records.plotting import COLORS as COLORS
 from experiments.records.plotting import FAINT as FAINT
 from experiments.records.plotting import REFERENCE as REFERENCE
@@ -27,7 +26,6 @@ from experiments.records.plotting import legend as legend
 from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
-from experiments.records.plotting import text_color as text_color
 from experiments.records.plotting import tidy as tidy
 from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
@@ -50,6 +48,3 @@ from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
 from experiments.records.titles import method_title as method_title
-from experiments.records.torch_device import check_torch as check_torch
-from experiments.records.torch_device import describe_device as describe_device
-from experiments.records.torch_device import the_device as the_device

@@ -18,16 +18,9 @@ _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measur
 def beside(
     here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there"), most: int | None = None
 ) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records share, with both values and their ratio, as text; at most ``most`` rows.
 
-    Args:
-        here: see `experiments.records.make_record`.
-        there: the record to compare ``here`` with.
-        names: names of the two records, for people.
-        most: rows that are shown; None shows all.
-
-    Raises:
-        ValueError: the records are of different experiments, or a row's value is no number or its knobs are no object.
+    Records of different experiments, and rows whose value is no number, are refused by a ``ValueError``.
     """
     for name, record in zip(names, (here, there), strict=True):
         _check(record["metrics"], name)
@@ -42,10 +35,10 @@ def beside(
         for name in here["settings"]
         if name in there["settings"] and name != "device" and here["settings"][name] != there["settings"][name]
     }
-    told = ", ".join(f"{name} {mine!r:.60} here and {theirs!r:.60} there" for name, (mine, theirs) in unlike.items())
+    differences = ", ".join(f"{name} {mine!r:.60} here and {theirs!r:.60} there" for name, (mine, theirs) in unlike.items())
     if any(name in unlike for name in _SAME_MODEL):
-        return "\n".join([*lines, f"not compared, because they are of two models: {told}"])
-    lines += [f"settings that differ: {told}"] * bool(told)
+        return "\n".join([*lines, f"not compared, because they are of two models: {differences}"])
+    lines += [f"settings that differ: {differences}"] * bool(differences)
     code = [_libraries(record["metrics"]) for record in (here, there)]
     if all(code) and len({*code[0], *code[1]}) > 1:
         lines.append(f"rows of code have other texts: of {', '.join(code[0])} here and {', '.join(code[1])} there")
@@ -97,10 +90,10 @@ def _pairs(here: Sequence[Mapping], there: Sequence[Mapping]) -> list[tuple[_Key
     mine, theirs = ([row for row in rows if _measured(row)] for rows in (here, there))
     keys = [[tuple(str(row.get(name)) for name in names) for row in rows] for rows in (mine, theirs)]
     single = [{key for key, count in collections.Counter(each).items() if count == 1} for each in keys]
-    found = dict(zip(keys[1], theirs, strict=True))
+    others = dict(zip(keys[1], theirs, strict=True))
     shared = single[0] & single[1]
     return [
-        ({name: row.get(name) for name in names}, row, found[key])
+        ({name: row.get(name) for name in names}, row, others[key])
         for key, row in zip(keys[0], mine, strict=True)
         if key in shared
     ]

@@ -13,22 +13,20 @@ _RESAMPLES = 4000
 def bootstrap_interval(values: Sequence[float], groups: Sequence[str] = ()) -> tuple[float, float]:
     """Compute the 95 % percentile interval of the mean.
 
-    If all values are equal, the interval has no width and says nothing.
-
-    Args:
-        values: one value for each example.
-        groups: a text for each example, or nothing. Examples of equal text share a context and are drawn together: questions
-            about the same context succeed and fail together, so more questions are not more contexts. An example with the
-            text "" is a group of its own.
-
-    Returns:
-        The low and the high end.
+    Equal values have an interval without width, which says nothing. ``groups`` has a text for each value, or nothing. Values
+    of equal text share a context and are drawn together: questions about the same context succeed and fail together, so more
+    questions are not more contexts. "" is a group of its own.
     """
     names = [group or f"\0{index}" for index, group in enumerate(groups)] if groups else range(len(values))
     _, members = np.unique(list(names), return_inverse=True)
     sums = np.bincount(members, weights=np.asarray(values, np.float64))
     counts = np.bincount(members).astype(np.int64)
     return _ends(sums.tobytes(), counts.tobytes())
+
+
+def percent_interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
+    """Compute `bootstrap_interval` of scores from 0 to 1 in percent, as rows of a record have it."""
+    return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
 
 
 @functools.lru_cache(maxsize=8192)

@@ -19,15 +19,10 @@ _LONGEST = 60  # characters of a cell or a setting that are shown
 
 
 def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
-    """Describe a record as text for people.
+    """Describe a record as text for people, with a table of its rows.
 
-    Args:
-        record: see `experiments.records.make_record`.
-        fields: the columns of the table of rows. Without fields, the columns are the fields that tell rows apart and the
-            fields of the measured value; a value that all rows share is shown above the table instead.
-
-    Raises:
-        ValueError: ``fields`` names a field that no row has.
+    Without fields, the columns are the fields that tell rows apart and those of the measured value; a value that all rows
+    share is shown above the table instead.
     """
     rows = record.get("metrics") or []
     device = record.get("device") or {}
@@ -48,18 +43,14 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     columns = shown
     if not fields:
         alike = {name for name in shown if len(rows) > 1 and len({text_of(row.get(name)) for row in rows}) == 1}
-        told = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
-        lines += [f"all rows    {', '.join(told)}"] * bool(told)
+        shared = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
+        lines += [f"all rows    {', '.join(shared)}"] * bool(shared)
         columns = [name for name in shown if name not in alike]
     return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])
 
 
 def chosen_fields(record: Mapping[str, Any], fields: Sequence[str] = ()) -> list[str]:
-    """List the columns of a record's table: the given fields, or the fields that tell rows apart and the measured value's.
-
-    Raises:
-        ValueError: ``fields`` names a field that no row has.
-    """
+    """List the columns of a record's table, see `describe`; fields that no row has are refused."""
     known = list(dict.fromkeys(name for row in record.get("metrics") or [] for name in row))
     if unknown := [name for name in fields if name not in known]:
         raise ValueError(f"no row has the field {unknown[0]!r}; fields: {', '.join(known) or 'none'}")

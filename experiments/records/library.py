@@ -14,15 +14,9 @@ def library_text(origin: Mapping[str, Any]) -> str:
 
 
 def check_library(rows: Iterable[Mapping[str, Any]], where: str, mine: Mapping[str, Any] | None = None) -> None:
-    """Refuse rows whose texts come from the standard libraries of two versions of Python.
+    """Refuse rows whose texts come from the standard libraries of two versions of Python, or of another one than ``mine``.
 
-    Args:
-        rows: metrics of a record; rows of other tasks have no such field.
-        where: the folder or the folders, for the message.
-        mine: origin of the rows to come; None compares the rows among themselves.
-
-    Raises:
-        ValueError: the origins differ; the message names both versions.
+    ``where`` names the folder or the folders in the message.
     """
     for row in rows:
         if (origin := row.get(LIBRARY_FIELD)) is None:

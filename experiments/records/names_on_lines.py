@@ -1,22 +1,20 @@
-"""Names of curves inside of a panel: a few beside their curves, where nothing else is, and the other curves in grey."""
+"""Names of curves inside of a panel, placed by adjustText; a few curves have a colour and a name, the others are grey."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
-from experiments.records.plotting import spread, text_color
+from experiments.records.plotting import text_color
 
 MOST = 7  # curves of a panel that have a colour and a name: as many as there are colours
 QUIET = {"color": "#c4c4c4", "linewidth": 0.9, "marker": "o", "markersize": 2.2, "zorder": 1}  # of all other curves
 _SMALL = 8  # points, size of a name
-_SIDES = [(x, y) for x, y in itertools.product((1, 0, -1), repeat=2) if (x, y) != (0, 0)]
-_GAPS = (0.012, 0.03, 0.06, 0.1, 0.16, 0.24)  # from a point to its name, as shares of the panel
-_FAR = 0.03  # from this gap on a thin line joins a name and its point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,82 +39,45 @@ def chosen(names: Iterable[str], wanted: Iterable[str], most: int = MOST) -> lis
 
 
 def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[float, float]] = ()) -> None:
-    """Write the name of each curve beside one of its points, inside of the panel, over as few points and names as can be.
+    """Write the name of each curve near its last point, apart from points, names and the points of ``others``.
 
     Call it when the panel has its final limits and its curves.
-
-    Args:
-        panel: axes of matplotlib.
-        curves: the curves to name.
-        others: (x, y) of further points that names should leave free.
     """
-    figure = panel.get_figure(root=True)
-    figure.draw_without_rendering()  # the layout decides how much of a panel a name takes
-    to_share = panel.transData + panel.transAxes.inverted()
-    lines = [to_share.transform(np.asarray(curve.points, float)) for curve in curves]
-    ink = np.concatenate([_along(line) for line in lines] + [to_share.transform(np.asarray(others, float).reshape(-1, 2))])
-    taken: list[tuple[float, float, float, float]] = []
-    for curve, line in sorted(zip(curves, lines, strict=True), key=lambda pair: len(pair[1])):
-        width, height = _size(panel, curve.name)
-        at, gap, point = _place(line, width, height, ink, taken)
-        taken.append((at[0], at[1], width, height))
-        panel.annotate(
-            curve.name,
-            xy=tuple(point),
-            xycoords="axes fraction",
-            xytext=at,
-            textcoords="axes fraction",
-            ha="center",
-            va="center",
-            fontsize=_SMALL,
-            color=text_color(curve.color),
-            arrowprops={"arrowstyle": "-", "color": curve.color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
-            if gap >= _FAR
-            else None,
-        )
+    from adjustText import adjust_text
 
-
-def quiet_label(names: Sequence[str], most: int = 90) -> str:
-    """Write the entry of a legend for the curves in grey, in lines of at most ``most`` letters."""
-    lines = ["other methods:"]
-    for name in (f"{name}{',' * (name != names[-1])}" for name in names):
-        if len(lines[-1]) + len(name) >= most:
-            lines.append("")
-        lines[-1] += f" {name}"
-    return "\n".join(line.strip() for line in lines)
-
-
-def widen(panel: Any, names: Sequence[str]) -> None:
-    """Move the right limit of the x axis so that the longest of the names fits between the data and the panel's edge."""
-    panel.get_figure(root=True).draw_without_rendering()
-    free = min(max((_size(panel, name)[0] for name in names), default=0.0) + 0.05, 0.6)
-    scale = panel.xaxis.get_transform()
-    left, right = scale.transform(np.asarray(panel.get_xlim(), float))
-    panel.set_xlim(right=float(scale.inverted().transform(np.asarray([left + (right - left) / (1 - free)]))[0]))
+    panel.get_figure(root=True).draw_without_rendering()  # the layout decides how much of a panel a name takes
+    style = {"fontsize": _SMALL, "va": "center", "ha": "center"}
+    texts = [panel.text(*curve.points[-1], curve.name, color=text_color(curve.color), **style) for curve in curves]
+    x, y = zip(*(point for curve in curves for point in curve.points), *others, strict=True)
+    forces = {"expand": (1.15, 1.3), "force_text": (0.5, 0.5), "force_static": (0.1, 0.2)}  # no two names of our records meet
+    adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, **forces)
+    for text, curve in zip(texts, curves, strict=True):
+        ends = zip(curve.points[-1], text.get_position(), strict=True)
+        panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
 
 
 def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
-    """Write the name of each line at its right end, inside of the panel, which is widened; close names move apart.
+    """Write the name of each line (x, y, name, colour) at its right end, in the panel, which is widened.
 
-    Call it when the panel's axes have their final limits.
-
-    Args:
-        panel: axes of matplotlib.
-        ends: (x, y, name, colour) of the last point of each line, in units of the data.
-        gap: least distance of two names, as a share of the panel's height.
+    Close names move apart. Call it when the panel has its final limits. ``gap`` is the least distance of two names, as a
+    share of its height.
     """
     if not ends:
         return
-    widen(panel, [name for _, _, name, _ in ends])
+    figure, scale = panel.get_figure(root=True), panel.xaxis.get_transform()
+    figure.draw_without_rendering()  # the layout decides how much of a panel a name takes
+    letters, across = max(len(name) for _, _, name, _ in ends), panel.get_window_extent().width / figure.dpi * 72
+    free = min(0.62 * _SMALL * letters / across + 0.05, 0.6)  # of the panel; a letter is about 0.62 of its size wide
+    left, right = scale.transform(panel.get_xlim())
+    panel.set_xlim(right=float(scale.inverted().transform([left + (right - left) / (1 - free)])[0]))
     to_share = panel.transData + panel.transAxes.inverted()
-    points = [tuple(map(float, to_share.transform((x, y)))) for x, y, _, _ in ends]
-    left = max(x for x, _ in points) + 0.025
-    shares = spread([min(max(y, gap / 2), 1 - gap / 2) for _, y in points], gap)
-    for (x, y, name, color), share in zip(ends, shares, strict=True):
+    at = to_share.transform([(x, y) for x, y, _, _ in ends])
+    heights = gap / 2 + (1 - gap) * spread((at[:, 1] - gap / 2) / (1 - gap), gap / (1 - gap))
+    for (x, y, name, color), height in zip(ends, heights.tolist(), strict=True):
         panel.annotate(
             name,
             xy=(x, y),
-            xytext=(left, min(max(share, gap / 2), 1 - gap / 2)),
+            xytext=(at[:, 0].max() + 0.025, height),
             textcoords="axes fraction",
             va="center",
             fontsize=_SMALL,
@@ -125,38 +86,15 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
         )
 
 
-def _size(panel: Any, name: str) -> tuple[float, float]:
-    """Measure the width and height of a name as shares of the panel."""
-    text = panel.text(0, 0, name, fontsize=_SMALL)
-    box = text.get_window_extent(panel.get_figure(root=True).canvas.get_renderer())
-    text.remove()
-    outer = panel.get_window_extent()
-    return box.width / outer.width, box.height / outer.height
+def spread(wanted: Sequence[float], gap: float) -> np.ndarray:
+    """Move numbers as little as possible until they are at least ``gap`` apart, in [0, 1] if all fit; their order stays."""
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(order))
+    moved = np.empty(len(order))
+    moved[order] = np.clip(isotonic_regression(np.asarray(wanted)[order] - steps).x, 0, max(1 - steps[-1], 0)) + steps
+    return moved
 
 
-def _along(line: np.ndarray, steps: int = 12) -> np.ndarray:
-    """Return points [N, 2] along the straight lines between the points of a curve."""
-    if len(line) == 1:
-        return line
-    at = np.linspace(0, 1, steps)[:, None]
-    return np.concatenate([a + at * (b - a) for a, b in itertools.pairwise(line)])
-
-
-def _place(
-    line: np.ndarray, width: float, height: float, ink: np.ndarray, taken: Sequence[tuple[float, float, float, float]]
-) -> tuple[tuple[float, float], float, np.ndarray]:
-    """Find the centre of a name inside of the panel, its gap from the curve, and the point of the curve that it names."""
-    best: tuple[float, tuple[float, float], float, np.ndarray] | None = None
-    last = len(line) - 1
-    for index, gap, (side_x, side_y) in itertools.product(range(len(line)), _GAPS, _SIDES):
-        x = float(line[index][0]) + side_x * (width / 2 + gap)
-        y = float(line[index][1]) + side_y * (height / 2 + gap)
-        x = min(max(x, width / 2 + 0.005), 1 - width / 2 - 0.005)
-        y = min(max(y, height / 2 + 0.005), 1 - height / 2 - 0.005)
-        covered = (abs(ink[:, 0] - x) < width / 2 + 0.006) & (abs(ink[:, 1] - y) < height / 2 + 0.006)
-        clashes = sum(abs(a - x) < (w + width) / 2 and abs(b - y) < (h + height) / 2 for a, b, w, h in taken)
-        cost = 100 * clashes + 3 * covered.sum() + 40 * gap + 0.2 * (last - index) + 0.1 * (side_x < 1)
-        if best is None or cost < best[0]:
-            best = cost, (x, y), gap, line[index]
-    assert best is not None  # a curve has points
-    return best[1], best[2], best[3]
+def quiet_label(names: Sequence[str], most: int = 90) -> str:
+    """Write the entry of a legend for the curves in grey, in lines of at most ``most`` letters."""
+    return textwrap.fill(f"other methods: {', '.join(names)}", most, break_on_hyphens=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,11 +27,7 @@ _SMALL = 8  # points, size of ticks and of labels beside lines
 
 
 def check_installed() -> None:
-    """Refuse to draw a figure without matplotlib.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; the message names the extra to install.
-    """
+    """Refuse to draw a figure without matplotlib, by a ``ModuleNotFoundError`` that names the extra to install."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(_MISSING)
 
@@ -50,12 +45,7 @@ def with_figures[T](output: T) -> T:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Create an empty figure that needs no display.
-
-    Args:
-        width: width in inches.
-        height: height in inches.
-    """
+    """Create an empty figure of a size in inches that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,12 +55,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, kind: str = "png") -> bytes:
-    """Render a figure as the bytes of a file.
-
-    Args:
-        figure: see `new_figure`.
-        kind: "png", "pdf" or "svg".
-    """
+    """Render a figure as the bytes of a "png", "pdf" or "svg", which are the same whenever it is drawn."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -92,15 +77,7 @@ def _in_palette(drawn: io.BytesIO) -> bytes:
 
 
 def tidy(panel: Any, title: str = "", xlabel: str = "", ylabel: str = "", grid: str | None = "both") -> None:
-    """Give a panel the common look: a title, two spines, the common font sizes, a light grid behind the data.
-
-    Args:
-        panel: axes of matplotlib.
-        title: what the panel is about, such as a length.
-        xlabel: what the x axis shows.
-        ylabel: what the y axis shows.
-        grid: "x", "y", "both", or None for no grid.
-    """
+    """Give a panel the common look: a title, two spines, small ticks, a light grid ("x", "y", "both" or None)."""
     panel.set_title(title, fontsize=10)
     panel.set_xlabel(xlabel, fontsize=9)
     panel.set_ylabel(ylabel, fontsize=9)
@@ -112,12 +89,7 @@ def tidy(panel: Any, title: str = "", xlabel: str = "", ylabel: str = "", grid: 
 
 
 def line_style(index: int, *, points: bool = True) -> dict[str, Any]:
-    """Choose colour, dashes and marker of the series at ``index``; 28 series have different styles.
-
-    Args:
-        index: index of the series, the same in every panel.
-        points: whether to mark the measured points.
-    """
+    """Choose colour, dashes and marker of the series at ``index``; 28 series have different styles."""
     turn = index // len(COLORS)
     style = {"color": COLORS[index % len(COLORS)], "linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 1.4}
     if points:
@@ -131,12 +103,7 @@ def token_label(count: int) -> str:
 
 
 def token_axis(panel: Any, lengths: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with a tick at every length and no other ticks.
-
-    Args:
-        panel: axes of matplotlib.
-        lengths: tokens, in any order and with repeats.
-    """
+    """Make the x axis logarithmic, with a tick at every length and no other ticks."""
     ticks = sorted(set(lengths))
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, [token_label(length) for length in ticks])
@@ -145,77 +112,24 @@ def token_axis(panel: Any, lengths: Sequence[int]) -> None:
         panel.set_xlim(ticks[0] / 2, ticks[0] * 2)
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """List the ticks of a logarithmic axis from ``low`` to ``high``: 1, 2 and 5 times powers of ten.
-
-    The list begins at or below ``low`` and ends at or above ``high``.
-
-    Raises:
-        ValueError: a bound is not above zero, or ``low`` is above ``high``.
-    """
-    if not 0 < low <= high:
-        raise ValueError(f"a logarithmic axis needs 0 < low <= high, got {low} and {high}")
-    decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
-    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
-    first = max(i for i, tick in enumerate(ticks) if tick <= low)
-    last = min(i for i, tick in enumerate(ticks) if tick >= high)
-    return ticks[first : last + 1]
-
-
 def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
-    """Scale an axis for amounts: from zero on, or logarithmic with plain numbers if the values differ by a factor of ten.
+    """Scale an axis for amounts above zero: from zero on, or logarithmic if they differ by a factor of ten."""
+    from matplotlib import ticker
 
-    Args:
-        panel: axes of matplotlib.
-        values: all drawn values, above zero.
-        axis: "y" or "x".
-    """
     if max(values) < 10 * min(values):
         panel.set(**{f"{axis}lim": (0, 1.05 * max(values))})
         return
-    ticks = log_ticks(min(values) / 1.1, 1.1 * max(values))
-    panel.set(**{f"{axis}scale": "log"})
-    panel.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:,g}" for tick in ticks]})
-    (panel.yaxis if axis == "y" else panel.xaxis).minorticks_off()
-    panel.set(**{f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
+    panel.set(**{f"{axis}scale": "log", f"{axis}lim": (min(values) / 1.1, 1.1 * max(values))})
+    scaled = panel.yaxis if axis == "y" else panel.xaxis
+    scaled.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    scaled.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:,g}"))
+    scaled.set_minor_locator(ticker.NullLocator())
 
 
 def error_bars(panel: Any, x: Sequence[float], intervals: Sequence[Sequence[float]], color: str) -> None:
-    """Draw a thin vertical line from the low to the high end of each point's interval.
-
-    Args:
-        panel: axes of matplotlib.
-        x: x of the points.
-        intervals: (low, high) of each point.
-        color: colour of the points.
-    """
+    """Draw a thin vertical line from the low to the high end of each point's interval."""
     low, high = ([ends[i] for ends in intervals] for i in (0, 1))
     panel.vlines(list(x), low, high, color=color, linewidth=0.9, alpha=0.7)
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move shares of a panel's height until they are at least ``gap`` apart; their order stays.
-
-    Shares that are too close form a group, which is spaced evenly around its mean and stays between 0 and 1 if it fits.
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(wanted)), key=lambda index: wanted[index]):
-        groups.append([index])
-        while len(groups) > 1 and _lowest(groups[-1], wanted, gap) < _lowest(groups[-2], wanted, gap) + gap * len(
-            groups[-2]
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    made = [0.0] * len(wanted)
-    for group in groups:
-        for rank, index in enumerate(group):
-            made[index] = _lowest(group, wanted, gap) + rank * gap
-    return made
-
-
-def _lowest(group: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """Compute the lowest share of an evenly spaced group."""
-    size = gap * (len(group) - 1)
-    return max(0.0, min(sum(wanted[index] for index in group) / len(group) - size / 2, 1.0 - size))
 
 
 def text_color(color: str) -> str:
@@ -226,13 +140,7 @@ def text_color(color: str) -> str:
 
 
 def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
-    """Draw a legend below the panels with every label of the panels, each label once.
-
-    Args:
-        figure: see `new_figure`; a subfigure works too.
-        panels: axes of matplotlib.
-        most: most entries in a row of the legend.
-    """
+    """Draw a legend below the panels with every label of the panels, each label once, at most ``most`` in a row."""
     entries = {name: mark for panel in panels for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     if entries:
         across = min(len(entries), most)
@@ -244,18 +152,9 @@ def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
 def heat_map(
     panel: Any, grid: np.ndarray, *, low: float = 0.0, high: float = 100.0, numbers: bool = True, **options: Any
 ) -> Any:
-    """Draw a table of values as colours: dark is low, light is high.
+    """Draw a table of values, float [rows, columns], as colours, dark for ``low``.
 
-    Args:
-        panel: axes of matplotlib.
-        grid: float [rows, columns]; NaN is left blank.
-        low: value of the darkest colour.
-        high: value of the lightest colour.
-        numbers: whether to write each value on its cell.
-        options: for `imshow`.
-
-    Returns:
-        The image, for a colour bar.
+    NaN is blank. Return the image for a colour bar.
     """
     image = panel.imshow(grid, **{"cmap": COLOR_MAP, "vmin": low, "vmax": high, "aspect": "auto", **options})
     if numbers:
@@ -269,22 +168,15 @@ def heat_map(
 def bar_chart(
     panel: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], colors: Sequence[str] = COLORS
 ) -> list[Any]:
-    """Draw horizontal bars from zero on, one bar for each name from the top down, as stacked parts.
+    """Draw a horizontal bar for each name, from the top down, of stacked parts (label -> sizes).
 
-    Args:
-        panel: axes of matplotlib.
-        names: names of the bars.
-        parts: label of a part -> its size in each bar, 0 or above.
-        colors: colours of the parts.
-
-    Returns:
-        The bars of each part, as `barh` returns them.
+    Return the bars of each part.
     """
-    begun, made = [0.0] * len(names), []
+    begun, bars = [0.0] * len(names), []
     for color, (label, sizes) in zip(colors, parts.items(), strict=False):
-        made.append(panel.barh(range(len(names)), sizes, left=begun, color=color, label=label, height=0.72))
+        bars.append(panel.barh(range(len(names)), sizes, left=begun, color=color, label=label, height=0.72))
         begun = [left + size for left, size in zip(begun, sizes, strict=True)]
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.05 * max(begun, default=1))
-    return made
+    return bars

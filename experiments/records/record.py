@@ -39,11 +39,7 @@ def commit() -> str | None:
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that a result depends on.
-
-    Args:
-        more: packages besides `PACKAGES`, which every record names.
-    """
+    """Return the versions of Python and of the installed packages that a result depends on, `PACKAGES` and ``more``."""
     known = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:
@@ -67,21 +63,10 @@ def make_record(
     device: Mapping[str, Any] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Make the record of a measurement, with versions, device, commit and date.
+    """Make a record of metrics with "name", "value" and "unit" each, with versions, device, commit and date.
 
-    Args:
-        experiment: name of the experiment.
-        settings: everything that is needed to repeat the experiment; JSON values.
-        metrics: a dict for each value, with "name", "value" and "unit" at least.
-        device: the measured device of a measurement without JAX: "platform", "kind" and "count". JAX, which takes most of a
-            GPU's memory when it starts, is then not asked. None asks JAX.
-        packages: see `versions`.
-
-    Returns:
-        The record; JSON values.
-
-    Raises:
-        ValueError: a metric lacks "name", "value" or "unit".
+    JSON values. A measurement without JAX names its ``device`` ("platform", "kind", "count"), because JAX takes most of a
+    GPU's memory when it is asked. ``packages`` are further ones whose versions are kept.
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
@@ -111,13 +96,7 @@ def device_kinds(record: Mapping[str, Any]) -> list[str]:
 def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Write a record atomically: afterwards the file is complete or unchanged.
 
-    Args:
-        path: destination; its directory is made.
-        record: see `make_record`.
-
-    Raises:
-        TypeError: the record holds a value that JSON cannot express.
-        ValueError: the record holds a number that is not finite.
+    Values that JSON cannot express are refused.
     """
     write_bytes(path, (json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode())
 

@@ -51,24 +51,16 @@ def _plain(value: Any) -> Any:
 
 
 class Results:
-    """The cells of an experiment in a file to which several processes may add.
+    """The cells of an experiment in a file to which several processes may add; ``fresh`` begins anew with the first write.
 
-    Args:
-        path: JSON record; cells that it already holds are kept.
-        experiment: name of the experiment.
-        settings: values that all cells have in common; JSON values.
-        fresh: whether to begin anew. The file keeps its content until the first write.
-        device: see `make_record`.
-        packages: see `make_record`.
+    A file that is no record, or that holds another experiment or cells of other settings, is refused. See `make_record` for
+    ``device`` and ``packages``.
 
     Attributes:
         metrics: the cells, as of the last read or write.
         notes: JSON values beside the cells, by name.
         devices: the kinds of devices that made the cells, oldest first; the record also holds the newest run's device.
         lock: held while the file is read, changed and written.
-
-    Raises:
-        ValueError: the file is no record, or it holds another experiment or cells of other settings.
     """
 
     def __init__(
@@ -117,12 +109,7 @@ class Results:
         return next((m for m in self.metrics if all(m.get(name) == value for name, value in identity.items())), None)
 
     def add(self, metric: dict[str, Any], identity: Mapping[str, Any]) -> None:
-        """Add a finished cell and write the file.
-
-        Args:
-            metric: the cell.
-            identity: some of its fields; a cell of the file whose fields include them is replaced.
-        """
+        """Add a finished cell, which replaces a cell whose fields include all of ``identity``, and write the file."""
         with self.lock:
             self.read()
             old = self.find(identity)
@@ -137,12 +124,7 @@ class Results:
         self.change(name, lambda old: value)
 
     def change(self, name: str, update: Callable[[Any], Any]) -> None:
-        """Replace a note and write the file.
-
-        Args:
-            name: name of the note.
-            update: makes the new value from the value that the file holds now, or from None if it holds none.
-        """
+        """Replace a note by what ``update`` makes of the note that the file holds now, or of None, and write the file."""
         with self.lock:
             self.read()
             self.notes[name] = update(self.notes.get(name))
@@ -150,7 +132,7 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        made = make_record(self._experiment, self.settings, self.metrics, **self._ran)
-        self.devices = list(dict.fromkeys([*self.devices, made["device"]["kind"]]))
-        write_record(self.path, {**made, "notes": self.notes, "devices": self.devices})
+        record = make_record(self._experiment, self.settings, self.metrics, **self._ran)
+        self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
+        write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
         self._fresh = False

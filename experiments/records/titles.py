@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from kvjax import registry
+from kvjax.wrappers.named import TITLES
 
 
 def method_title(label: str) -> str:
     """Write a method as its paper does: ``chess(ratios=...)`` is CHESS(ratios=...), and ``chess_fixed`` is CHESS (fixed).
 
-    Args:
-        label: a method as commands take it, or the name of a timed variant: a method, an underscore and a word, or a method,
-            an at sign and the dtype of its cache.
+    Names inside of a label are written so, too: ``twilight(chess)`` is Twilight(CHESS). Knobs and unknown names stay. A label
+    may also be a timed variant: a method, an underscore and a word, or a method, an at sign and the cache's dtype.
     """
     base, at, dtype = label.partition("@")
     if at:
         return f"{method_title(base)} ({dtype})"
     name, underscore, variant = label.partition("_")
     if underscore and name in registry.classes() | registry.WRAPPERS | registry.PATTERNS:
-        return f"{registry.title(name)} ({variant.replace('_', ' ')})"
-    return registry.title(label)
+        return f"{method_title(name)} ({variant.replace('_', ' ')})"
+    classes = registry.WRAPPERS | registry.classes()
+    titles = {name: cls.TITLE or cls.__name__ for name, cls in classes.items()} | TITLES
+    return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda match: titles.get(match[0], match[0]), label)

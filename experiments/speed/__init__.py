@@ -1,6 +1,5 @@
 """The speed of decoding and prefill: time, bytes, the floor that the bytes set, and the ratio of the time to the floor."""
 
-from experiments.lab.peers.speed.report import peer_tables as peer_tables
 from experiments.speed.device_time import Seconds as Seconds
 from experiments.speed.device_time import loop_seconds as loop_seconds
 from experiments.speed.kernels.report import kernel_table as kernel_table

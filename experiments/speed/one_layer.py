@@ -192,11 +192,7 @@ def _slot_attention(method: SlotMethod, state: SlotState, cache: Cache, seed: in
     chosen = jax.jit(lambda m, store, aux, step: m.select(store, aux, step))(method, store, state.aux, step)
     if chosen is None:
         return attend_held, query, store
-    return functools.partial(_attend_selected, implementation=method.implementation), query, store, chosen
-
-
-def _attend_selected(query: Array, store: LayerCache, chosen: Any, *, implementation: str | None) -> Any:
-    return attend_selected(query, store, chosen, implementation)
+    return attend_selected, query, store, chosen
 
 
 def _token_attention(method: TokenSelect, state: TokenState, cache: Cache, seed: int) -> tuple:

@@ -1,8 +1,7 @@
 """Save and load a cache, compressed or not.
 
-A directory holds a file with the bytes of each array, or of each part of an array that is on several devices, and
-``kvjax.json``, which describes the model and the method that made the arrays. Each process that saves writes
-``parts-N.json``, which lists its files with their checksums. The JSON files have checksums of their own content.
+A directory holds a file with the bytes of each array, and ``kvjax.json``, which describes the model and the method that made
+the arrays. It has the checksums of all files, and a checksum of its own content.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +26,7 @@ from kvjax.cache.storage import LayerStorage
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
-from kvjax.mesh.processes import check_all_processes
+from kvjax.mesh.processes import check_all_processes, readable
 from kvjax.mesh.sharding import plan_of
 from kvjax.protocol.describe import describe
 from kvjax.protocol.method import Method
@@ -49,7 +47,8 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
     The directory appears when it is complete. If writing fails, nothing is left. A process that is killed while it writes
     leaves a folder ``NAME-*.partial``; the next `save_cache` to the same directory removes that folder.
 
-    Several processes save together: each writes the parts of arrays on its devices, to a directory that all processes share.
+    Several processes save together, to a directory that all processes share: the process of the first device writes the
+    files. A device then holds one whole array of the cache at a time.
 
     Raises:
         ValueError: the directory exists already, another process saves to it, or the cache is on devices of some of the
@@ -71,43 +70,31 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         "structure": str(structure),
         "weights": cache.weights,
         "kv_dtype": cache.kv_dtype,
-        "processes": jax.process_count(),
-        "leaves": [
-            {
-                "name": jax.tree_util.keystr(path),
-                "shape": list(leaf.shape),
-                "dtype": str(leaf.dtype),
-                "host": on_host(leaf),
-            }
-            for path, leaf in named
-        ],
+        "leaves": [],
     }
     try:
-        with folder_of_all(target, mesh) as (folder, is_first):
-            parts = [part for number, (_, leaf) in enumerate(named) for part in _write_parts(folder, number, leaf)]
-            _write_json(folder / f"parts-{jax.process_index()}.json", {"parts": parts})
-            if is_first:
-                _write_json(folder / _ABOUT, about)
+        with folder_of_all(target, mesh) as folder:
+            failure = None
+            for number, (path, leaf) in enumerate(named):  # in every process, which gather arrays together
+                data = _bytes(readable(mesh, leaf))
+                if folder is not None and failure is None:
+                    try:
+                        (folder / _file(number)).write_bytes(data)
+                    except OSError as raised:
+                        failure = raised
+                about["leaves"].append({
+                    "name": jax.tree_util.keystr(path), "shape": list(leaf.shape), "dtype": str(leaf.dtype),
+                    "host": on_host(leaf), _CHECKSUM: _digest(data),
+                })  # fmt: skip
+            if failure is not None:
+                raise failure
+            if folder is not None:
+                text = json.dumps(about | {_CHECKSUM: _digest_of_json(about)}, indent=1)
+                (folder / _ABOUT).write_text(text, encoding="utf-8")
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise OSError(error.errno, f"no space to save a cache as {target}; nothing was kept") from None
-
-
-def _write_parts(folder: pathlib.Path, number: int, leaf: jax.Array) -> list[dict[str, Any]]:
-    """Write the parts of array ``number`` that this process holds, each once in all processes; return what was written."""
-    parts = []
-    for shard in leaf.addressable_shards:
-        if shard.replica_id:
-            continue
-        start = [at.start or 0 for at in shard.index]
-        values = np.ascontiguousarray(shard.data)  # NumPy's copy is freed with the shard
-        data = memoryview(values.reshape(-1).view(np.uint8))
-        file = "-".join(f"{x:05d}" for x in (number, *start)) + ".bin"
-        (folder / file).write_bytes(data)
-        shape = list(shard.data.shape)
-        parts.append({"leaf": number, "file": file, "start": start, "shape": shape, _CHECKSUM: _digest(data)})
-    return parts
 
 
 @in_32_bits
@@ -134,7 +121,7 @@ def load_cache(
     source, method = pathlib.Path(directory).absolute(), resolve(method)
     if not (source / _ABOUT).is_file():
         raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
-    about = _read_json(source / _ABOUT)
+    about = _read_about(source / _ABOUT)
     if about.get("format") != _FORMAT:
         raise ValueError(f"the cache in {source} has another format than this version of kvjax writes: prefill again")
     leaves, weights, kv_dtype = about["leaves"], about["weights"], about["kv_dtype"]
@@ -150,58 +137,28 @@ def load_cache(
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(method, config, weights, plan, kv_dtype))
         _check_parts(source, method, blank, leaves)
-    parts: list[list[dict[str, Any]]] = [[] for _ in leaves]
-    for process in range(about["processes"]):
-        for part in _read_json(source / f"parts-{process}.json")["parts"]:
-            parts[part["leaf"]].append(part)
-    each = zip(leaves, parts, _places(blank, leaves), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(blank), [_array(source, *of_leaf) for of_leaf in each])
-
-
-def _array(source: pathlib.Path, leaf: dict[str, Any], parts: list[dict[str, Any]], where: Sharding) -> jax.Array:
-    """Read an array to the devices of this process; of the files, only those that have something of it."""
-    shape, dtype = tuple(leaf["shape"]), jnp.dtype(leaf["dtype"])
-    read = _reader(source, shape, dtype, parts)
-    each = [
-        jax.device_put(read(index), SingleDeviceSharding(device, memory_kind=where.memory_kind))
-        for device, index in where.addressable_devices_indices_map(shape).items()
+    arrays = [
+        _array(source / _file(number), leaf, where)
+        for number, (leaf, where) in enumerate(zip(leaves, _places(blank, leaves), strict=True))
     ]
-    array = jax.make_array_from_single_device_arrays(shape, where, each)
+    return jax.tree.unflatten(jax.tree.structure(blank), arrays)
+
+
+def _array(file: pathlib.Path, leaf: dict[str, Any], where: Sharding) -> jax.Array:
+    """Read an array to the devices of this process, and no more than its part to each."""
+    data = file.read_bytes() if file.is_file() else b""
+    if (got := _digest(data)) != leaf[_CHECKSUM]:
+        raise ValueError(
+            f"the cache in {file.parent} is damaged: {file.name}, which holds {leaf['name']}, is not as it was saved: got "
+            f"the checksum {got}, expected {leaf[_CHECKSUM]}"
+        )
+    values = np.frombuffer(data, jnp.dtype(leaf["dtype"])).reshape(leaf["shape"])
+    parts = [
+        jax.device_put(values[index], SingleDeviceSharding(device, memory_kind=where.memory_kind))
+        for device, index in where.addressable_devices_indices_map(values.shape).items()
+    ]
+    array = jax.make_array_from_single_device_arrays(values.shape, where, parts)
     return to_host(array) if leaf["host"] else array  # it is in host memory already, but its type may not say so yet
-
-
-def _reader(
-    source: pathlib.Path, shape: tuple[int, ...], dtype: np.dtype, parts: list[dict[str, Any]]
-) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """Return a function that reads a piece of an array, given as a slice for each axis, out of the files of its parts."""
-
-    @functools.cache
-    def values(number: int) -> np.ndarray:
-        part = parts[number]
-        try:
-            data = (source / part["file"]).read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"the cache in {source} is damaged: {part['file']} is not there") from None
-        if (got := _digest(data)) != part[_CHECKSUM]:
-            raise ValueError(
-                f"the cache in {source} is damaged: {part['file']} is not as it was saved: got the checksum {got}, expected "
-                f"{part[_CHECKSUM]}"
-            )
-        return np.frombuffer(data, dtype).reshape(part["shape"])
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = [at.indices(size)[:2] for at, size in zip(index, shape, strict=True)]
-        out = np.empty([stop - start for start, stop in bounds], dtype)
-        for number, part in enumerate(parts):
-            edges = [(x, x + size) for x, size in zip(part["start"], part["shape"], strict=True)]
-            both = [(max(a, x), min(b, y)) for (a, b), (x, y) in zip(bounds, edges, strict=True)]
-            if all(low < high for low, high in both):
-                to = tuple(slice(low - a, high - a) for (low, high), (a, _) in zip(both, bounds, strict=True))
-                of = tuple(slice(low - x, high - x) for (low, high), (x, _) in zip(both, edges, strict=True))
-                out[to] = values(number)[of]
-        return out
-
-    return read
 
 
 def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: list[dict[str, Any]]) -> None:
@@ -235,31 +192,37 @@ def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with a checksum of its content, however the file is laid out."""
-    digest = _digest(json.dumps(value, sort_keys=True).encode())
-    file.write_text(json.dumps(value | {_CHECKSUM: digest}, indent=1), encoding="utf-8")
-
-
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Read a file of `_write_json`.
-
-    Raises:
-        ValueError: it is not there, or not as it was written.
-    """
+def _read_about(file: pathlib.Path) -> dict[str, Any]:
+    """Read ``kvjax.json``, and check that it is as `save_cache` wrote it."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-        expected = value.pop(_CHECKSUM)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        expected = about.pop(_CHECKSUM)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} does not describe a saved cache: {error!r}") from error
-    if (got := _digest(json.dumps(value, sort_keys=True).encode())) != expected:
+    if (got := _digest_of_json(about)) != expected:
         raise ValueError(
             f"{file} is not as save_cache wrote it: got content of the checksum {got}, expected {expected}; a cache that was "
             "changed cannot be loaded"
         )
-    return value
+    return about
+
+
+def _file(number: int) -> str:
+    return f"{number:05d}.bin"
+
+
+def _bytes(array: Any) -> memoryview:
+    """View the bytes of an array on one device or many."""
+    # NumPy's copy of a part is freed with the part. A copy of the whole array would stay as long as the array lives.
+    part = array.addressable_data(0) if len(array.devices()) == 1 else array
+    return memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
 
 def _digest(data: bytes | memoryview) -> str:
     """Hash bytes to sixteen hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _digest_of_json(value: Any) -> str:
+    """Hash a JSON value, however its file is laid out."""
+    return _digest(json.dumps(value, sort_keys=True).encode())

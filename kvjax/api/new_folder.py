@@ -35,7 +35,8 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
         OSError: the folder beside ``target`` cannot be made.
     """
     _refuse_existing(target)
-    partial = _partial(target)
+    digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:8]
+    partial = target.with_name(f"{target.name[:_KEPT]}-{digest}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(partial / _LOCK, timeout=0):
@@ -57,42 +58,35 @@ def new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[tuple[pathlib.Path, bool]]:
-    """Yield a `new_folder`, and whether this process made it: the process of the first device of ``mesh`` does.
+def folder_of_all(target: pathlib.Path, mesh: Mesh | None) -> Iterator[pathlib.Path | None]:
+    """Yield a `new_folder` in the process of the first device of ``mesh``, and None in the others.
 
-    All processes of a mesh fill the folder, so it must be on a file system that they share. It appears when all of them have
-    left the block, and not at all if one of them raises. Without a mesh there is one process.
+    The folder appears when all processes have left the block, and not at all if one of them raises. Without a mesh there is
+    one process.
     """
     if mesh is None or not mesh.is_multi_process:
         with new_folder(target) as folder:
-            yield folder, True
+            yield folder
         return
     _refuse_existing(target)
-    makes = mesh.devices.flat[0].process_index == jax.process_index()
     with contextlib.ExitStack() as stack:
-        error = None
-        if makes:
+        folder, error = None, None
+        if mesh.devices.flat[0].process_index == jax.process_index():
             try:
-                stack.enter_context(new_folder(target))
+                folder = stack.enter_context(new_folder(target))
             except (OSError, ValueError) as raised:
                 error = raised
         if not _all(mesh, error is None):
             raise error or OSError(f"process {mesh.devices.flat[0].process_index} could not make {target}; nothing was kept")
         finished = False
         try:
-            yield _partial(target), makes
+            yield folder
             finished = True
         finally:
             together = _all(mesh, finished)
         if not together:
-            raise OSError(f"another process could not write to {target}; nothing was kept")
+            raise OSError(f"another process could not save to {target}; nothing was kept")
     _all(mesh, True)  # waits until the folder has its name
-
-
-def _partial(target: pathlib.Path) -> pathlib.Path:
-    """Name the folder that becomes ``target``."""
-    digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:8]
-    return target.with_name(f"{target.name[:_KEPT]}-{digest}.partial")
 
 
 def _all(mesh: Mesh, good: bool) -> bool:

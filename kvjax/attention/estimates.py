@@ -52,7 +52,6 @@ def block_means(x: Array, real: Array, block: int) -> Array:
     Args:
         x: [B, ..., T, D]; entries of tokens that are not real may be anything.
         real: bool [B, T].
-        block: tokens of a block.
 
     Returns:
         [B, ..., ceil(T / block), D] in the dtype of ``x``; 0 where a block has no real token.
@@ -101,8 +100,6 @@ def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, bl
         key: [B, H, S, D], rotated.
         start: int32 scalar, the slot of the first query, a multiple of ``block``.
         total: int32 [B], real tokens in the cache; keys past them, and the queries of such slots, may be anything.
-        block: tokens of a block.
-        stride: tokens of a vector; divides ``block``.
 
     Returns:
         float32 [B, H, G, N, P] for N = ceil(T / block) and P = ceil(S / block). The sum over P is the number of vectors of

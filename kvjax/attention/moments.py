@@ -45,7 +45,6 @@ def add_queries(moments: Moments, query: Array, position: Array, inv_freq: Array
     Differences are taken from the mean of each part (Chan, Golub and LeVeque, 1979), so nothing cancels in float32.
 
     Args:
-        moments: of the earlier chunks.
         query: [B, H, G, T, D], before RoPE.
         position: int32 [B, T], EMPTY for padding.
         inv_freq: float32 [D/2].
@@ -87,8 +86,6 @@ def rotation_mean(moments: Moments, start: Array, count: int) -> Array:
     """Average the rotations at ``count`` positions from ``start`` int32 [B] on: float32 [B, D, D], to multiply from the left.
 
     Args:
-        moments: of queries.
-        start: first position of each row.
         count: number of positions, at least 1.
     """
     position = (start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]).astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, cast
 
@@ -59,19 +60,30 @@ class Selection:
         return slots, mask & inside & jnp.take_along_axis(cache.valid, slots, axis=2)
 
 
-def attend_selected(
-    query: Array, cache: LayerStorage, chosen: Selection, implementation: str | None
-) -> tuple[Array, Array]:
+_MASKED = jax.make_user_context(False)  # a value of this kind is part of the key of every trace that JAX keeps
+
+
+def masked_attention() -> contextlib.AbstractContextManager[None]:
+    """Make attention over chosen slots dense with a mask within this context: the slow reference of the same mathematics."""
+    return _MASKED(True)
+
+
+def is_masked() -> bool:
+    """Tell whether this is in the context of `masked_attention`."""
+    return _MASKED.value
+
+
+def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
     """Attend with one query [B, H, G, D] to chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
     If the slots are divided over devices, ``chosen`` has slots of this device, and the result covers the slots of all
-    devices. ``implementation="mask"`` attends densely and masks all other slots: the slow reference of the same mathematics.
+    devices.
     """
-    if implementation == "mask":
+    if is_masked():
         out, lse = _attend_masked(query, cache, chosen)
         return (out, lse) if chosen.partials is None else merge_with(out, lse, *chosen.partials)
     if cache.older is not None:
-        return _attend_widened(query, cast("ThinCache", cache), chosen, implementation)
+        return _attend_widened(query, cast("ThinCache", cache), chosen)
     out, lse = gather_attention(
         query,
         *cache.stored,
@@ -83,14 +95,11 @@ def attend_selected(
         position=cache.position if chosen.page_size > 1 else None,
         rows=cache.rows,
         partials=chosen.partials,
-        implementation=implementation,
     )
     return merged(out, lse, cache)
 
 
-def _attend_widened(
-    query: Array, cache: ThinCache, chosen: Selection, implementation: str | None
-) -> tuple[Array, Array]:
+def _attend_widened(query: Array, cache: ThinCache, chosen: Selection) -> tuple[Array, Array]:
     """Run `attend_selected` where keys of the first slots have only some channels: on copies of the chosen rows."""
     slots, mask = chosen.tokens(cache)
     copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
@@ -102,7 +111,6 @@ def _attend_widened(
         scale=1 / math.sqrt(query.shape[-1]),
         bias=chosen.bias,
         partials=chosen.partials,
-        implementation=implementation,
     )
     return out, lse
 
@@ -278,11 +286,7 @@ def attend_stored(
 
     Args:
         query: [B, H, G, T, D], rotated.
-        cache: has the tokens.
         position: int32 [B, T], EMPTY for padding.
-        observes: whether to compute the attention mass.
-        gap: see `attend_held`; only with T = 1.
-        sinks: see `with_sinks`.
 
     Returns:
         The output [B, H, G, T, D]; and `mass_of` if ``observes``, else None.
@@ -313,7 +317,6 @@ def attend_whole(query: Array, key: Array, value: Array, position: Array, sinks:
         key: [B, H, T, D], rotated.
         value: [B, H, T, D].
         position: int32 [B, T], EMPTY for padding.
-        sinks: see `with_sinks`.
     """
     if sinks is None:
         return causal_attention(query, key, value)
@@ -332,7 +335,6 @@ def attend_behind(
         value: [B, H, T, D].
         cache: has earlier tokens only, in its first slots; resident and not divided over devices.
         position: int32 [B, T], EMPTY for padding.
-        sinks: see `with_sinks`.
 
     Returns:
         out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored tokens;

@@ -73,7 +73,6 @@ class SparsePrompt:
             query: [B, H, G, T, D], rotated.
             key: [B, H, S, D], rotated; the chunk's keys begin at slot ``start``.
             value: [B, H, S, D].
-            start: slot of the chunk's first token.
             length: int32 [B], real tokens of the chunk; queries, keys and values of padding may be anything.
 
         Returns:

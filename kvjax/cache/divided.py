@@ -143,7 +143,6 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     Args:
         out: [..., D], 0 where the part has no slot to attend to.
         lse: float32 [...], the log of the softmax denominator, -inf where the part has no slot to attend to.
-        cache: tells whether the slots are divided.
     """
     if cache.parts == 1 or not axes.is_split(axes.SLOTS):
         return out, lse
@@ -169,7 +168,6 @@ def attend_past(
         query: [B, H, G, T, D], rotated.
         key: [B, H, T, D], rotated.
         value: [B, H, T, D].
-        cache: this device's part, with the chunk.
         position: int32 [B, T], EMPTY for padding.
 
     Returns:
@@ -190,9 +188,7 @@ def best_slots(score: Array, wanted: Array | int, capacity: int, cache: LayerSto
 
     Args:
         score: float32 [B, H, P], of this device's slots or pages; -inf is never chosen; in a tie the lower index wins.
-        wanted: number of entries, as in `kth_select_mask`.
         capacity: static, K or more.
-        cache: tells whether the slots are divided.
 
     Returns:
         int32 [B, H, K], entries of ``score``, and whether each is chosen, bool [B, H, K].
@@ -216,7 +212,6 @@ def best_of_rows(score: Array, wanted: Array, capacity: int, cache: LayerStorage
         score: float32 [B, H, S], of this device's slots; see `best_slots`.
         wanted: int32 [B, H].
         capacity: static, K.
-        cache: tells whether the slots are divided.
 
     Returns:
         int32 [B, H, K], ascending, and 0 in unused entries.
@@ -237,8 +232,6 @@ def here(entry: Array, used: Array, cache: LayerStorage, size: int = 1) -> tuple
     Args:
         entry: int32 of any shape.
         used: bool of this shape.
-        cache: tells which slots this device has.
-        size: slots in a page.
 
     Returns:
         int32, 0 for entries of other devices; and whether each entry is used and on this device, bool.

@@ -281,10 +281,7 @@ def offload(cache: LayerCache, near: Near, host: Array | None = None, values_onl
     """Move the rows of a cache to host memory, and copy some rows to the device.
 
     Args:
-        cache: resident.
-        near: the slots that get copies.
         host: the rows if they are in host memory already, see `OffloadedLayerCache`; None moves them there.
-        values_only: whether keys stay on the device.
     """
     slot = copied_slots(cache.cursor, near.first, near.first + near.newest)[:, None]
     key, value = cache.stored

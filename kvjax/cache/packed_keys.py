@@ -150,11 +150,8 @@ def thin(cache: LayerCache, channels: Array, whole: Array, most_whole: int, room
     """Pack the keys of ``cache``: most tokens keep only some channels.
 
     Args:
-        cache: resident, the last ``room`` slots empty.
         channels: int32 [B, H, C], ascending.
         whole: bool [B, H, S], tokens whose keys keep all channels.
-        most_whole: the most tokens with whole keys in a head.
-        room: tokens that may follow.
     """
     slots = max(cache.num_slots - room, 1)
     newer = cache.compact(*compact(cache.valid & whole, max(min(most_whole, slots), 1)), room)

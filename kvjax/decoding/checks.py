@@ -126,11 +126,8 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
     """Convert integers, one per row, to int32 [B].
 
     Args:
-        name: what messages call it.
         value: integers of shape [B]; a list, or an array.
-        rows: B.
         most: the integers lie between 0 and this number, if it is given.
-        bound: what messages call ``most``.
 
     Raises:
         ValueError: another shape or dtype, or integers outside of their range.

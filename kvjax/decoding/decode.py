@@ -36,8 +36,6 @@ def run_step(
     """Store ``tokens`` int32 [B, T] and attend with them.
 
     Args:
-        params: model parameters.
-        cache: has room for the tokens.
         tokens: int32 [B, T].
         active: bool [B, T], False on padding, which comes last in a row.
         sync_host: False if the caller writes the token to host memory (`kvjax.cache.offload.sync`).
@@ -141,11 +139,8 @@ def decode_once(params: Any, sampler: Sampler, eos: Array, limits: Array | None,
     """Draw the next token of every row that is not done, and store it. The caller syncs host memory.
 
     Args:
-        params: model parameters.
-        sampler: draws the token.
         eos: int32 [E], tokens that end a row.
         limits: int32 [B], most tokens of each row, or None.
-        now: the state before the step.
     """
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done

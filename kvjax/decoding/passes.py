@@ -84,14 +84,9 @@ def reread(
     """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
     Args:
-        params: model parameters.
         tokens: int32 [B, S], the prompt, padded on the right.
         length: int32 [B], tokens of the prompt in each row.
-        method: has `Method.reread_tokens`.
-        layers: the methods of all layers.
         states: the states of all layers, which have the whole prompt and are not finished.
-        shared: the method's shared state.
-        model: the model's description.
     """
     seen = method_layers(model)
 

@@ -83,7 +83,6 @@ def run_recurrent(state: Memory, given: tuple, position: Array) -> tuple[Any, Me
     """Run a recurrent layer on the tokens at ``position`` int32 [B, T].
 
     Args:
-        state: before the tokens.
         given: what the model passed to ``attend`` after the state: its function ``advance``.
         position: EMPTY for padding.
 

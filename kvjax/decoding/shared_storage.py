@@ -68,13 +68,7 @@ class Common:
 def common_storage(
     each: Sequence[Sequence[LayerMethod]], specs: Sequence[Sequence[LayerSpec]], alone: Sequence[bool]
 ) -> Common:
-    """Find the storage that methods have in common during prefill.
-
-    Args:
-        each: the methods of all layers, [method][layer].
-        specs: their sizes, [method][layer].
-        alone: whether a method holds its own storage in any case.
-    """
+    """Find the storage that methods have in common during prefill."""
     known: dict[Hashable, Hashable] = {}
 
     def key(method: LayerMethod, spec: LayerSpec) -> Hashable:

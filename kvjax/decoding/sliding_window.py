@@ -159,8 +159,6 @@ def window_attention(
         key: [B, H, P + T, D], rotated: of P earlier tokens and of the chunk itself, at consecutive positions.
         value: [B, H, P + T, D].
         present: bool [B, P + T], False for a token that does not exist; its key and value may be anything.
-        window: W, the tokens that a query sees, itself included.
-        sinks: see `kvjax.attention.sinks.with_sinks`.
 
     Returns:
         [B, H, G, T, D] in the dtype of the query; 0 for a query that sees nothing.

@@ -47,10 +47,9 @@ class FromJudge(SlotMethod):
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, all included
     capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
     num_recent: int = static(default=64, least=2)  # newest tokens, always attended; more than twice the depth
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, whose attention makes the first list
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
 
     PAPER: ClassVar[str] = "arXiv:2602.07223"
+    obs_window = 32  # last prompt tokens, whose attention makes the first list
 
     observes_several = True
 

@@ -21,7 +21,6 @@ def rewound[Storage: LayerStorage](cache: Storage, count: Array, most: int) -> S
         cache: its newest tokens are in the slots before the cursor, the same in every head. If it is offloaded, host memory
             has all tokens before them.
         count: tokens to take back, int32 [B].
-        most: the largest ``count``.
     """
     changed: Any = cache
     if cache.older is not None:  # the newest tokens are in the part whose keys are whole

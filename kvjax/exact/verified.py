@@ -160,7 +160,6 @@ def noted(passes: Passes, drafted: Array, accepted: Array, active: Array) -> Pas
     """Count a pass.
 
     Args:
-        passes: the counts so far.
         drafted: int32 [B], tokens that were drafted for each row.
         accepted: int32 [B], how many of these were kept.
         active: bool [B], rows that took part.

@@ -141,9 +141,7 @@ class VerifiedLayer(LayerMethod):
         """Take back the rejected tokens of a `judge`, and tell the draft of the kept tokens.
 
         Args:
-            state: what `judge` returned.
             inputs: the tokens, with exact keys and values; the position of a rejected token is EMPTY.
-            mass: what `judge` returned.
             rejected: int32 [B], rejected tokens, which are the last ones; None means none.
         """
         inputs, tokens = _for_draft(inputs), inputs.position.shape[1]
@@ -178,10 +176,7 @@ class VerifiedLayer(LayerMethod):
         """Return the state ``before`` the draft decoded tokens, with the arrays of the state ``after`` if they can serve.
 
         Args:
-            before: the layer's state.
-            after: the draft's own state, after its steps.
             count: int32 [B], tokens that it has stored since.
-            most: the largest ``count``.
         """
         draft = cast("SlotMethod", self.draft)
         if not (draft.slotted and not draft.moves_slots or draft.appends):

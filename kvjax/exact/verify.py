@@ -185,8 +185,6 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
     """Run the model on ``tokens`` int32 [B, T] as Full does, without telling the draft.
 
     Args:
-        params: model parameters.
-        cache: before the tokens.
         tokens: int32 [B, T].
         active: bool [B, T], False on padding, which comes last in a row.
 

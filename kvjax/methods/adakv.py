@@ -43,13 +43,12 @@ class AdaKV(AppendOnly):
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of a layer
     capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
     head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
-    safeguard: float | Array = traced(default=0.2, least=0, most=1)  # share of the budget that every head keeps at least
     obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
-    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
 
     PAPER: ClassVar[str] = "arXiv:2407.11550"
     TITLE: ClassVar[str] = "Ada-KV"
+    kernel = 5  # pooling window over neighbouring tokens
+    safeguard = 0.2  # share of the budget that every head keeps at least
 
     keeps = "`budget` tokens per KV head, mean over a layer's heads"
     evicts = True
@@ -59,7 +58,7 @@ class AdaKV(AppendOnly):
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        score = prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
+        score = prefix_votes(cache, prompt, self.obs_window, self.kernel)
         capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
         most = min(self.slots_again(), cache.row_slots)
         of_head = floor_share(self.head_factor, budget)

@@ -15,10 +15,15 @@ def scaled(total: int, length: int) -> tuple[float, str]:
     return share, f"the paper's {total} tokens scaled by {share:.3f} to fit {length}"
 
 
-def searched(length: int, num_sink: int, num_local: int, whose: str = "") -> tuple[dict[str, Any], str]:
-    """Divide an eighth of the context: at most half for sinks and recent tokens, the rest for tokens that are found."""
+def ends(length: int, first: int, last: int) -> tuple[int, int, int]:
+    """Compute an eighth of the context, and the ``first`` and ``last`` tokens within it: at most half of it for both."""
     total = length // SHARE
-    share = min(1.0, total / 2 / (num_sink + num_local))
-    ends = {"num_sink": int(num_sink * share), "num_local": max(int(num_local * share), 1)}
-    note = f"1/{SHARE} of the context{whose}, sinks and recent tokens too"
-    return {**ends, "budget": total - sum(ends.values())}, note
+    share = min(1.0, total / 2 / (first + last))
+    return total, int(first * share), int(last * share)
+
+
+def searched(length: int, num_sink: int, num_local: int, whose: str = "") -> tuple[dict[str, Any], str]:
+    """Divide an eighth of the context between sinks, recent tokens and tokens that are found."""
+    total, sinks, local = ends(length, num_sink, num_local)
+    knobs = {"num_sink": sinks, "num_local": max(local, 1), "budget": total - sinks - max(local, 1)}
+    return knobs, f"1/{SHARE} of the context{whose}, sinks and recent tokens too"

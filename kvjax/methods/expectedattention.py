@@ -9,7 +9,7 @@ first ``num_sink``, turned by the mean rotation R of the next ``num_future`` pos
 the expected attention logit of key k_i, and a softmax over the tokens from ``num_sink`` on makes shares::
 
     z[g, i] = k_i . R m_g / sqrt(D) + k_i . R C_g R^T k_i / (2 D)
-    s[h, i] = ( epsilon + mean over the group of softmax_i z[g, i] ) * |v_i|
+    s[h, i] = ( mean over the group of softmax_i z[g, i] ) * |v_i|
 
 The first ``num_sink`` tokens are always kept.
 
@@ -36,7 +36,7 @@ from kvjax.cache import LayerCache
 from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import Prompt
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import not_none, pytree
 from pallas_kernels.numerics import product_precision
 
 
@@ -44,12 +44,11 @@ from pallas_kernels.numerics import product_precision
 class ExpectedAttention(Eviction):
     """Keep the tokens with the largest expected attention; see the module docstring."""
 
-    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and whose queries do not count
-    num_future: int = static(default=512, least=1)  # positions after the prompt at which queries are expected
-    epsilon: float | Array = traced(default=0.0, least=0)  # added to the expected share before the value's norm multiplies it
+    num_sink = 4  # first tokens, which are always kept and whose queries do not count
 
     PAPER: ClassVar[str] = "arXiv:2510.00636"
     TITLE: ClassVar[str] = "Expected Attention"
+    num_future = 512  # positions after the prompt at which queries are expected
 
     reads_covariance = True
     reads_values = True
@@ -77,4 +76,4 @@ class ExpectedAttention(Eviction):
         first = cache.position < self.num_sink  # of empty slots too, which are never kept
         shares = jax.nn.softmax(jnp.where(first[:, :, None], jnp.finfo(jnp.float32).min, logits), axis=3).mean(axis=2)
         norm = jnp.sqrt(jnp.sum(jnp.square(cache.value.astype(jnp.float32)), axis=3))
-        return jnp.where(first, jnp.inf, (shares + self.epsilon) * norm)
+        return jnp.where(first, jnp.inf, shares * norm)

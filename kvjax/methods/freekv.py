@@ -41,7 +41,7 @@ from jax import Array, lax
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.offload import Near
-from kvjax.methods.budgets import SHARE
+from kvjax.methods.budgets import SHARE, ends
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.protocol.method import LayerMethod, Prompt, Step
@@ -73,21 +73,18 @@ class FreeKV(SlotMethod):
     num_local: int = static(default=512, least=1)  # newest tokens, always attended, in whole pages
     page_size: int = static(default=32, least=2)  # slots per page
     tau: float | Array = 0.8  # least cosine with which a KV head keeps to the previous query, traced; above 1 = never
-    num_dense_layers: int = static(default=1, least=0)  # first layers, which attend to all tokens
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.13109"
+    num_dense_layers = 1  # first layers, which attend to all tokens
 
     offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
-        total, page = length // SHARE, 32
-        while page > 4 and 3 * page > total:  # a page at each end, and one found page
-            page //= 2
-        share = min(1.0, total / 2 / (512 + 512))
-        sinks, local = int(512 * share) // page * page, max(int(512 * share) // page, 1) * page
+        total, sinks, local = ends(length, 512, 512)
+        page = max(size for size in (4, 8, 16, 32) if size == 4 or 3 * size <= total)  # one at each end, and a found one
+        sinks, local = sinks // page * page, max(local // page, 1) * page
         note = f"1/{SHARE} of the context, sinks and recent tokens too"
         note += f"; pages of {page} tokens" if page < 32 else ""
         return {"num_sink": sinks, "num_local": local, "budget": total - sinks - local, "page_size": page}, note

@@ -60,10 +60,6 @@ def head_scores(path: str | pathlib.Path, config: Model) -> Scores:
 def check_score_sizes(owner: Any, model: Model) -> None:
     """Refuse scores of other numbers of layers or KV heads than the model's, for `kvjax.protocol.method.Method.check_sizes`.
 
-    Args:
-        owner: a method with a field ``scores``.
-        model: the model's description.
-
     Raises:
         ValueError: they are missing, or do not fit.
     """

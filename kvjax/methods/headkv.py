@@ -63,7 +63,6 @@ class HeadKV(WindowEviction):
             capacity=int(np.max(self._budgets(not_none("capacity", self.capacity), weight))),
             obs_window=self.obs_window,
             kernel=self.kernel,
-            pooling=self.pooling,
         )
 
     def _budgets(self, mean: Any, weight: np.ndarray) -> Any:

@@ -73,12 +73,11 @@ class InfiniGen(SlotMethod):
     capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
     ratio: float = static(default=0.2, above=0, most=1)  # share of the channels that the search reads
     alpha: float | Array = traced(default=5.0, least=0)  # logits below a head's maximum that still count
-    obs_window: int = static(default=2048, least=1)  # last prompt tokens, whose queries choose the channels
-    num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2406.19707"
+    obs_window = 2048  # last prompt tokens, whose queries choose the channels
+    num_dense_layers = 2  # first layers, which attend to all tokens
 
     offloadable = True
     needs_guess = True

@@ -40,7 +40,7 @@ from jax import Array, lax
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import Near, empty_storage, offload
-from kvjax.methods.budgets import SHARE
+from kvjax.methods.budgets import SHARE, ends
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -92,11 +92,11 @@ class InfLLM(LayerMethod):
     num_sink: int = static(default=128, least=0)  # first tokens, always attended
     num_local: int = static(default=4096, least=1)  # newest tokens, always attended, at their true distances
     block_size: int = static(default=128, least=1)  # tokens per block
-    num_repr: int = static(default=4, least=1)  # keys of a block whose mean represents it
     chunk: int = static(default=512, least=1)  # prompt tokens that share one choice of blocks, at most num_local
     offload: bool | float = static(default=False, least=0, most=1)  # rows in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2402.04617"
+    num_repr = 4  # keys of a block whose mean represents it
 
     extrapolates = True
     offloadable = True
@@ -106,23 +106,21 @@ class InfLLM(LayerMethod):
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
-        total, block = length // SHARE, 128
+        total, sinks, local = ends(length, 128, 4096)
         if total >= 128 + 4096 + 2048:
             return {}, ""
-        while block > 8 and 4 * block > total:
-            block //= 2
-        share = min(1.0, total / 2 / (128 + 4096))
-        sinks, local = int(128 * share), int(4096 * share)
+        block = max(size for size in (8, 16, 32, 64, 128) if size == 8 or 4 * size <= total)
         knobs = {"num_sink": sinks, "num_local": local, "chunk": min(512, local), "block_size": block}
-        note = f"1/{SHARE} of the context, sinks and recent tokens too"
-        note += f"; blocks of {block} tokens" if block < 128 else ""
+        blocks = f"; blocks of {block} tokens" if block < 128 else ""
+        note = f"1/{SHARE} of the context, sinks and recent tokens too{blocks}"
         return {**knobs, "budget": total - sinks - local}, note
 
     def check(self) -> None:
         check_budget(self, self.block_size, f"one block of block_size={self.block_size}")
-        for name, most in (("num_repr", "block_size"), ("chunk", "num_local")):
-            if vars(self)[name] > vars(self)[most]:
-                raise ValueError(f"InfLLM: {name} must be at most {most}={vars(self)[most]}, got {vars(self)[name]}")
+        if self.num_repr > self.block_size:
+            raise ValueError(f"InfLLM: block_size must be at least {self.num_repr}, got {self.block_size}")
+        if self.chunk > self.num_local:
+            raise ValueError(f"InfLLM: chunk must be at most num_local={self.num_local}, got {self.chunk}")
 
     def init(self, spec: LayerSpec) -> BlockState:
         slots = spec.prompt_slots + spec.max_new_tokens
@@ -388,12 +386,7 @@ def _of_heads(place: Array, heads: tuple[int, ...]) -> Array:
 def _mass(query: Array, key: Array, lse: Array, asked: Array, place: Array) -> Array:
     """Sum the attention that each query head pays to each key: float32 [B, H, G, S]; see `column_mass`.
 
-    Args:
-        query: [B, H, G, T, D].
-        key: [B, H, S, D].
-        lse: float32 [B, H, G, T].
-        asked: int32 [B, T], positions of the queries.
-        place: int32 [B, H, S], positions of the keys.
+    Queries [B, H, G, T, D] are at ``asked`` int32 [B, T], and keys [B, H, S, D] at ``place`` int32 [B, H, S].
     """
     group, heads = query.shape[2], (len(query), -1)
     mass = column_mass(

@@ -67,12 +67,12 @@ class KVzip(AppendOnly):
     layerwise: bool = static(default=False)  # whether the budget is the mean of each layer, not of all layers together
     num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and not reread
     chunk: int = static(default=2000, least=1)  # tokens that are reread at once
-    overlap: int = static(default=8, least=0)  # last tokens of a chunk that stand before the next one
     ask: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids before the first chunk
     ask_later: tuple[int, ...] = static(default=(), least=0, empty=True)  # before every later chunk's overlap
     answer: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids right before every chunk
 
     PAPER: ClassVar[str] = "arXiv:2505.23416"
+    overlap = 8  # last tokens of a chunk that stand before the next one
 
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
     evicts = True

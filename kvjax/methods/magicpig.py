@@ -49,7 +49,7 @@ from kvjax.methods.full import Full
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, count_all
-from kvjax.protocol.typing import pytree, static, traced
+from kvjax.protocol.typing import pytree, static
 from kvjax.selection import mask_of
 from pallas_kernels.choose.match_select import match_select
 from pallas_kernels.formats.sign_codes import buckets, random_planes
@@ -82,12 +82,11 @@ class MagicPIG(SlotMethod):
     num_sink: int = static(default=4, least=0)  # first tokens, always attended
     num_local: int = static(default=64, least=0)  # last tokens of the prompt, always attended
     capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all
-    dense_every: int = static(default=16, least=0)  # layers with a multiple of this number are dense; 0 = none
-    seed: int | Array = traced(default=0, least=0)  # of the random planes
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"
+    dense_every = 16  # layers with a multiple of this number are dense; 0 = none
+    seed = 0  # of the random planes
 
     composable = False  # wrappers know slots, but not the corrections of logits
     offloadable = True

@@ -54,7 +54,6 @@ class PyramidKV(WindowEviction):
             capacity=self._budget(not_none("capacity", self.capacity), first, num_layers),
             obs_window=self.obs_window,
             kernel=self.kernel,
-            pooling=self.pooling,
         )
 
     def _budget(self, mean: Any, layer: int, num_layers: int) -> Any:

@@ -45,6 +45,7 @@ class Box:
 class Quest(Retrieval):
     """Query-aware page retrieval; see the module docstring."""
 
+
     num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"

@@ -56,10 +56,10 @@ class RetrievalAttention(ScoredScan):
     capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
     num_sink: int = static(default=128, least=0)  # first tokens, always attended
     num_local: int = static(default=512, least=0)  # last tokens of the prompt, attended besides those that follow it
-    buffer: int = static(default=1024, least=1)  # tokens that may follow before the oldest attended ones are searched
     offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
 
     PAPER: ClassVar[str] = "arXiv:2409.10516"
+    buffer = 1024  # tokens that may follow before the oldest attended ones are searched
 
     keys_stay = True
 

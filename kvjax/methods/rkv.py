@@ -59,13 +59,13 @@ class RKV(Eviction):
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head by every eviction
     interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
-    obs_window: int = static(default=8, least=1)  # newest tokens, whose queries count and which are always kept
-    kernel: int = static(default=7, least=1, odd=True)  # pooling window of the importance over neighbouring tokens
-    mix: float | Array = traced(default=0.1, least=0, most=1)  # weight of the importance; the rest is the redundancy's
-    threshold: float | Array = traced(default=0.5, least=0, most=1)  # cosine above which two keys repeat each other
 
     PAPER: ClassVar[str] = "arXiv:2505.24133"
     TITLE: ClassVar[str] = "R-KV"
+    mix = 0.1  # weight of the importance; the rest is the redundancy's
+    obs_window = 8  # newest tokens, whose queries count and which are always kept
+    kernel = 7  # pooling window of the importance over neighbouring tokens
+    threshold = 0.5  # cosine above which two keys repeat each other
 
     keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
 

@@ -10,9 +10,8 @@ under one softmax. A text of n tokens then has no distance above w + (n - w) / g
 can process (L - w) * g + w tokens. The paper's authors advise to stay below two thirds of L.
 
 A chunk of a prompt attends in two parts, which are merged by their denominators. True positions: the slots that some window
-of the chunk reaches, at most ``max_window`` - 1 and the chunk. Grouped positions: causal attention of a chunk that begins w
-slots earlier. So a prompt costs about as much as Full's, and the window's attention besides. ``window`` is traced up to
-``max_window``, which is the window itself unless a sweep shares one program.
+of the chunk reaches, at most w - 1 and the chunk. Grouped positions: causal attention of a chunk that begins w
+slots earlier. So a prompt costs about as much as Full's, and the window's attention besides.
 
 **Source**: Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (arXiv:2401.01325, section 3 and
 algorithm 1); datamllab/LongLM cdbbb06.
@@ -37,7 +36,7 @@ from kvjax.cache.quantised import empty_resident
 from kvjax.protocol.fields import known
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import cost_of_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.rope import rotate
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
@@ -50,20 +49,19 @@ class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
     group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    window: int | Array = traced(default=1024, least=1, within="max_window")  # newest tokens at true positions, whole groups
-    max_window: int | None = static(default=None, least=1)  # longest window that the program reads; None = window
-    chunk: int = static(default=1024, least=1)  # prompt tokens read at once; changes memory, not results
+    window: int = static(default=1024, least=1)  # newest tokens at true positions, whole groups
 
     PAPER: ClassVar[str] = "arXiv:2401.01325"
+    chunk = 1024  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
     quantisable = True
     takes_sinks = True
 
     def check(self) -> None:
-        group, window = known(self.group_size), known(self.window)
-        if group is not None and window is not None and (window % group).any():
-            raise ValueError(f"SelfExtend: window must be a multiple of group_size={group}, got {window}")
+        group = known(self.group_size)
+        if group is not None and (self.window % group).any():
+            raise ValueError(f"SelfExtend: window must be a multiple of group_size={group}, got {self.window}")
 
     def init(self, spec: LayerSpec) -> LayerCache:
         slots = spec.prompt_slots + spec.max_new_tokens
@@ -127,7 +125,7 @@ class SelfExtend(LayerMethod):
         Only the slots are read that some window reaches, which are consecutive.
         """
         tokens = position.shape[1]
-        reach = 0 if isinstance(begin, int) else not_none("max_window", self.max_window) - 1  # a whole prompt begins at 0
+        reach = 0 if isinstance(begin, int) else self.window - 1  # a whole prompt begins at 0
         size = min(tokens + reach, key.shape[2])
         first = jnp.clip(begin - self.window + 1, 0, key.shape[2] - size)
         key, value, stored = (_slots(x, first, size) for x in (key, value, stored))

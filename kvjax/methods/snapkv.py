@@ -21,12 +21,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvjax.protocol.families import WindowEviction
-from kvjax.protocol.typing import pytree
+from kvjax.protocol.typing import pytree, static
 
 
 @pytree
 class SnapKV(WindowEviction):
     """Keep the tokens that the end of the prompt attends to; see the module docstring."""
+
+    kernel: int = static(default=5, least=1, odd=True)  # pyright: ignore[reportGeneralTypeIssues]  # pooling window over neighbouring tokens
 
     PAPER: ClassVar[str] = "arXiv:2404.14469"
     slot_block = 1

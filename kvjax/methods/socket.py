@@ -56,9 +56,9 @@ class SOCKET(ScoredScan):
     num_tables: int = static(default=60, least=1)  # hash tables
     num_bits: int = static(default=8, least=1, most=12)  # sign bits of a bucket
     temperature: float | Array = traced(default=0.3, above=0)  # lower: only the likeliest buckets count
-    seed: int | Array = traced(default=0, least=0)  # of the random planes
 
     PAPER: ClassVar[str] = "arXiv:2602.06283"
+    seed = 0  # of the random planes
 
     score_is_masked = True
     reads_values = True

@@ -40,9 +40,9 @@ class StreamingLLM(LayerMethod):
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept, sinks included
     capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
     num_sink: int = static(default=4, least=1)  # first tokens, always kept
-    chunk: int = static(default=128, least=1)  # prompt tokens read at once; changes memory, not results
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
+    chunk = 128  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
     quantisable = True

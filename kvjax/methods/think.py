@@ -25,15 +25,15 @@ paper also tries to prune the channels of values.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache import LayerCache, LayerStorage
+from kvjax.cache import LayerCache
 from kvjax.cache.packed_keys import ThinCache, thin
-from kvjax.protocol.method import Prompt, Step
-from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.method import Prompt
 from kvjax.protocol.typing import pytree, static
 from pallas_kernels.choose.kth_select import kth_select
 
@@ -41,18 +41,17 @@ _ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below 0.1
 
 
 @pytree
-class ThinK(SlotMethod):
+class ThinK(AppendOnly):
     """Drop channels of the prompt's keys; see the module docstring."""
 
     channels: float = static(default=0.6, above=0, most=1)  # share of the key channels to keep
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, whose queries choose the channels
     num_recent: int = static(default=32, least=0)  # last prompt tokens, whose keys keep all channels
 
     PAPER: ClassVar[str] = "arXiv:2407.21018"
+    obs_window = 32  # last prompt tokens, whose queries choose the channels
 
     keeps = "every token, part of the key channels"
     reads_values = True
-    selects = False
     packs = True
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
@@ -62,17 +61,6 @@ class ThinK(SlotMethod):
         first = prompt.query_position.max(axis=1) + 1 - self.num_recent
         whole = cache.position >= first[:, None, None]
         return thin(cache, channels, whole, self.num_recent, room), None
-
-    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
-        return None
-
-    def update(
-        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, None]:
-        return cache, None
-
-    def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
-        return count_all(cache)
 
     def _score(self, cache: LayerCache, prompt: Prompt) -> Array:
         """Score each channel: float32 [B, H, D]. Sums replace the means, because all channels have equally many terms."""

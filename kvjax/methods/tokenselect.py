@@ -37,9 +37,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.attention.over_cache import is_masked
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
-from kvjax.cache.divided import best_of_rows, best_slots, here, log_total, merged, part_slots, total
+from kvjax.cache.divided import best_of_rows, here, log_total, merged, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import scaled
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
@@ -99,14 +100,7 @@ class TokenSelect(LayerMethod):
     num_local: int = static(default=512, least=2)  # newest tokens, always attended; a prompt chunk belongs to them
     chunk: int = static(default=256, least=2)  # prompt tokens that share one selection, at most num_local
     theta: float | Array = 0.9  # least cosine with which a decode step reuses the last selection, traced; above 1 = never
-    vote: str = static(  # "soft", "hard" (each head votes for its own best tokens) or "raw" (sum of logits)
-        default="soft", choices=("soft", "hard", "raw")
-    )
     kernel: int = static(default=1, least=1)  # max-pooling window over votes, in tokens; 1 = no pooling
-    gqa_map: str = static(  # KV head that scores a query head: "group" (its own), "mod" (as in the paper)
-        default="group", choices=("group", "mod")
-    )
-    implementation: str | None = static(default=None, choices=("mask",))  # None, or "mask": dense attention with a mask
     offload: bool | float = static(  # values (keys are scanned) in host memory; a number: share of the layers
         default=False, least=0, most=1
     )
@@ -154,7 +148,7 @@ class TokenSelect(LayerMethod):
         cache, tokens = state.cache, query.shape[3]
         scale = 1 / math.sqrt(query.shape[-1])
         token, used = here(slots.token, slots.used, cache)
-        if self.implementation != "mask" and inputs.start is None and tokens == 1:
+        if not is_masked() and inputs.start is None and tokens == 1:
             out, lse = gather_attention(
                 query[..., 0, :],
                 *cache.stored,
@@ -167,7 +161,7 @@ class TokenSelect(LayerMethod):
             )
             out, _ = with_sinks(*merged(out, lse, cache), inputs.sinks)
             return out[..., None, :], state
-        if self.implementation != "mask":
+        if not is_masked():
             key, value = cache.stored
             if cache.rows is not None:
                 value = with_vectors(value, cache.rows.host)
@@ -304,13 +298,9 @@ class TokenSelect(LayerMethod):
 
     def _score(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
         """Sum the votes for candidates from ``num_sink`` up to ``stop`` int32 [B], -inf for other slots: float32 [B, S]."""
-        batch, heads, size, _ = cache.key.shape
-        if self.gqa_map == "mod":  # query head h = kv * G + g is scored by KV head h mod H
-            query = axes.joined(query, 1)
-            query = query.reshape(batch, query.shape[2], query.shape[1], -1).swapaxes(1, 2)
-            query = lax.dynamic_slice_in_dim(query, axes.index(axes.MODEL) * heads, heads, 1)
+        batch, size = len(query), cache.num_slots
         asked = stop > self.num_sink
-        if self.vote == "soft" and cache.parts == 1:
+        if cache.parts == 1:
             score = _voted(token_vote(query, cache.key, start=self.num_sink, stop=stop), asked)
         else:
             score = lax.cond(
@@ -327,26 +317,14 @@ class TokenSelect(LayerMethod):
         return score
 
     def _plain_votes(self, cache: LayerStorage, query: Array, stop: Array) -> Array:
-        """Score in plain JAX, as `_score`: ``vote`` "hard" counts each head's best tokens, and "raw" adds up logits.
-
-        "soft" is computed here, too, where the slots are divided over devices: the softmax is over all devices' candidates.
-        """
-        batch, heads, size, _ = cache.key.shape
-        slot = cache.first + jnp.arange(size, dtype=jnp.int32)[None]
+        """Score as `_score` where the slots are divided over devices: the softmax is over all devices' candidates."""
+        slot = cache.first + jnp.arange(cache.num_slots, dtype=jnp.int32)[None]
         candidate = (slot >= self.num_sink) & (slot < stop[:, None])
         key = jnp.where(candidate[:, None, :, None], cache.key, 0).astype(jnp.float32)
         logits = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=lax.Precision.HIGHEST)
-        if self.vote == "raw":
-            return jnp.where(candidate, axes.total(logits.sum(axis=(1, 2))), -jnp.inf)
         logits = jnp.where(candidate[:, None, None], logits, -jnp.inf)
-        if self.vote == "soft":
-            lse = log_total(jax.nn.logsumexp(logits, axis=-1), cache)
-            vote = jnp.exp(logits - finite_or_zero(lse)[..., None]).sum(axis=(1, 2))
-        else:
-            capacity = not_none("capacity", self.capacity)
-            best, ranked = best_slots(logits.reshape(batch, -1, size), self.budget, capacity, cache)
-            best = jnp.where(ranked, best, size).reshape(batch, -1)
-            vote = jnp.zeros((batch, size), jnp.float32).at[jnp.arange(batch)[:, None], best].add(1, mode="drop")
+        lse = log_total(jax.nn.logsumexp(logits, axis=-1), cache)
+        vote = jnp.exp(logits - finite_or_zero(lse)[..., None]).sum(axis=(1, 2))
         return jnp.where(candidate, axes.total(vote), -jnp.inf)
 
 

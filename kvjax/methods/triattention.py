@@ -48,9 +48,9 @@ class TriAttention(Eviction):
 
     budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens kept per KV head by every eviction
     interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
-    reach: int = static(default=65536, least=1)  # largest offset in tokens, from which later queries are taken
 
     PAPER: ClassVar[str] = "arXiv:2604.04921"
+    reach = 65536  # largest offset in tokens, from which later queries are taken
 
     keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
     moments_from = 0

@@ -89,14 +89,14 @@ class WindowEviction(Eviction):
     """Keep the last W = ``obs_window`` tokens of the prompt, and the earlier tokens that their queries attend to."""
 
     obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
-    pooling: str = static(default="avg", choices=("avg", "max"))  # over neighbouring tokens
+
+    kernel = 5  # pooling window over neighbouring tokens
 
     def check(self) -> None:
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
-        return prefix_votes(cache, prompt, self.obs_window, self.kernel, self.pooling)
+        return prefix_votes(cache, prompt, self.obs_window, self.kernel)
 
 
 @pytree
@@ -164,7 +164,6 @@ class Retrieval(SlotMethod):
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, in whole pages
     capacity: int | None = static(default=None, least=1)  # allocated selection, in tokens; None = budget
     page_size: int = static(default=16, least=1)  # slots per page
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ def newest_queries(prompt: Prompt, window: int) -> Prompt:
     return dataclasses.replace(prompt, query=query, query_position=position)
 
 
-def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, pooling: str) -> Array:
+def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int) -> Array:
     """Score each slot as SnapKV does: `window_votes`, pooled over neighbouring tokens, then averaged over the group.
 
     The window is the last ``window`` tokens of each row. It votes, and it is not pooled with the prefix.
@@ -55,7 +55,6 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
         prompt: as in `window_votes`, with at least ``window`` queries.
         window: tokens of the window.
         kernel: pooling window in slots.
-        pooling: see `kvjax.selection.smooth`.
 
     Returns:
         float32 [B, H, S]; ``inf`` for the window.
@@ -65,6 +64,5 @@ def prefix_votes(cache: LayerCache, prompt: Prompt, window: int, kernel: int, po
     position = whole(cache.position, cache)
     recent = position >= start[:, None, None]
     prefix = ((position >= 0) & ~recent)[:, :, None]
-    outside = 0.0 if pooling == "avg" else -jnp.inf
-    pooled = smooth(jnp.where(prefix, votes, outside), kernel, pooling).mean(axis=2)
+    pooled = smooth(jnp.where(prefix, votes, 0.0), kernel, "avg").mean(axis=2)
     return jnp.where(recent, jnp.inf, pooled)

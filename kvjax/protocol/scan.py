@@ -60,7 +60,6 @@ class ScanRetrieval(SlotMethod):
     """
 
     num_sink: int = static(least=0)  # first tokens, always attended
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     offloadable = True

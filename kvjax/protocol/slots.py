@@ -47,8 +47,6 @@ class SlotAttention(LayerMethod):
     evicts. Several tokens at once after the prompt (`extend`) attend densely to all stored tokens.
     """
 
-    implementation: str | None = None  # of attention over selected slots; methods that select have a field of this name
-
     # What the class needs or does. Wrappers answer with properties, so the declarations are no dataclass fields.
     takes_sinks = True
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
@@ -131,7 +129,7 @@ class SlotAttention(LayerMethod):
             out, mass = attend_stored(query, cache, inputs.position, observes, gap, inputs.sinks)
         else:
             step = dataclasses.replace(step, select_aux=chosen.select_aux)
-            out, lse = attend_selected(query[..., 0, :], cache, chosen, self.implementation)
+            out, lse = attend_selected(query[..., 0, :], cache, chosen)
             out, lse = with_sinks(out, lse, inputs.sinks)
             mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes_steps else None
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device

@@ -104,7 +104,7 @@ def check_method(
         few_programs=True,
     )
     chosen = [] if method.spans_layers else [*_LAYER]
-    if not method.spans_layers and "implementation" in method.__dataclass_fields__:
+    if not method.spans_layers and getattr(method, "selects", False):
         chosen.append(laws.mask_mode_equals_gather_mode)
     chosen += MODEL_LAWS
     if everything is not None:

@@ -37,7 +37,6 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
     Args:
         *fields: the fields with the inner methods; a field may have a dict of methods. With several methods the answer is the
             first true one, or the last method's answer if none is true: a wrapper needs what any of its methods needs.
-        names: the declarations; () takes all.
     """
 
     def decorate(kind: T) -> T:
@@ -50,7 +49,9 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
 
 
 def passes[T](field: str, hook: T) -> T:
-    """Make a hook of a wrapper that calls the inner method's hook: ``compress = passes("method", SlotMethod.compress)``.
+    """Make a hook of a wrapper that calls the inner method's hook.
+
+    A wrapper writes ``compress = passes("method", SlotMethod.compress)``.
 
     Args:
         field: the wrapper's field with the inner method, which gets the arguments as they are.
@@ -173,7 +174,6 @@ class Stages(SlotMethod):
 
     evict: SlotMethod  # compresses the prompt
     retrieve: SlotMethod  # selects in each step among the slots that are left
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     keeps = "what `evict` keeps"
     thin_block = None  # a third method after these two is not supported
@@ -254,7 +254,6 @@ class Stages(SlotMethod):
         return Stages(
             evict=inner_of_layer(self.evict, layer, num_layers),
             retrieve=inner_of_layer(self.retrieve, layer, num_layers),
-            implementation=self.implementation,
         )
 
 
@@ -280,7 +279,6 @@ class DenseBelow(Around):
     """
 
     length: int = static(least=1)  # tokens; the selection has room for this number
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     keeps = "what `method` keeps"
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
@@ -326,7 +324,6 @@ class DenseBelow(Around):
         return DenseBelow(
             length=self.length,
             method=inner_of_layer(self.method, layer, num_layers),
-            implementation=self.implementation,
         )
 
     def _short(self, cache: LayerStorage) -> Array:
@@ -357,8 +354,6 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
     """Return ``value`` if it is a method that chooses slots, and does no more.
 
     Args:
-        role: the name of ``value`` in messages.
-        value: any object.
         weighs: True: it may also estimate tokens or correct logits, because the wrapper leaves each step to it.
 
     Raises:

@@ -166,8 +166,6 @@ class Periodic(SlotMethod):
         """Evict in the rows where ``due`` bool [B]; the new cache has as many slots.
 
         Args:
-            cache: the cache with all tokens.
-            recent: the record, whose moments include all queries.
             newest: int32 [B], position of the newest token.
             due: bool [B].
         """
@@ -213,7 +211,6 @@ def _counted(recent: Recent, newest: Array, due: Array) -> Recent:
     """Add the queries since the last eviction to the moments of ``recent``, in the rows where ``due`` bool [B].
 
     Args:
-        recent: the record, with the query of the newest token.
         newest: int32 [B], position of the newest token.
         due: bool [B]; other rows keep their moments to the bit, as rows of padding do.
     """

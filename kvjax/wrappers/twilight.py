@@ -14,7 +14,7 @@ from kvjax.cache.storage import LayerCache, LayerStorage, put_tokens
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, new_slots, newest_query
-from kvjax.protocol.typing import pytree, static, traced
+from kvjax.protocol.typing import pytree, traced
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped
@@ -88,7 +88,6 @@ class Twilight(Around):
     PAPER: ClassVar[str] = "arXiv:2502.02770"
 
     mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
-    implementation: str | None = static(default=None)  # as in methods that select; the inner field is not read
 
     keeps = "what `method` keeps"
     slot_block = None  # the share is of the attention to the slots of all devices
@@ -117,7 +116,7 @@ class Twilight(Around):
         inner = inner_of_layer(self.method, layer, num_layers)
         if not inner.selects:  # a layer that the method leaves dense
             return inner
-        return Twilight(method=inner, mass=self.mass, implementation=self.implementation)
+        return Twilight(method=inner, mass=self.mass)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Pruned]:
         cache, inner = self.method.compress(cache, prompt, room)
@@ -191,7 +190,6 @@ def estimates(query: Array, keys: FourBitKeys) -> Array:
 
     Args:
         query: [B, H, G, D], rotated.
-        keys: K keys per KV head.
 
     Returns:
         float32 [B, H, G, K].

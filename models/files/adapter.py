@@ -89,17 +89,8 @@ def fingerprint(params: Mapping[str, Any]) -> str:
 def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax.Array) -> dict[str, Any]:
     """Initialise the factors of an adapter that changes nothing yet.
 
-    Args:
-        params: the base's parameters.
-        num_layers: L, the base's layers.
-        rank: R.
-        key: PRNG key of the first factors; the second factors are zeros.
-
     Returns:
         A tree of float32 factors; see the module's text.
-
-    Raises:
-        ValueError: the base has experts, layers of linear attention or latent attention.
     """
     if part := _unfit(flatten_dict(params, sep="/")):
         raise ValueError(f"an adapter needs one matrix for each projection, got a model with {part}")
@@ -131,19 +122,12 @@ def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
     """Add an adapter's factors to the parameters of its base.
 
-    Args:
-        params: the base's parameters; they are not changed. On a mesh each device computes its parts.
-        factors: see the module's text.
-
     Returns:
         The adapted parameters: a tree like ``params``, with its dtypes and devices. Leaves without factors are shared.
-
-    Raises:
-        ValueError: the factors do not fit the parameters.
     """
-    flat, given = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
+    flat, flat_factors = (cast(dict[str, Any], flatten_dict(tree, sep="/")) for tree in (params, factors))
     num_layers = sum(name.startswith("layers_") for name in params)
-    problems = _misfits(flat, given, num_layers)
+    problems = _misfits(flat, flat_factors, num_layers)
     if problems:
         raise ValueError("the adapter does not fit the model: " + "; ".join(problems))
     merger = functools.cache(_merger)  # one program for each kernel's shape
@@ -152,7 +136,7 @@ def merge_adapter(params: Mapping[str, Any], factors: Mapping[str, Any]) -> dict
             name = path.removesuffix("/kernel")
             at = f"layers_{layer}/{path}"
             kernel = jnp.asarray(flat[at])
-            a, b = (np.asarray(given[f"{name}/{factor}"][layer]) for factor in "ab")
+            a, b = (np.asarray(flat_factors[f"{name}/{factor}"][layer]) for factor in "ab")
             flat[at] = merger(kernel.sharding)(kernel, a, b.reshape(len(b), *kernel.shape[1:]))
     return unflatten_dict(flat, sep="/")
 
@@ -184,20 +168,20 @@ def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-2] * shape[-1]) if path.endswith("gate_up/kernel") else tuple(shape)
 
 
-def _misfits(flat: Mapping[str, Any], given: Mapping[str, Any], num_layers: int) -> list[str]:
+def _misfits(flat: Mapping[str, Any], factors: Mapping[str, Any], num_layers: int) -> list[str]:
     """List in words what is wrong with the names and shapes of factors."""
     names = [path.removesuffix("/kernel") for path in KERNELS]
     if part := _unfit(flat):
         return [f"the model has {part}, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
-    problems = [f"missing {name}" for name in sorted(expected - given.keys())]
-    problems += [f"unused {name}" for name in sorted(given.keys() - expected)]
+    problems = [f"missing {name}" for name in sorted(expected - factors.keys())]
+    problems += [f"unused {name}" for name in sorted(factors.keys() - expected)]
     for name in names if not problems else ():
         rows, columns = _as_product(name + "/kernel", flat[f"layers_0/{name}/kernel"].shape)
-        rank = given[f"{name}/a"].shape[-1] if given[f"{name}/a"].ndim else 1
+        rank = factors[f"{name}/a"].shape[-1] if factors[f"{name}/a"].ndim else 1
         for factor, shape in (("a", (num_layers, rows, rank)), ("b", (num_layers, rank, columns))):
-            if (found := tuple(given[f"{name}/{factor}"].shape)) != shape:
-                problems.append(f"{name}/{factor}: got {list(found)}, expected {list(shape)}")
+            if (got := tuple(factors[f"{name}/{factor}"].shape)) != shape:
+                problems.append(f"{name}/{factor}: got {list(got)}, expected {list(shape)}")
     return problems
 
 
@@ -205,13 +189,6 @@ def stretched(config: Architecture, factor: float) -> Architecture:
     """Stretch a model's context: divide its slow rotary frequencies by a factor, so that no angle is new to the model.
 
     The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
-
-    Args:
-        config: the model.
-        factor: new length of the context / old length; 1 changes nothing.
-
-    Raises:
-        ValueError: the model's frequencies are scaled already.
     """
     if factor == 1:
         return config
@@ -245,22 +222,17 @@ def apply_adapter(
     factors, about = load_adapter(directory)
     if any(isinstance(leaf, CodedMatrix) for leaf in flatten_dict(params).values()):
         raise TypeError("an adapter needs parameters as numbers, got codes: from_pretrained adds it before it rounds")
-    found = fingerprint(params)
-    if found != about.fingerprint:
+    digest = fingerprint(params)
+    if digest != about.fingerprint:
         raise ValueError(
             f"the adapter in {directory} was trained on {about.base} (fingerprint {about.fingerprint}), "
-            f"and cannot be applied to this model (fingerprint {found})"
+            f"and cannot be applied to this model (fingerprint {digest})"
         )
     return merge_adapter(params, factors), stretched(config, about.stretch)
 
 
 def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
-    """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter.
-
-    Raises:
-        FileNotFoundError: a file is absent.
-        ValueError: a file is damaged.
-    """
+    """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter."""
     directory = Path(directory)
     for name in (WEIGHTS, DESCRIPTION):
         if not (directory / name).is_file():
@@ -292,11 +264,7 @@ def _scales(name: str, names: Collection[str]) -> bool:
 
 
 def _factor(opened: Any, name: str) -> np.ndarray:
-    """Read a factor in the file's dtype; of a factor in 8 bits, its numbers in float32.
-
-    Raises:
-        ValueError: a factor in 8 bits lacks its scales.
-    """
+    """Read a factor in the file's dtype; of a factor in 8 bits, its numbers in float32."""
     if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
         raise ValueError(f"{WEIGHTS} is damaged: {wrong}")
     return numbers(opened, name, (slice(None),) * len(opened.get_slice(name).get_shape()))
@@ -306,11 +274,6 @@ def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about
     """Write an adapter: the factors in bfloat16, and their description.
 
     Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged.
-
-    Args:
-        directory: is created if absent.
-        factors: see the module's text.
-        about: what the adapter belongs to.
     """
     flat = flatten_dict(factors, sep="/")
     stored = {name: np.ascontiguousarray(np.asarray(leaf).astype(ml_dtypes.bfloat16)) for name, leaf in flat.items()}

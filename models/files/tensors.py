@@ -42,17 +42,11 @@ class SafeTensors:
 
     @classmethod
     def of(cls, directory: Path, config: Architecture, table: list[AnyLeaf]) -> SafeTensors:
-        """Find and check the tensors that ``table`` asks for.
-
-        Raises:
-            FileNotFoundError: a weight file or a shard is absent.
-            ValueError: a file is damaged, or tensors are missing, unused, or of a wrong shape or dtype; the message names all
-                of these tensors.
-        """
+        """Find and check the tensors that ``table`` asks for."""
         files = _tensor_files(directory)
-        found = cls(directory, files, config.tie_word_embeddings)
-        _check(directory, config, [dataclasses.replace(leaf, names=found.names(leaf)) for leaf in table], files)
-        return found
+        tensors = cls(directory, files, config.tie_word_embeddings)
+        _check(directory, config, [dataclasses.replace(leaf, names=tensors.names(leaf)) for leaf in table], files)
+        return tensors
 
     def names(self, leaf: AnyLeaf) -> tuple[str, ...]:
         """Name the tensors of a parameter in the files. A tied embedding may be stored only under the LM head's name."""
@@ -60,11 +54,7 @@ class SafeTensors:
         return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
 
     def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
-        """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files.
-
-        Raises (by the returned function):
-            ValueError: tied embeddings are stored twice and differ.
-        """
+        """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files."""
 
         def read(index: Index) -> np.ndarray:
             part, rows = leaf.part(index)
@@ -104,8 +94,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         if absent:
             raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
     else:
-        found = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
-        raise FileNotFoundError(f"no {WEIGHTS} or {_INDEX} in {directory}, found {found}")
+        others = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
+        raise FileNotFoundError(f"no {WEIGHTS} or {_INDEX} in {directory}, found {others}")
     sources = {}
     for file in files:
         try:
@@ -139,11 +129,11 @@ def _check(directory: Path, config: Architecture, table: list[AnyLeaf], sources:
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
     if config.tie_word_embeddings and LM_HEAD in sources:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
-    found, dtypes, problems = {}, {}, []
-    own = FAMILIES[config.family].unread if config.family else ""
+    shapes, dtypes, problems = {}, {}, []
+    prefix = FAMILIES[config.family].unread if config.family else ""
     # DeepSeek's files may have one more layer, which guesses the token after the next.
     drafts = f"model.layers.{config.num_layers}." if config.family and FAMILIES[config.family].router else ""
-    unread = tuple(filter(None, (own, drafts)))
+    unread = tuple(filter(None, (prefix, drafts)))
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable
@@ -152,17 +142,17 @@ def _check(directory: Path, config: Architecture, table: list[AnyLeaf], sources:
                     problems.append(wrong)
                 of_scales = name.endswith(SCALE) and name.removesuffix(SCALE) in names
                 if name in expected or not (name.endswith(_BUFFERS) or of_scales or name.startswith(unread)):
-                    found[name], dtypes[name] = (
+                    shapes[name], dtypes[name] = (
                         tuple(opened.get_slice(name).get_shape()),
                         opened.get_slice(name).get_dtype(),
                     )
-    for name in expected.keys() - found.keys():
-        if (shape := four_bits.whole_shape(name, found, dtypes)) is not None:
+    for name in expected.keys() - shapes.keys():
+        if (shape := four_bits.whole_shape(name, shapes, dtypes)) is not None:
             for end in (four_bits.BLOCKS, four_bits.SCALES):
-                del found[name + end]
-            found[name], dtypes[name] = shape, _FILE_DTYPES[0]
-    problems = tensor_problems(expected, found) + problems
-    for name in sorted(expected.keys() & found.keys()):
+                del shapes[name + end]
+            shapes[name], dtypes[name] = shape, _FILE_DTYPES[0]
+    problems = tensor_problems(expected, shapes) + problems
+    for name in sorted(expected.keys() & shapes.keys()):
         if dtypes[name] not in _FILE_DTYPES:
             problems.append(f"wrong dtype {name}: got {dtypes[name]}, expected one of {', '.join(_FILE_DTYPES)}")
     if problems:

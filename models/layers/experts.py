@@ -101,8 +101,8 @@ def mix(
     unrolled = functools.partial(one_by_one, gate=gate, unroll=chosen.size <= _UNROLLED)
     many = (functools.partial(run, gate=gate) for run in (all_experts, grouped))
     on_cpu, elsewhere = (loop, unrolled) if few else many
-    given = (x, chosen, weight, gate_up, down, *(() if bias is None else (bias,)))
-    return lax.platform_dependent(*given, cpu=on_cpu, default=elsewhere)
+    arguments = (x, chosen, weight, gate_up, down, *(() if bias is None else (bias,)))
+    return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
 
 
 def mixed_bias(chosen: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
@@ -120,8 +120,8 @@ def one_by_one(
         token, place = index // count, index % count
         expert = chosen[token, place]
         row = lax.dynamic_slice_in_dim(x, token, 1, 0)
-        made = _expert(row, gate, *(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in kernels))
-        return total.at[token].add(made[0] * weight[token, place])
+        result = _expert(row, gate, *(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in kernels))
+        return total.at[token].add(result[0] * weight[token, place])
 
     return lax.fori_loop(0, chosen.size, add, jnp.zeros(x.shape, jnp.float32), unroll=unroll).astype(x.dtype)
 
@@ -138,9 +138,9 @@ def grouped(
     both = lax.ragged_dot(x[order // chosen.shape[1]], matrices, sizes)
     for each in bias:
         both = both + each.reshape(len(each), -1)[flat[order]]
-    made = lax.ragged_dot(gate(*jnp.split(both, 2, axis=-1)), down, sizes, preferred_element_type=jnp.float32)
-    made = jnp.zeros_like(made).at[order].set(made, unique_indices=True).reshape(*chosen.shape, -1)
-    return jnp.sum(made * weight[..., None], axis=1).astype(x.dtype)
+    results = lax.ragged_dot(gate(*jnp.split(both, 2, axis=-1)), down, sizes, preferred_element_type=jnp.float32)
+    results = jnp.zeros_like(results).at[order].set(results, unique_indices=True).reshape(*chosen.shape, -1)
+    return jnp.sum(results * weight[..., None], axis=1).astype(x.dtype)
 
 
 def all_experts(

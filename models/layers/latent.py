@@ -89,8 +89,8 @@ class LatentAttention(nn.Module):
         heads, (batch, length, _) = config.num_q_heads, x.shape
         rows = x if before is None else jnp.concatenate([x, before], axis=1)
         width = latent.query_rank or heads * latent.query_dim
-        made = Dense(config, width + latent.width, name="latents")(rows.astype(config.dtype))
-        query, key = made[..., :width], made[:, :length, width:]
+        projected = Dense(config, width + latent.width, name="latents")(rows.astype(config.dtype))
+        query, key = projected[..., :width], projected[:, :length, width:]
         if latent.query_rank is not None:
             query = rms_norm(query, Scale(config, width, name="query_norm")(), _EPS)
             query = Dense(config, heads * latent.query_dim, name="query")(query)

@@ -84,13 +84,13 @@ def product(
         [B, T, ...] in the dtype of ``x``.
     """
     if isinstance(kernel, CodedMatrix):
-        made = coded_product(x, kernel, **passing)
-        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
+        result = coded_product(x, kernel, **passing)
+        return result if bias is None else result + bias.reshape(1, 1, *bias.shape)
     matrix = kernel.astype(x.dtype)
 
     def times(x: jax.Array) -> jax.Array:
-        made = dense(x, matrix)
-        return made if bias is None else made + bias.reshape(1, 1, *bias.shape)
+        result = dense(x, matrix)
+        return result if bias is None else result + bias.reshape(1, 1, *bias.shape)
 
     return multiplied(times, x, math.prod(matrix.shape[1:]))
 

@@ -228,22 +228,22 @@ class Block(nn.Module):
         if before is None and self._in_passing(x):
             x = x if update is None else x + update
             scale, of_mlp = (Scale(config, config.hidden_size, name=name)() for name in ("attention_norm", "mlp_norm"))
-            given = rms_norm(x, scale, config.rms_norm_eps)  # computed only if the next layer's query is guessed from it
+            inputs = rms_norm(x, scale, config.rms_norm_eps)  # computed only if the next layer's query is guessed from it
             x, state = Attention(config, layer, name="attention")(x, attend, state, scale=scale)
-            return MLP(config, name="mlp")(x, of_mlp), None, state, given
-        x, given = self._enter("attention_norm", x, update)
+            return MLP(config, name="mlp")(x, of_mlp), None, state, inputs
+        x, inputs = self._enter("attention_norm", x, update)
         if config.linear is not None and layer in config.linear.layers:
-            update, state = GatedDelta(config, layer, name="linear")(given, attend, state)
+            update, state = GatedDelta(config, layer, name="linear")(inputs, attend, state)
         else:
             attention = Attention if config.latent is None else LatentAttention
-            update, state = attention(config, layer, name="attention")(given, attend, state, before)
+            update, state = attention(config, layer, name="attention")(inputs, attend, state, before)
         mixture = MixtureMLP if experts is None or experts.router is None else RoutedMLP
         mixed = experts is not None and layer in experts.layers
         mlp = MLP(config, name="mlp") if experts is None or not mixed else mixture(config, experts, name="mlp")
         if config.norm_place == "parallel":
-            return x, self._leave("", update + mlp(given)), state, given
+            return x, self._leave("", update + mlp(inputs)), state, inputs
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))
-        return x, self._leave("mlp_out_norm", mlp(normed)), state, given
+        return x, self._leave("mlp_out_norm", mlp(normed)), state, inputs
 
     def _in_passing(self, x: jax.Array) -> bool:
         """Tell whether products compute norms, gates and sums of the layer in passing: with codes, for a few rows ``x``."""
@@ -317,13 +317,13 @@ class Table(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits float32 [..., V] of hidden states [..., d]."""
         if isinstance(self.embedding, CodedMatrix):
-            made = coded_product(x, self.embedding, dtype=jnp.float32)
+            scores = coded_product(x, self.embedding, dtype=jnp.float32)
         else:
             table = self.embedding.astype(self.config.dtype)
-            made = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
-        made = axes.joined(made, x.ndim - 1)
+            scores = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32)
+        scores = axes.joined(scores, x.ndim - 1)
         cap, multiplier = self.config.logit_softcap, self.config.logits_multiplier
-        logits = made if multiplier == 1 else made * multiplier
+        logits = scores if multiplier == 1 else scores * multiplier
         return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
@@ -370,10 +370,10 @@ class Transformer(nn.Module):
             raise ValueError(f"last must have shape {tokens.shape[:1]}, one index per row, got {last.shape}")
         table = Table(config, name="embed")
         x = table.embed(tokens)
-        update, given, new_states = None, None, []
+        update, inputs, new_states = None, None, []
         for layer, state in enumerate(states):
-            before = given if layer in guess else None
-            x, update, state, given = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state, before)
+            before = inputs if layer in guess else None
+            x, update, state, inputs = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state, before)
             new_states.append(state)
         if last is not None:
             at = last[:, None, None]

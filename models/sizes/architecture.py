@@ -35,11 +35,7 @@ def _require(owner: str, **values: Any) -> None:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse a dtype in which nothing is computed; None stands for the dtype of the file.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Refuse a dtype in which nothing is computed; None stands for the dtype of the file."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 

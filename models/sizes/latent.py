@@ -49,11 +49,7 @@ class Latent:
 
 
 def check_latent(config: Any) -> None:
-    """Refuse a `ModelConfig` whose other fields do not fit its latent.
-
-    Raises:
-        ValueError: the message names the field, what it holds, and what was expected.
-    """
+    """Refuse a `ModelConfig` whose other fields do not fit its latent."""
     latent = config.latent
     if latent is None:
         return
@@ -65,9 +61,9 @@ def check_latent(config: Any) -> None:
         if vars(config)[name] != expected:
             raise ValueError(f"ModelConfig: {name} must be {expected} with {latent}, got {vars(config)[name]}")
     others = ("qkv_bias", "qk_norm", "wide_qk_norm", "output_gate", "out_bias", "attention_sinks")
-    own = [name for name in others if vars(config)[name]]
-    if own:
-        raise ValueError(f"ModelConfig: {own[0]} must be False with a latent, got True")
+    wrong = [name for name in others if vars(config)[name]]
+    if wrong:
+        raise ValueError(f"ModelConfig: {wrong[0]} must be False with a latent, got True")
     turned = {rope.rotated for rope in config.ropes}
     if turned != {latent.rotated} or any(config.windows):
         raise ValueError(
@@ -77,12 +73,7 @@ def check_latent(config: Any) -> None:
 
 
 def query_scale(latent: Latent, scaling: Any) -> float:
-    """Compute the factor on the product of query and key, with YaRN's factor on all channels.
-
-    Args:
-        latent: the sizes.
-        scaling: the rule that stretches RoPE, or None.
-    """
+    """Compute the factor on the product of query and key, with YaRN's factor on all channels."""
     share = scaling.mscale_all_dim if isinstance(scaling, YarnScaling) else None
     stretch = 0.1 * share * math.log(max(scaling.factor, 1.0)) + 1 if share else 1.0
     return latent.query_dim**-0.5 * stretch**2

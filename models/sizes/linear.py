@@ -64,11 +64,7 @@ class LinearLayers:
 
 
 def check_linear(config: object) -> None:
-    """Refuse layers of linear attention that do not fit the other fields of a `models.sizes.architecture.Architecture`.
-
-    Raises:
-        ValueError: the message names the field, what it holds, and what was expected.
-    """
+    """Refuse layers of linear attention that do not fit the other fields of a `models.sizes.architecture.Architecture`."""
     fields = vars(config)
     linear, count, windows = fields["linear"], fields["num_layers"], fields["windows"]
     if type(fields["output_gate"]) is not bool:

@@ -44,11 +44,7 @@ class LayerRope:
 
 
 def check_rope(owner: str, scaling: RopeRule | None, rotated: int) -> None:
-    """Refuse a longrope rule without a factor for each of the rotated pairs.
-
-    Raises:
-        ValueError: the message names both numbers.
-    """
+    """Refuse a longrope rule without a factor for each of the rotated pairs."""
     if isinstance(scaling, LongRopeScaling) and len(scaling.long_factor) != rotated // 2:
         half = "head_dim / 2" if owner == "ModelConfig" else "rotated / 2"
         raise ValueError(
@@ -57,11 +53,7 @@ def check_rope(owner: str, scaling: RopeRule | None, rotated: int) -> None:
 
 
 def check_parts(config: Any) -> None:
-    """Refuse parts of a `ModelConfig` that no layer can have.
-
-    Raises:
-        ValueError: the message names the field, what it holds, and what was expected.
-    """
+    """Refuse parts of a `ModelConfig` that no layer can have."""
     for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("norm_place", NORM_PLACES)):
         value = vars(config)[name]
         if value not in known:
@@ -88,5 +80,5 @@ def check_parts(config: Any) -> None:
             raise ValueError(f"ModelConfig: ropes must hold LayerRope, got {rope!r}")
         rotated = config.head_dim if rope.rotated is None else rope.rotated
         if rotated > config.head_dim:
-            raise ValueError(f"ModelConfig: a rope must rotate at most head_dim={config.head_dim} channels, got {rotated}")
+            raise ValueError(f"ModelConfig: ropes must rotate at most head_dim={config.head_dim} channels, got {rotated}")
         check_rope("LayerRope", rope.scaling, rotated)

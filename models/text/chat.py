@@ -183,14 +183,14 @@ def _template_files(directory: Path) -> dict[str, str]:
 
 def _configured_templates(path: Path) -> dict[str, str]:
     """Read the templates in ``tokenizer_config.json``, by name."""
-    found = read_json(path).get("chat_template") if path.is_file() else None
-    if found is None or isinstance(found, str):
-        return {"default": found} if found else {}
+    templates = read_json(path).get("chat_template") if path.is_file() else None
+    if templates is None or isinstance(templates, str):
+        return {"default": templates} if templates else {}
     try:
-        if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}
-        if all(isinstance(text, str) for text in found.values()):
-            return dict(found)
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        if all(isinstance(text, str) for text in templates.values()):
+            return dict(templates)
     except (AttributeError, KeyError, TypeError):
         pass
     raise ValueError(f"chat_template in {path} must be text or a list of names and templates")

@@ -21,18 +21,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of a me
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
 ) -> str:
-    """Render a conversation.
-
-    Args:
-        template: Jinja text.
-        messages: each with "role" and "content".
-        continue_final_message: whether the text ends with the last message's content.
-        **variables: what the template may name, besides the messages.
-
-    Raises:
-        jinja2.exceptions.TemplateError: the template refuses the conversation, or is malformed.
-        ValueError: the last message cannot be continued, because it has no content or the template leaves it out.
-    """
+    """Render a conversation."""
     chat = [_with_reasoning(_plain(message)) for message in messages]
     last = ""
     if continue_final_message:
@@ -68,9 +57,9 @@ class _Generation(Extension):
 class _Names(jinja2.utils.Namespace):
     """A ``namespace`` without attributes that begin with an underscore, by which a template could leave the sandbox."""
 
-    def __init__(*args: Any, **given: Any) -> None:  # without a named self, which a template may use as a name
+    def __init__(*args: Any, **named: Any) -> None:  # without a named self, which a template may use as a name
         self, *rest = args
-        names = dict(*rest, **given)
+        names = dict(*rest, **named)
         for name in names:
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, names)
@@ -88,8 +77,8 @@ def _check_name(name: Any) -> None:
 class _Dict:
     """The functions of ``dict`` that a template may call."""
 
-    def __call__(self, *args: Any, **given: Any) -> dict:
-        return dict(*args, **given)
+    def __call__(self, *args: Any, **named: Any) -> dict:
+        return dict(*args, **named)
 
     def fromkeys(self, *args: Any) -> dict:
         return dict.fromkeys(*args)
@@ -97,15 +86,15 @@ class _Dict:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(template: str) -> jinja2.Template:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals |= {
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _Names,
     }
-    return made.from_string(template)
+    return environment.from_string(template)
 
 
 def _refuse(message: str) -> None:
@@ -121,8 +110,8 @@ def _to_json(
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Give a message's reasoning under every name by which templates ask for it."""
-    told = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if told is None else {"thinking": told, **message, "reasoning_content": told}
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:

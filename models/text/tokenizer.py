@@ -65,16 +65,7 @@ def _padding_ids(tokenizer: Tokenizer, named: str | None) -> set[int]:
 
 
 def tokenizer_files(tokenizer: Any, config: Architecture) -> dict[str, bytes]:
-    """Build the files that `load_tokenizer`, transformers and `models.ChatTemplate` read, by their names.
-
-    Args:
-        tokenizer: a checkpoint (a path or a name as in `load_tokenizer`), whose files are copied, chat template included; or
-            a tokenizer object, see `as_tokenizer`, which has no chat template.
-        config: the model.
-
-    Raises:
-        ValueError: the checkpoint has no ``tokenizer.json``, the object is no fast tokenizer, or its ids do not fit.
-    """
+    """Build the files that `load_tokenizer`, transformers and `models.ChatTemplate` read, by their names."""
     if isinstance(tokenizer, (str, os.PathLike)):
         load_tokenizer(tokenizer, config)
         gguf = locate_gguf(tokenizer)

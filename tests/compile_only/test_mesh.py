@@ -25,6 +25,7 @@ from models import param_shapes, shapes, sharding
 from tests.compile_only import compiling
 from tests.compile_only.compiling import SPILLING, crossing, device_bytes
 from tests.compile_only.test_methods import CONFIG, KNOBS, NAMES
+from tests.harness import small
 
 MACHINES = {"h100": 2, "tpu_v5e": 8}
 MOST = {"h100": 72, "tpu_v5e": 14}  # GiB that a program may need on a device, of 80 and 16
@@ -68,7 +69,7 @@ def method_of(name, config):
         "sentencekv": {"boundary": jnp.asarray(np.arange(config.vocab_size) % 20 == 0)},
         **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(config)}),
     }
-    return registry.make(name, **(KNOBS | sized).get(name, {}))
+    return small(registry.classes()[name], **(KNOBS | sized).get(name, {}))
 
 
 def _bytes(tree):

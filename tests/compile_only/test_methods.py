@@ -32,7 +32,7 @@ from pallas_kernels.formats.quantised import zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.store_token import store_token
 from tests.compile_only.compiling import target
-from tests.harness import ELSEWHERE
+from tests.harness import ELSEWHERE, small
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
@@ -76,7 +76,7 @@ def needs(name):
 def prefill(name, chunk_size, kv_dtype=None, **knobs):
     return functools.partial(
         run_prefill,
-        method=registry.make(name, **KNOBS.get(name, {}), **knobs),
+        method=small(registry.classes()[name], **KNOBS.get(name, {}), **knobs),
         model=CONFIG,
         max_new_tokens=64,
         chunk_size=chunk_size,

@@ -20,7 +20,6 @@ from experiments.answering import (
     budget_tokens,
     chess_thresholds,
     follow,
-    interval,
     paper_method,
     reads_all,
     score,
@@ -29,7 +28,7 @@ from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.lab.ablations.cluster_drift import Course, make_text
 from experiments.lab.insight.run import run_methods
 from experiments.lab.insight.settings import InsightSettings
-from experiments.records import Results
+from experiments.records import Results, percent_interval
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
 from tests.tiny_models import run as dense_logits
@@ -90,8 +89,8 @@ def test_a_budget_that_is_no_share_is_refused(share):
 
 
 def test_an_interval_covers_the_mean():
-    assert interval([1.0] * 5) == [100, 100]
-    low, high = interval([0.0, 1.0] * 50)
+    assert percent_interval([1.0] * 5) == [100, 100]
+    low, high = percent_interval([0.0, 1.0] * 50)
     assert 35 < low < 45 and 55 < high < 65
 
 

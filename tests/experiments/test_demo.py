@@ -1,4 +1,4 @@
-"""The demo on a tiny random model: its rows are the evaluation's; table, record, figure; nothing half-written when it fails."""
+"""The demo on a tiny random model: its rows are the evaluation's; table, record, figure; nothing is half-written."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_table_names_methods_and_marks_no_effect(finished):
 @pytest.mark.slow
 def test_no_effect_is_measured_and_json_is_a_line(tmp_path, capsys):
     small = write_model(tmp_path / "small", dataclasses.replace(CONFIG, num_layers=1))
-    flags = "--length 384 --samples 1 --questions 1 --methods streamingllm --budget 512 --tasks passkey --no-plot --quiet --json"
-    assert main(["demo", "--model", str(small), *flags.split(), "--out", str(tmp_path / "out")]) == 0
+    flags = "--length 384 --samples 1 --questions 1 --methods streamingllm --budget 512 --tasks passkey --no-plot --quiet"
+    assert main(["demo", "--model", str(small), *flags.split(), "--json", "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n") == 1
     full, last = json.loads(out)["rows"]

@@ -26,6 +26,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.demo.__main__": ["--length", "1024"],
     "experiments.evaluation.__main__": ["--tasks", "passkey", "--lengths", "256"],
     "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
+    "experiments.answering.answer": ["PROMPT", "--question", "What?"],
     "experiments.heads.heads": [],
     "experiments.heads.layers": [],
     "experiments.heads.patterns": [],
@@ -35,6 +36,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.lab.fidelity.__main__": [],
     "experiments.lab.training.adapter": [],
 }
+WITHOUT_OUT = {"experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers"}
 NO_LOADER = {"experiments.evaluation.chance"}  # it needs a tokenizer only
 
 
@@ -65,7 +67,7 @@ def test_every_job_that_loads_a_model_is_here():
 def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("The key is 4821.")
     more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
-    if command not in ("experiments.answering.__main__", "experiments.heads.layers"):
+    if command not in WITHOUT_OUT:
         more += ["--out", str(tmp_path / ("out.json" if "exact" in command else "out"))]
     flag = "--base" if command == "experiments.lab.training.adapter" else "--model"
     assert job_of(command)([*more, flag, "smollm2", "--offline"]) == 2

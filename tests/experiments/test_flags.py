@@ -28,6 +28,7 @@ JOBS = sorted(
 GIVEN = {  # values of settings without defaults
     "AblationSettings": {"names": ["votes"]},
     "GenerateSettings": {"prompt_file": "-"},
+    "AnswerSettings": {"file": "-", "question": ["Who?"]},
 }
 
 

@@ -340,8 +340,8 @@ def test_names_for_the_command_line():
     register()  # twice is once
     assert get_model("kvjax") is KvjaxLM
     extra = {"batch_size": 4, "max_batch_size": None, "device": "cuda:0"}
-    lm = KvjaxLM.create_from_arg_string("model=builtin,method=quest,budget=64,implementation=mask", extra)
-    assert (lm.method.budget, lm.method.implementation, lm.batch_size, lm.max_length) == (64, "mask", 4, 32768)
+    lm = KvjaxLM.create_from_arg_string("model=builtin,method=quest,budget=64,page_size=8", extra)
+    assert (lm.method.budget, lm.method.page_size, lm.batch_size, lm.max_length) == (64, 8, 4, 32768)
     own = set(inspect.signature(KvjaxLM.__init__).parameters)
     for name, cls in registry.classes().items():
         assert not own & {knob.name for knob in registry.knobs(cls)}, name

@@ -1,4 +1,4 @@
-"""The papers' printed scores beside ours, and the recipes for larger models, on tiny random models."""
+"""The papers' printed scores beside ours, and the recipe for larger models, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from experiments.cli.main import main
 from experiments.evaluation.comparison import Compared
 from experiments.evaluation.printed import beside, printed, printed_tables
 from experiments.evaluation.settings import EvaluationSettings
-from kvjax.protocol.describe import describe
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -25,12 +24,9 @@ SMALL = {
     "num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 1024,
     "eos_token_ids": (0,),
 }  # fmt: skip
-RECIPES = {  # the family of each recipe's model
-    "llama-3.1-8b": models.ModelConfig(**SMALL),
-    "qwen3-4b": models.ModelConfig(**SMALL, qk_norm=True, tie_word_embeddings=True),
-    "qwen2.5-7b": models.ModelConfig(**SMALL, qkv_bias=True),
-}
-
+RECIPE = SETTINGS / "ruler.yaml"
+CONFIG = models.ModelConfig(**SMALL)
+MODEL = EvaluationSettings.from_mapping(read_yaml(RECIPE), RECIPE.name).model.rpartition("/")[2]
 
 SLIPS = {  # averages that are not the means of their columns; the paper has one or the other wrong
     ("ParisKV", "RULER", "Llama-3.1-8B", "magicpig"): 70.41,
@@ -51,17 +47,6 @@ def test_printed_means_are_the_means_of_the_printed_scores():
                 compared += 1
     assert compared == 57
     assert all(0 <= n.value <= 100 and (n.full is None or 0 <= n.full <= 100) for n in printed())
-
-
-@pytest.mark.parametrize("name", ["mosaickv", "sentencekv", "tokenselect"])
-def test_readings_of_a_paper_are_methods_and_differ(name):
-    """Each variant can be made, beside the paper's own setting, and no two are the same method."""
-    settings = EvaluationSettings.from_mapping(read_yaml(SETTINGS / f"readings-{name}.yaml"), name)
-    tokenizer = models.load_tokenizer(BUILTIN)
-    config = models.ModelConfig(**SMALL)
-    made = [choice.at(settings.lengths[0], tokenizer, config, {}) for choice in settings.methods]
-    variants = [describe(setting.method) for setting in made if setting.name == name]
-    assert settings.methods[0].label == name and len({str(x) for x in variants}) == len(variants) > 10
 
 
 def test_tables_are_told_apart():
@@ -97,40 +82,34 @@ def test_cells_are_comparable_only_if_model_length_and_knobs_are_the_same():
     assert "None of these cells" in beside(mine[:0], "Llama-3.1-8B-Instruct")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_name_methods_that_exist_at_every_length(name):
-    """They also hold the papers' settings: a knob that the papers print is the recipe's, at the printed length."""
-    settings = EvaluationSettings.from_mapping(read_yaml(SETTINGS / f"{name}.yaml"), name)
+def test_the_recipe_names_methods_that_exist_at_every_length():
+    """It also holds the papers' settings: a knob that the papers print is the recipe's, at the printed length."""
+    settings = EvaluationSettings.from_mapping(read_yaml(RECIPE), RECIPE.name)
     tokenizer = models.load_tokenizer(BUILTIN)
     paper = {(n.row.label, n.length): n.row.knobs for n in printed() if n.row.knobs}
     for choice in settings.choices:
         for length in settings.lengths:
             extra = {"tau_entropy": 1.0, "tau_varentropy": 1.0} if choice.name == "chess" else {}
-            method = choice.at(length, tokenizer, RECIPES[name], extra).method
+            method = choice.at(length, tokenizer, CONFIG, extra).method
             for knob, value in paper.get((choice.name, length), {}).items():
                 if knob != "budget" or value >= 1:
                     assert vars(method)[knob] == value, (choice.label, knob)
 
 
-def run_recipe(name, out, tmp_path, *more):
-    directory = write_model(tmp_path / RECIPES_MODEL[name], RECIPES[name])
+def run_recipe(out, tmp_path, *more):
+    """Run it on a tiny random model under the name of the recipe's."""
+    directory = write_model(tmp_path / MODEL, CONFIG)
     arguments = [
-        "eval", "--config", SETTINGS / f"{name}.yaml", "--model", directory, "--dtype", "float32", "--lengths", 512,
+        "eval", "--config", RECIPE, "--model", directory, "--dtype", "float32", "--lengths", 512,
         "--samples", 1, "--workers", 0, "--max-new-tokens", 4, "--no-plot", "--quiet", "--out", out, *more,
     ]  # fmt: skip
     assert main(list(map(str, arguments))) == 0
     return json.loads((out / "metrics.json").read_text())["metrics"]
 
 
-RECIPES_MODEL = {  # a tiny random model under the name of the recipe's
-    name: EvaluationSettings.from_mapping(read_yaml(SETTINGS / f"{name}.yaml"), name).model.rpartition("/")[2]
-    for name in RECIPES
-}
-
-
 def test_a_recipe_runs_to_a_table_beside_the_papers(tmp_path, capsys):
     out = tmp_path / "out"
-    rows = run_recipe("llama-3.1-8b", out, tmp_path, "--tasks", "niah_single_1", "--methods", "snapkv")
+    rows = run_recipe(out, tmp_path, "--tasks", "niah_single_1", "--methods", "snapkv")
     assert [row["method"] for row in rows] == ["full", "snapkv"]
     capsys.readouterr()
     assert main(["compare", str(out), "--papers"]) == 0
@@ -141,9 +120,8 @@ def test_a_recipe_runs_to_a_table_beside_the_papers(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_run_with_all_their_methods(name, tmp_path):
-    rows = run_recipe(name, tmp_path / "out", tmp_path, "--tasks", "niah_single_1,vt")
-    settings = EvaluationSettings.from_mapping(read_yaml(SETTINGS / f"{name}.yaml"), name)
+def test_the_recipe_runs_with_all_its_methods(tmp_path):
+    rows = run_recipe(tmp_path / "out", tmp_path, "--tasks", "niah_single_1,vt")
+    settings = EvaluationSettings.from_mapping(read_yaml(RECIPE), RECIPE.name)
     assert {row["method"] for row in rows} == {choice.label for choice in settings.choices}
     assert len(rows) == 2 * len(settings.choices)

@@ -27,15 +27,8 @@ from experiments.records import (
     write_bytes,
     write_record,
 )
-from experiments.records.names_on_lines import label_lines
-from experiments.records.plotting import (
-    amount_axis,
-    line_style,
-    log_ticks,
-    spread,
-    token_axis,
-    token_label,
-)
+from experiments.records.names_on_lines import label_lines, spread
+from experiments.records.plotting import amount_axis, line_style, token_axis, token_label
 from kvjax import registry
 
 RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
@@ -138,17 +131,13 @@ def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, text):
 
 
 def test_names_beside_lines_do_not_overlap():
-    assert spread([0.5, 0.9, 0.1], 0.05) == [0.5, 0.9, 0.1]
-    close = spread([0.50, 0.51, 0.49, 0.02, 0.0, 1.0], 0.1)
+    assert spread([0.5, 0.9, 0.1], 0.05).tolist() == pytest.approx([0.5, 0.9, 0.1])
+    close = spread([0.50, 0.51, 0.49, 0.02, 0.0, 1.0], 0.1).tolist()
     assert sorted(close) == pytest.approx([0.0, 0.1, 0.4, 0.5, 0.6, 1.0])
     assert close.index(max(close[:3])) == 1 and close[3] > close[4]  # the order stays
 
 
-def test_ticks_are_round_numbers():
-    assert log_ticks(0.15, 35) == [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
-    assert log_ticks(2, 2) == [2]
-    with pytest.raises(ValueError, match="a logarithmic axis needs 0 < low <= high, got 0 and 1"):
-        log_ticks(0, 1)
+def test_tokens_have_short_names():
     assert [token_label(count) for count in (200, 1024, 8000, 131072)] == ["200", "1K", "8,000", "128K"]
 
 
@@ -157,6 +146,8 @@ def test_an_axis_of_amounts_begins_at_zero_or_is_logarithmic(values, scale):
     panel = new_figure(3, 2).subplots()
     amount_axis(panel, values)
     low, high = panel.get_ylim()
+    ticks = [text.get_text() for text in panel.get_yticklabels()]
+    assert scale == "linear" or {"5", "10", "20"} <= {*ticks}, ticks
     assert panel.get_yscale() == scale and (low == 0) == (scale == "linear") and low < min(values) and high > max(values)
 
 
@@ -312,7 +303,7 @@ def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_pa
         Against(against=tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/toy"])
+@pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/qwen-32k"])
 def test_rows_of_a_record_find_themselves(name):
     measured = [row for row in read_record(RECORDS / name)["metrics"] if row.get("error") is None and row["value"]]
     said = compared(RECORDS / name, RECORDS / name)

@@ -299,7 +299,7 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
         chosen += _LAYER
         chosen += [laws.equal_query_heads_attend_as_one] * (draw.model.num_q_heads > draw.model.num_kv_heads)
         chosen += [laws.mask_mode_equals_gather_mode] * (
-            masked and "implementation" in draw.method.__dataclass_fields__
+            masked and getattr(draw.method, "selects", False)
         )
         chosen += [laws.prompt_chunks_do_not_change_results] * pieced
     if draw.everything is not None:

@@ -57,7 +57,7 @@ def _plain(rng: np.random.Generator) -> _Named:
     if cls is Quest and kind == 1:
         knobs["page_size"] = int(one(rng, (8, 16, 32)))
     if cls is SnapKV and kind == 1:
-        knobs["pooling"] = "max"
+        knobs["kernel"] = 7
     return _call(rng, name, [f"{knob}{one(rng, ('=', ' = '))}{value}" for knob, value in knobs.items()]), cls(**knobs)
 
 

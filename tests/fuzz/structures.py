@@ -30,15 +30,15 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "answer": ((), (7,)), "ask": ((), (5, 9, 5)), "ask_later": ((), (8, 1)),
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
     "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunk_size": (1, 2, 4), "chunks_per_grid": (1, 2, 3),
-    "cluster_size": (1, 3, 4), "dense_below": (0, 9, 17, 64), "dense_every": (0, 0, 2), "interval": (None, 1, 3, 6),
-    "iterations": (1, 3), "kernel": (1, 3, 5), "length": (1, 12, 20, EVERYTHING), "local_chunks": (0, 1, 2),
-    "max_beta": (None, 1.0), "max_window": (None, 4, 16), "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8),
+    "cluster_size": (1, 3, 4), "dense_below": (0, 9, 17, 64), "interval": (None, 1, 3, 6),
+    "kernel": (1, 3, 5), "length": (1, 12, 20, EVERYTHING), "local_chunks": (0, 1, 2),
+    "num_bits": (1, 3, 9), "num_centroids": (2, 3, 8),
     "num_dense_layers": (0, 0, 1),
-    "num_local": (4, 8), "num_recent": (1, 3, 5), "num_repr": (1, 3), "num_sink": (0, 1, 2, 4),
+    "num_local": (4, 8), "num_recent": (1, 3, 5), "num_sink": (0, 1, 2, 4),
     "num_sink_pages": (0, 1, 2), "num_subvectors": (1, 2), "num_tables": (2, 5), "obs_window": (1, 4, 5),
-    "open_cap": (1, 4, 64), "outlier_chunks": (1, 2, 3), "overlap": (0, 1, 8), "page_size": (1, 2, 4, 8),
-    "pages_per_chunk": (1, 2, 3), "rank": (4, 12, _WIDEST), "ratio": (0.2, 0.5, 1.0), "recent_share": (0.0, 0.5, 1.0),
-    "segment": (16, 32), "window": (1, 2, 4),
+    "outlier_chunks": (1, 2, 3), "page_size": (1, 2, 4, 8),
+    "pages_per_chunk": (1, 2, 3), "rank": (4, 12, _WIDEST), "ratio": (0.2, 0.5, 1.0),
+    "window": (1, 2, 4),
     "offload": (False, False, False, True, 0.5),
 }  # fmt: skip
 _CHESS_CAPACITY = ((1.0, 1.0, 1.0), (0.6, 0.5, 0.4))
@@ -103,8 +103,8 @@ def covering(method: Method) -> Method | None:
         full = (1.0, 1.0, 1.0)
         return dataclasses.replace(method, ratios=full) if vars(method)["capacity"] == full else None
     knobs = vars(method)
-    # The released code of SentenceKV does not attend to the open sentence, and InfLLM changes positions, whatever the budget.
-    approximate = knobs.get("beta") is not None or knobs.get("truncate") or knobs.get("mode") == "code" or "num_repr" in knobs
+    # InfLLM changes positions, whatever the budget.
+    approximate = knobs.get("beta") is not None or type(method).__name__ == "InfLLM"
     approximate = approximate or knobs.get("rank", _WIDEST) < _WIDEST
     if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
         return None
@@ -170,6 +170,8 @@ def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -
         knobs["capacity"] = _CHESS_CAPACITY[int(rng.integers(len(_CHESS_CAPACITY)))]
     elif "fraction" in hints:
         knobs["capacity"] = knobs["fraction"] = float(rng.choice((0.1, 0.3, 1.0)))
+    if "group_size" in hints:  # a window has whole groups; `_redrawn` finds others that divide it
+        knobs["group_size"] = 1
     knobs.update(fixed)
     if "budget" in hints:
         knobs["budget"] = knobs["capacity"]
@@ -178,7 +180,7 @@ def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -
 
 def _static_values(field: Any, kind: Any) -> Sequence[Any]:
     limits = field.metadata.get("limits", Limits())
-    if not field.metadata.get("static") or field.name == "implementation":
+    if not field.metadata.get("static"):
         return ()
     if limits.choices:
         return limits.choices

@@ -24,7 +24,7 @@ from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import capped, get_soft_cap, soft_cap
 from tests import tiny_models
-from tests.harness import any_example, generous, group, prompts
+from tests.harness import any_example, generous, group, prompts, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -145,7 +145,7 @@ def test_verified_tokens_are_those_of_full(part):
 @pytest.mark.parametrize("part", CONFIGS)
 def test_a_draft_that_asks_for_the_mass_of_a_pass_gets_the_tokens_of_full(part):
     """The mass that a kernel makes beside the attention has no sinks, so another one is asked for."""
-    method = kvjax.Verified(draft=kvjax.FromJudge(budget=20, num_recent=13, obs_window=4), depth=3)
+    method = kvjax.Verified(draft=small(kvjax.FromJudge, budget=20, num_recent=13, obs_window=4), depth=3)
     cache = subject(part, "full").read(method)
     got = kvjax.generate(params(part), cache, max_new_tokens=STEPS, eos_token_ids=())
     np.testing.assert_array_equal(got.tokens, subject(part, "full").base[1].tokens)

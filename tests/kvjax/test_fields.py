@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.methods import H2O, AdaKV, PQCache, Quest, SnapKV
+from kvjax.methods import H2O, PQCache, Quest, RetroInfer, SnapKV
 from kvjax.protocol.fields import Limits, check_within, known, number
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
@@ -197,10 +197,10 @@ def test_a_traced_value_is_moved_into_its_range(name):
 
 def test_traced_numbers_of_other_kinds_are_moved_too():
     def made(share):
-        return AdaKV(safeguard=share).safeguard, PQCache(fraction=share, capacity=0.5).fraction
+        return RetroInfer(estimated=share).estimated, PQCache(fraction=share, capacity=0.5).fraction
 
-    safeguard, fraction = jax.vmap(made)(jnp.array([-1.0, 0.25, 2.0]))
-    np.testing.assert_allclose(safeguard, [0, 0.25, 1])
+    estimated, fraction = jax.vmap(made)(jnp.array([-1.0, 0.25, 2.0]))
+    np.testing.assert_allclose(estimated, [0, 0.25, 1])
     np.testing.assert_allclose(fraction, [1e-6, 0.25, 0.5])
     recent = jax.vmap(lambda few: H2O(budget=8, num_recent=few).num_recent)(jnp.array([0, 3, 8]))
     assert recent.tolist() == [1, 3, 7]

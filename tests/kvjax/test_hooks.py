@@ -19,10 +19,11 @@ from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import LayerSpec, Prompt, Step, settle_due
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
+from tests.harness import small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-METHOD = InfLLM(budget=8, num_sink=2, num_local=6, block_size=4, num_repr=2, chunk=6)
+METHOD = small(InfLLM, budget=8, num_sink=2, num_local=6, block_size=4, num_repr=2, chunk=6)
 
 
 def test_alike_layers_are_traced_once(monkeypatch):

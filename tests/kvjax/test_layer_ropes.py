@@ -121,7 +121,7 @@ def test_chess_undoes_the_rotation_of_each_layer():
     ]
     frequencies = [rope.frequencies(each, TINY.head_dim) for each in layer_ropes(NOPE)]
     pages = jnp.zeros((3, 1), jnp.int32) + 1
-    got = np.asarray(page_vectors(layers, pages, 4, [jnp.asarray(each) for each in frequencies], False))
+    got = np.asarray(page_vectors(layers, pages, 4, [jnp.asarray(each) for each in frequencies]))
     wanted = []
     for layer, of_layer in zip(layers, frequencies, strict=True):
         key = np.asarray(layer.key, np.float64)[:, :, 4:8]

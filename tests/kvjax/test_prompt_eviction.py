@@ -26,7 +26,7 @@ from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
 from tests import goldens
-from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated
+from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated, small
 from tests.models.test_parity import write_checkpoint
 from tests.oracles.pyramidkv import budget_of
 
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_the_oracles_keep():
         read = [(method, method.attend(method.init(spec), given)[1]) for method in methods]
         return [method.finish(state, spec).cache.position for method, state in read]
 
-    methods = [kvjax.make(name, **knobs).for_layer(0, 2) for name, knobs in cases]
+    methods = [small(registry.builtin()[name], **knobs).for_layer(0, 2) for name, knobs in cases]
     found = positions(methods, *(x[..., :40, :] for x in (q, k, v)))
     for (name, knobs), position in zip(cases, found, strict=True):
         for row, length in enumerate(lengths.tolist()):
@@ -93,7 +93,7 @@ def model(directory):
 
 def after_the_prompt(name, directory):
     budget = {} if name == "duoattention" else {"budget": 24}
-    return compressed(kvjax.make(name, **budget, **KVPRESS[name]), directory)
+    return compressed(small(registry.builtin()[name], **budget, **KVPRESS[name]), directory)
 
 
 def compressed(method, directory):
@@ -130,7 +130,7 @@ def test_kvpress_has_the_same_logits(name, tmp_path_factory):
 def test_kvpress_drops_the_same_channels(name, tmp_path_factory):
     """And has the same logits, since it drops them of the newest tokens too."""
     params, _ = model(tmp_path_factory.getbasetemp())
-    method = ThinK(channels=0.6, obs_window=8, num_recent=0)
+    method = small(ThinK, channels=0.6, obs_window=8, num_recent=0)
     if name != "think":
         method = kvjax.Stages(evict=kvjax.make("snapkv", budget=24, **KVPRESS["snapkv"]), retrieve=method)
     cache = compressed(method, tmp_path_factory.getbasetemp())
@@ -215,7 +215,7 @@ def test_storage_is_bounded_by_the_budget(method, slots):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "evict", [ExpectedAttention(budget=20, num_sink=2), AdaKV(budget=20, obs_window=5)], ids=lambda x: type(x).__name__
+    "evict", [small(ExpectedAttention, budget=20, num_sink=2), AdaKV(budget=20, obs_window=5)], ids=lambda x: type(x).__name__
 )
 def test_stages_with_every_page_is_the_eviction_alone(evict):
     q, k, v = tokens_of_layer()

@@ -16,6 +16,7 @@ from kvjax.methods.chess.method import Chess
 from kvjax.protocol.typing import Rope
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
+from tests.harness import small
 from tests.oracles import mosaickv
 from tests.oracles import rope as plain
 
@@ -132,7 +133,7 @@ def test_chess_refuses_to_undo_a_rotation_that_it_does_not_know():
 def test_every_way_of_rotating_has_the_attention_factor():
     """A model with the factor 1.3 is a model whose queries and keys are 1.3 times as long, whoever rotates them."""
     rng = np.random.default_rng(5)
-    own = (StreamingLLM(budget=12, chunk=8), TokenSelect(budget=6, num_sink=2, num_local=4, chunk=4))
+    own = (small(StreamingLLM, budget=12, chunk=8), TokenSelect(budget=6, num_sink=2, num_local=4, chunk=4))
     others = (MosaicKV(**mosaickv.KNOBS), Quest(budget=12, page_size=4, num_dense_layers=0))
     method = kvjax.PerLayer(layers=dict(enumerate(own + others)), default=Full())
     q = rng.normal(size=(4, 1, 1, 2, 36, 16)).astype(np.float32)

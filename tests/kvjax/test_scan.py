@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention.over_cache import attend_selected
-from kvjax.cache import LayerCache
+from kvjax.attention.over_cache import attend_selected, masked_attention
+from kvjax.cache import PlainCache
 from kvjax.cache.offload import offload
 from kvjax.methods import SOCKET, InfiniGen, MagicPIG, PQCache, RetrievalAttention
 from kvjax.methods.pqcache.product_codes import kmeans
@@ -21,7 +22,7 @@ from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.model import TinyModel
 from pallas_kernels.formats import bit_codes
-from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens
+from tests.harness import GUESSED, PAGES, SCANS, example, oracle, random_tokens, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPT, STEPS, DIM = 40, 6, 8
@@ -36,7 +37,7 @@ def decode(methods, q, guess, k, v, modes):
     """
     at = jnp.arange(PROMPT + STEPS, dtype=jnp.int32)[None, None]
     stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
-    first = LayerCache(
+    first = PlainCache(
         key=jnp.where(stored[..., None], k, jnp.nan),
         value=jnp.where(stored[..., None], v, jnp.nan),
         position=jnp.where(stored, at, EMPTY),
@@ -59,7 +60,10 @@ def decode(methods, q, guess, k, v, modes):
             cache = cache.append(key, value, position)
             given = Step(query=query, position=position, tokens=position, shared=None, guess=guessed)
             chosen = method.select(cache, aux, given)
-            outs = [attend_selected(query[..., 0, :], cache, chosen, mode)[0] for mode in modes]
+            outs = []
+            for masked in modes:
+                with masked_attention() if masked else contextlib.nullcontext():
+                    outs.append(attend_selected(query[..., 0, :], cache, chosen)[0])
             slots, mask = chosen.tokens(cache)
             attended = jnp.where(mask, jnp.take_along_axis(cache.position, slots, axis=2), EMPTY)
             _, aux = method.update(cache, aux, dataclasses.replace(given, select_aux=chosen.select_aux), None)
@@ -87,8 +91,8 @@ def test_they_attend_to_what_the_oracles_attend_to():
     names = *SCANS, *PAGES, *GUESSED, "magicpig", "retroinfer", "retrievalattention"
     away = {"offload": True}
     changed = [{}] * (len(names) - 3) + [{"capacity": None}, away, away]
-    ways = {"retrievalattention": (None, "mask"), "magicpig": (None, "mask"), "retroinfer": (None,)}
-    modes = tuple((None,) if change == away else ways.get(name, ()) for name, change in zip(names, changed, strict=True))
+    ways = {"retrievalattention": (False, True), "magicpig": (False, True), "retroinfer": (False,)}
+    modes = tuple((False,) if change == away else ways.get(name, ()) for name, change in zip(names, changed, strict=True))
     methods = [example(name, **knobs) for name, knobs in zip(names, changed, strict=True)]
     found = decode(methods, q, guess, k, v, modes)
     sampled = {}
@@ -187,7 +191,7 @@ def test_some_layers_of_magicpig_are_dense():
     layers = [type(MagicPIG().for_layer(layer, 40)).__name__ for layer in range(40)]
     assert [layer for layer, name in enumerate(layers) if name == "Full"] == [0, 16, 32]
     assert set(layers) == {"Full", "MagicPIG"}
-    assert {type(MagicPIG(dense_every=0).for_layer(layer, 40)).__name__ for layer in range(40)} == {"MagicPIG"}
+    assert {type(small(MagicPIG, dense_every=0).for_layer(layer, 40)).__name__ for layer in range(40)} == {"MagicPIG"}
 
 
 def test_memory_needed_counts_the_codes():

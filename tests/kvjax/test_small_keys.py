@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerCache
+from kvjax.cache import PlainCache
 from kvjax.methods import ParisKV, Quest, ShadowKV, SnapKV, ThinK
 from kvjax.methods.shadowkv.method import ShadowState
 from kvjax.protocol.method import Inputs, LayerSpec, Prompt
@@ -73,7 +73,7 @@ def test_steps_equal_the_oracles():
 
     def stored(key):
         key, value = (np.where(held[..., None], x, np.nan) for x in (key, v))
-        return LayerCache(key=key, value=value, position=np.where(held, at, -1).astype(np.int32), cursor=LENGTHS)
+        return PlainCache(key=key, value=value, position=np.where(held, at, -1).astype(np.int32), cursor=LENGTHS)
 
     window = LENGTHS[:, None] - oracle("think").KNOBS["obs_window"] + np.arange(oracle("think").KNOBS["obs_window"])
     turned = rotate_all(q, INV_FREQ).astype(np.float32)

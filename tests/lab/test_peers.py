@@ -10,13 +10,14 @@ import sys
 import jax
 import pytest
 
-from experiments.evaluation import peer_scores
 from experiments.lab.peers.quality import __main__ as quality
 from experiments.lab.peers.quality import settings as quality_settings
+from experiments.lab.peers.quality.report import peer_scores
 from experiments.lab.peers.speed import __main__ as peers
+from experiments.lab.peers.speed.report import peer_tables
 from experiments.lab.peers.speed.settings import PRESSES, PeersSettings
 from experiments.records import Results, versions
-from experiments.speed import MODELS, budget_at, peer_tables
+from experiments.speed import MODELS, budget_at
 from kvjax import registry
 from models import ModelConfig, builtin_directory
 

@@ -65,8 +65,6 @@ OF_HEADS = {
     "rkv": (CONFIG.num_layers, 0),
     "triattention": (CONFIG.num_layers, 0),
     "tokenselect": (2 * CONFIG.num_layers, 0),  # cosines; votes under a condition
-    "tokenselect hard": (2 * CONFIG.num_layers, 0),
-    "tokenselect raw": (2 * CONFIG.num_layers, CONFIG.num_layers),  # gqa_map="mod": queries
     **dict.fromkeys(("chess", "chess flat", "chess printed"), (1, 0)),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
@@ -84,13 +82,9 @@ _HEADS = tuple(
 )
 VARIANTS = {
     "chess flat": lambda: example("chess", hierarchy=False),
-    "chess printed": lambda: example("chess", first_selection="trigger", **PRINTED),
+    "chess printed": lambda: example("chess", **PRINTED),
     "sentencekv kv_head": lambda: example("sentencekv", prefilter="kv_head"),
-    "sentencekv each": lambda: example("sentencekv", lists="q_head", query="finished"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
-    "mosaickv each": lambda: example("mosaickv", reduce="each", keep_first_block=True),
-    "tokenselect raw": lambda: example("tokenselect", vote="raw", gqa_map="mod"),
-    "tokenselect hard": lambda: example("tokenselect", vote="hard"),
     "prefill by head": lambda: dataclasses.replace(WRAPPERS["prefill"], pattern=(_HEADS,) * CONFIG.num_layers),
 }
 # The keys of `CONFIG` are normalised without weights, so rounding decides which of them are Knorm's shortest.

@@ -21,7 +21,7 @@ from kvjax.mesh.sharding import plan_of
 from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
 from models import Experts
 from models.sharding import shard_params
-from tests.harness import example
+from tests.harness import example, small
 from tests.mesh import divided_rows, eight_devices, two_processes
 from tests.mesh.eight_devices import CONFIG, STEPS, params
 from tests.mesh.processes import run_two
@@ -177,6 +177,6 @@ def test_a_long_prompt_is_divided():
     """While it is read each device has its part; what a method keeps of it each device has whole."""
     sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 4, "chunk_size": 16}
     mesh = AbstractMesh((4,), ("slots",))
-    for method, share in ((SnapKV(budget=4, obs_window=2), 4), (StreamingLLM(budget=6, chunk=8), 1)):
+    for method, share in ((SnapKV(budget=4, obs_window=2), 4), (small(StreamingLLM, budget=6, chunk=8), 1)):
         whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
         assert whole / share <= part <= 1.2 * whole / share

@@ -12,29 +12,27 @@ import gguf
 import numpy as np
 
 QUANTS = gguf.GGMLQuantizationType
-_NAMES = {  # Hugging Face -> GGUF, inside of a layer
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NAMES = {  # Hugging Face -> GGUF, inside of a layer
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.sinks": "attn_sinks",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_name(name):
     """'model.layers.0.mlp.up_proj.weight' -> 'blk.0.ffn_up.weight'."""
     stem, kind = name.rsplit(".", 1)
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[rest]}.{kind}"
+    return f"blk.{layer}.{NAMES[rest]}.{kind}"
 
 
 def pairs(weight, heads):

@@ -124,9 +124,12 @@ def test_a_message_stays_open_as_in_transformers(template):
         "{{ raise_exception('no') }}",
         "{% include 'file' %}",
         "{{ messages[0].content.nothing.more }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 'x' * 'y' }}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox(template):
+def test_a_template_cannot_leave_its_sandbox_or_fail_otherwise(template):
     with pytest.raises(ValueError, match="the chat template (refuses|cannot be rendered)"):
         models.ChatTemplate(template).render([USER])
 
@@ -249,13 +252,8 @@ def test_a_tokenizer_of_transformers_is_taken_without_truncation(tmp_path):
             models.as_tokenizer(wrong)
 
 
-def test_chat_templates_that_are_no_text_or_ask_for_files(tmp_path):
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+@pytest.mark.parametrize("content", [b"\xff\xfe{{ messages }}", b"\xef"])  # a part of a byte-order mark
+def test_a_template_that_is_no_text_is_named(content, tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(content)
     with pytest.raises(ValueError, match="chat_template.jinja must be a text in UTF-8"):
         models.ChatTemplate.from_directory(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xef")  # a part of a byte-order mark
-    with pytest.raises(ValueError, match="chat_template.jinja must be a text in UTF-8"):
-        models.ChatTemplate.from_directory(tmp_path)
-    for template in ("{% include 'secret' %}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ 'x' * 'y' }}"):
-        with pytest.raises(ValueError, match="the chat template (cannot be rendered|refuses)"):
-            models.ChatTemplate(template).render([{"role": "user", "content": "hello"}])

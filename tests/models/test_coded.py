@@ -178,16 +178,6 @@ def test_blocks_of_a_file_keep_their_numbers(kind):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=6e-3 if kind.name == "Q4_K" else 1e-6)
 
 
-@every_dtype
-def test_memory_counts_the_weights(directory, weight_dtype):
-    sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8}
-    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded(directory, weight_dtype)))
-    for params in (loaded(directory, weight_dtype), param_shapes(CONFIG, weight_dtype)):
-        needed = memory_needed("full", CONFIG, **sizes, params=params)
-        assert needed.weights == expected and "of weights" in str(needed)
-    assert memory_needed("full", CONFIG, **sizes).weights == 0
-
-
 def gguf_of(path, kinds):
     """Write CONFIG without biases as a file of the architecture llama, whose rows are re-ordered; kinds by part of a name."""
     config = dataclasses.replace(CONFIG, qkv_bias=False, num_layers=1)

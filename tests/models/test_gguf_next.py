@@ -25,15 +25,6 @@ from tests.tiny_models import vivid_params
 pytestmark = pytest.mark.usefixtures("quick_compile")
 F32 = np.dtype(np.float32)
 LINEAR, EXPERTS, ARCH = 3, 4, "qwen3next"
-_NAMES = {  # Hugging Face -> GGUF, inside of a layer
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
-    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}  # fmt: skip
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def config_json(**changes):
@@ -62,8 +53,8 @@ def tensors(hf, weights, legacy=False):
         stem, _, end = name.rpartition(".")
         if name.endswith("norm.weight") and "linear_attn" not in name:
             value = value + 1
-        if stem in _TOP:
-            made[f"{_TOP[stem]}.{end}"] = value
+        if stem in gguf_writing.TOP:
+            made[f"{gguf_writing.TOP[stem]}.{end}"] = value
             continue
         _, _, layer, rest = name.split(".", 3)
         block, kind = f"blk.{layer}.", rest.removesuffix(f".{end}")
@@ -83,7 +74,8 @@ def tensors(hf, weights, legacy=False):
             made[f"{block}attn_qkv.weight"], made[f"{block}attn_gate.weight"] = heads_apart(hf, value)
         else:
             alone = kind.endswith("conv1d") or (kind.endswith("shared_expert_gate") and not legacy)
-            made[f"{block}{_NAMES[kind]}.{end}"] = value.squeeze() if alone else value
+            ours = "post_attention_norm" if kind == "post_attention_layernorm" else gguf_writing.NAMES[kind]
+            made[f"{block}{ours}.{end}"] = value.squeeze() if alone else value
     return made
 
 
@@ -164,16 +156,12 @@ def test_quantised_matrices_are_decoded(kind, tmp_path):
     assert {"blk.0.attn_qkv.weight", "blk.0.attn_gate.weight", "blk.0.ffn_down_exps.weight"} <= set(kinds)
 
     def rounded(value):
-        return (
-            value.astype(np.float16).astype(F32)
-            if kind.name == "F16"
-            else gguf.dequantize(gguf.quantize(value, kind), kind)
-        )
+        half = kind.name == "F16"
+        return value.astype(np.float16).astype(F32) if half else gguf.dequantize(gguf.quantize(value, kind), kind)
 
     first = write(tmp_path / "coded.gguf", hf, stored, kinds)
-    second = write(
-        tmp_path / "plain.gguf", hf, {name: rounded(x) if name in kinds else x for name, x in stored.items()}
-    )
+    plainly = {name: rounded(x) if name in kinds else x for name, x in stored.items()}
+    second = write(tmp_path / "plain.gguf", hf, plainly)
     table = checkpoint_table(config)
     coded, plain = (gguf_files.GGUFTensors.of(gguf_files.open_file(path), config, table) for path in (first, second))
     for leaf in table:

@@ -190,24 +190,18 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"model": "llama"}, "the tokenizer lacks tokenizer.ggml.scores"),
-        ({"model": "bert"}, r"unsupported tokenizer model 'bert' \(WordPiece\)"),
-        ({"model": "plamo2"}, "unsupported tokenizer model 'plamo2', expected 'gpt2'"),
-        ({"model": None}, "has no tokenizer: it lacks tokenizer.ggml.model"),
-        ({"pre": "kimi-k2"}, "unsupported tokenizer.ggml.pre 'kimi-k2', expected one of .*smollm"),
-        ({"merges": None}, "lacks tokenizer.ggml.merges"),
-        ({"tokens": None, "merges": None}, "lacks tokenizer.ggml.tokens, tokenizer.ggml.merges"),
-        ({"tokens": ["a", "b", "a"]}, "repeats tokens: got 2 different ones, expected 3"),
-        ({"merges": ["a zz"]}, "merges do not fit its tokens: .*zz"),
-        ({"merges": ["azz"]}, "merges do not fit its tokens"),
-        ({"bos_token_id": 10000}, f"bos_token_id must be an id of {len(VOCABULARY)} tokens, got 10000"),
+        ({"model": "llama"}, "tokenizer.ggml.scores"), ({"model": "bert"}, "'bert' .WordPiece."),
+        ({"model": "plamo2"}, "'plamo2'"), ({"model": None}, "tokenizer.ggml.model"), ({"pre": "kimi-k2"}, "'kimi-k2'"),
+        ({"merges": None}, "tokenizer.ggml.merges"), ({"tokens": None, "merges": None}, "ggml.tokens, tokenizer.ggml.merges"),
+        ({"tokens": ["a", "b", "a"]}, "repeats tokens"), ({"merges": ["a zz"]}, "merges"), ({"merges": ["azz"]}, "merges"),
+        ({"bos_token_id": 10000}, "bos_token_id"),
     ],
-)
-def test_malformed_tokenizers_are_refused(change, message, tmp_path):
+)  # fmt: skip
+def test_malformed_tokenizers_are_refused(change, named, tmp_path):
     path = write(tmp_path / "t.gguf", **{"pre": "smollm", **change})
-    with pytest.raises(ValueError, match=f"t.gguf.*{message}"):
+    with pytest.raises(ValueError, match=f"t.gguf.*{named}"):
         models.load_tokenizer(path)
 
 

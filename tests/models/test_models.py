@@ -15,91 +15,19 @@ import pytest
 from safetensors.numpy import load_file
 
 import models
-from models import LinearLayers, ModelConfig, RopeScaling, shapes
+from models import LinearLayers, ModelConfig, shapes
 from models.files.tables.checkpoint import checkpoint_table
 from models.layers.one_row import multiplied
 from models.sizes.experts import Experts
 from models.sizes.latent import Latent
 from models.sizes.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
-from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
+from tests.tiny_models import FAMILIES, HF, SCALING, TINY, dense_attend, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
-HF = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-LLAMA3 = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
-        ({"num_layers": 2.0}, "num_layers must be a positive integer, got 2.0"),
-        ({"max_position_embeddings": None}, "max_position_embeddings must be a positive integer, got None"),
-        ({"num_q_heads": 3}, "num_q_heads must be a multiple of num_kv_heads, got 3 and 2"),
-        ({"head_dim": 15}, "head_dim must be even (RoPE rotates pairs), got 15"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a positive number, got nan"),
-        (
-            {"rope_scaling": {"factor": 8.0}},
-            "rope_scaling must be a RopeScaling or None, got {'factor': 8.0}",
-        ),
-        ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, got 'float16'"),
-        ({"eos_token_ids": [2]}, "eos_token_ids must be a tuple, got [2]"),
-        ({"eos_token_ids": (2, 64)}, "eos_token_ids must lie in [0, 64), got [64]"),
-        ({"windows": (8,)}, "windows must be () or a tuple with an entry for each of 2 layers, got (8,)"),
-        ({"windows": [8, 8]}, "windows must be () or a tuple with an entry for each of 2 layers, got [8, 8]"),
-        ({"windows": (None, 0)}, "windows must be a positive integer, got 0"),
-    ],
-)
-def test_wrong_configs_are_refused(change, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig(**{**TINY, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"factor": 0.5}, "factor must be a finite number of at least 1, got 0.5"),
-        ({"low_freq_factor": 4.0}, "0 < low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
-        (
-            {"original_max_position_embeddings": 0},
-            "original_max_position_embeddings must be a positive integer below 2**31, got 0",
-        ),
-    ],
-)
-def test_wrong_rope_scalings_are_refused(change, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        RopeScaling(**{**LLAMA3, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"model_type": "gpt2"},
-            "unsupported model_type 'gpt2', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, mixtral",
-        ),
-        ({"hidden_act": "gelu"}, "unsupported hidden_act='gelu'"),
-        ({"attention_bias": True}, "unsupported attention_bias=True for model_type 'llama'"),
-        ({"mlp_bias": True}, "unsupported mlp_bias=True"),
-        ({"quantization_config": {"bits": 4}}, "unsupported quantization_config"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported rope_parameters"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
-        ({"partial_rotary_factor": 0.5}, "unsupported partial_rotary_factor 0.5"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype must be one of float32, bfloat16, got 'float8_e4m3fn'"),
-    ],
-)
-def test_unsupported_hf_configs_are_refused(change, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf({**HF, **change})
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def test_from_hf_lists_missing_keys():
@@ -138,22 +66,16 @@ def test_from_hf_reads_every_rope_spelling(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "expected"),
+    ("change", "dtype", "field", "expected"),
     [
-        ({}, None, "float32"),
-        ({"torch_dtype": "bfloat16"}, None, "bfloat16"),
-        ({"dtype": "bfloat16"}, None, "bfloat16"),
-        ({"torch_dtype": "float16"}, None, "float32"),
-        ({"torch_dtype": "bfloat16"}, "float32", "float32"),
+        ({}, None, "dtype", "float32"), ({"torch_dtype": "bfloat16"}, None, "dtype", "bfloat16"),
+        ({"dtype": "bfloat16"}, None, "dtype", "bfloat16"), ({"torch_dtype": "float16"}, None, "dtype", "float32"),
+        ({"torch_dtype": "bfloat16"}, "float32", "dtype", "float32"), ({"eos_token_id": None}, None, "eos_token_ids", ()),
+        ({"eos_token_id": 3}, None, "eos_token_ids", (3,)), ({"eos_token_id": [3, 5]}, None, "eos_token_ids", (3, 5)),
     ],
-)
-def test_from_hf_takes_the_dtype_asked_for(change, dtype, expected):
-    assert ModelConfig.from_hf({**HF, **change}, dtype).dtype == expected
-
-
-@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (3, (3,)), ([3, 5], (3, 5))])
-def test_from_hf_takes_one_or_several_end_tokens(eos, expected):
-    assert ModelConfig.from_hf({**HF, "eos_token_id": eos}).eos_token_ids == expected
+)  # fmt: skip
+def test_from_hf_takes_every_dtype_and_one_or_several_end_tokens(change, dtype, field, expected):
+    assert vars(ModelConfig.from_hf({**HF, **change}, dtype))[field] == expected
 
 
 # Parameter counts as the model cards and checkpoints have them.
@@ -181,11 +103,6 @@ def test_to_hf_round_trip(name):
     assert ModelConfig.from_hf(hf) == config
     expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral", "deepseek_v2_lite": "deepseek_v2"}
     assert hf["model_type"] == expected.get(name, "qwen3" if name.startswith("qwen3") else "llama")
-
-
-def test_to_hf_refuses_a_combination_nobody_has():
-    with pytest.raises(ValueError, match="no config.json of model_type 'qwen3' has qkv_bias=True"):
-        ModelConfig(**TINY, qk_norm=True, qkv_bias=True).to_hf()
 
 
 def test_config_is_a_static_argument():
@@ -384,16 +301,10 @@ def test_token_past_the_vocabulary_gives_nan_not_another_row():
     ("change", "message"),
     [
         ({"tokens": TOKENS[0]}, "tokens must be integers of shape [B, T], got int32 (24,)"),
-        (
-            {"tokens": TOKENS.astype(jnp.float32)},
-            "tokens must be integers of shape [B, T], got float32 (2, 24)",
-        ),
+        ({"tokens": TOKENS.astype(jnp.float32)}, "tokens must be integers of shape [B, T], got float32 (2, 24)"),
         ({"states": (None,)}, "expected one state for each of 2 layers, got 1"),
         ({"last": jnp.zeros((3,), jnp.int32)}, "last must have shape (2,), one index per row, got (3,)"),
-        (
-            {"attend": lambda layer, state, q, k, v: (k, state)},
-            "attend returned shape (2, 2, 24, 16) at layer 0, expected (2, 2, 2, 24, 16)",
-        ),
+        ({"attend": lambda layer, state, q, k, v: (k, state)}, "attend returned shape (2, 2, 24, 16) at layer 0, expected"),
     ],
 )
 def test_wrong_arguments_of_apply_are_refused(change, message):

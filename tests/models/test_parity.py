@@ -25,6 +25,11 @@ SETTINGS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)
 TOLERANCE = 1e-4  # absolute, on residual streams and logits of size 1 to 10
 
 
+def read_golden(family: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDENS / f"{family}.npz") as golden:
+        return dict(golden)
+
+
 def write_checkpoint(directory: Path, golden: dict[str, np.ndarray]) -> None:
     """A Hugging Face directory with the golden's config and float32 weights."""
     weights = {name.removeprefix("weight:"): golden[name] for name in golden if name.startswith("weight:")}
@@ -60,8 +65,7 @@ def test_every_family_has_a_golden():
 
 @pytest.mark.parametrize("family", SETTINGS)
 def test_logits_equal_the_goldens_of_transformers(family, tmp_path):
-    with np.load(GOLDENS / f"{family}.npz") as golden:
-        golden = dict(golden)
+    golden = read_golden(family)
     write_checkpoint(tmp_path, golden)
     compare(tmp_path, golden)
 
@@ -70,8 +74,7 @@ def test_logits_equal_the_goldens_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("family", ["llama_dynamic", pytest.param("llama_longrope", marks=pytest.mark.thorough)])
 def test_decoding_keeps_stored_keys_as_they_were_rotated(family, tmp_path):
     """The prompt is shorter than the old context, and decoding goes beyond it: transformers caches rotated keys."""
-    with np.load(GOLDENS / f"{family}.npz") as golden:
-        golden = dict(golden)
+    golden = read_golden(family)
     write_checkpoint(tmp_path, golden)
     params, config = models.from_pretrained(tmp_path)
     assert config.max_position_embeddings >= 24
@@ -87,8 +90,7 @@ def test_decoding_keeps_stored_keys_as_they_were_rotated(family, tmp_path):
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
 def test_a_few_tokens_read_the_experts_that_they_choose(family, tmp_path):
     """One token of each row takes another way through the experts than a prompt does, to the same numbers."""
-    with np.load(GOLDENS / f"{family}.npz") as golden:
-        golden = dict(golden)
+    golden = read_golden(family)
     write_checkpoint(tmp_path, golden)
     params, config = models.from_pretrained(tmp_path)
     assert 2 * config.experts.num_experts_per_tok <= config.experts.num_experts

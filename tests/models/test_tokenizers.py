@@ -42,6 +42,10 @@ def test_tokens_of_texts_beyond_the_embedding_are_refused(text, tmp_path):
     told = f"got token ids up to {CONFIG.vocab_size + 1}, expected ids below vocab_size {CONFIG.vocab_size}"
     with pytest.raises(ValueError, match=told):
         models.load_tokenizer(tmp_path, CONFIG)
+    assert models.load_tokenizer(tmp_path).token_to_id(text) == CONFIG.vocab_size + 1
+    (tmp_path / "tokenizer.json").write_text('{"version": 1')
+    with pytest.raises(ValueError, match="tokenizer.json is not a readable tokenizer"):
+        models.load_tokenizer(tmp_path)
 
 
 def test_a_saved_model_has_its_tokenizer_and_anybody_may_read_it(tmp_path, params):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers import models as tokenizer_models
 
 import models
 from models import shapes, weights
 from models.files.tables import checkpoint as checkpoint_table
 from models.hub import builtin_model
-from tests.tiny_models import FAMILIES, TINY, vivid_params
+from tests.tiny_models import FAMILIES, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
@@ -188,71 +184,34 @@ def test_missing_files_are_named(saved, tmp_path):
         models.from_pretrained(directory)
 
 
-def test_a_missing_shard_is_named(saved):
-    directory, _, _ = saved
-    gone = shard(directory)[1]
-    (directory / gone).unlink()
-    with pytest.raises(FileNotFoundError, match=f"index.json names shards that are not there: {gone}"):
-        models.from_pretrained(directory)
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "content"),
     [
-        ("{", "index.json is not valid JSON"),
-        ("[]", "must hold a JSON object, got list"),
-        ("{}", "under 'weight_map'"),
+        ("model.safetensors.index.json", b"{"), ("model.safetensors.index.json", b"[]"),
+        ("model.safetensors.index.json", b"{}"), ("config.json", b'{"model_type": "llama"'),
+        ("config.json", b'{"model_type": "bert"}'),
     ],
-)
-def test_a_malformed_index_is_refused(saved, text, message):
+)  # fmt: skip
+def test_a_malformed_json_file_is_named(saved, name, content):
     directory, _, _ = saved
-    shard(directory)
-    (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    if "index" in name:
+        shard(directory)
+    (directory / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
         models.from_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"model_type": "llama"', "config.json is not valid JSON"),
-        ('{"model_type": "bert"}', "config.json: unsupported"),
-    ],
-)
-def test_a_malformed_config_is_refused(saved, text, message):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_damaged_or_missing_weight_file_is_named(saved, parts):
     directory, _, _ = saved
-    (directory / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        models.from_pretrained(directory)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 200, -1, -1000])
-def test_a_truncated_file_is_refused(saved, keep):
-    directory, _, _ = saved
-    path = directory / "model.safetensors"
+    path = directory / (shard(directory)[1] if parts > 1 else "model.safetensors")
     whole = path.read_bytes()
-    path.write_bytes(whole[:keep])
-    header = 8 + int.from_bytes(whole[:8], "little")
-    expected = {0: "at least 8", 5: "at least 8", 200: f"at least {header}"}.get(keep, len(whole))
-    got = len(whole[:keep])
-    with pytest.raises(ValueError, match=f"model.safetensors is damaged: got {got} bytes, expected {expected} "):
-        models.from_pretrained(directory)
-
-
-def test_a_corrupt_header_is_refused(saved):
-    directory, _, _ = saved
-    path = directory / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:8] + b"#" * 50 + whole[58:])
-    with pytest.raises(ValueError, match=f"is damaged: got {len(whole)} bytes with a header that does not parse"):
-        models.from_pretrained(directory)
-
-
-def test_truncated_shard_is_named(saved):
-    directory, _, _ = saved
-    path = directory / shard(directory)[1]
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+    for content in (b"", whole[:5], whole[:200], whole[:-1], whole[:-1000], whole[:8] + b"#" * 50 + whole[58:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path.name} is damaged: got {len(content)} bytes"):
+            models.from_pretrained(directory)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=path.name):
         models.from_pretrained(directory)
 
 
@@ -285,7 +244,7 @@ def test_save_refuses_foreign_params(saved, tmp_path):
 def test_failed_save_leaves_nothing_partial(saved, tmp_path, monkeypatch, existing):
     directory, params, config = saved
     target = directory if existing else tmp_path / "new"
-    before = {path.name: path.read_bytes() for path in target.iterdir()} if existing else None
+    before = {path.name: path.read_bytes() for path in directory.iterdir()} if existing else None
 
     def fail(tensors, filename, metadata):
         filename.write_bytes(b"half")
@@ -294,9 +253,7 @@ def test_failed_save_leaves_nothing_partial(saved, tmp_path, monkeypatch, existi
     monkeypatch.setattr(weights, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         models.save_pretrained(target, jax.tree.map(jnp.zeros_like, params), config)
-    assert target.exists() == existing
-    if existing:
-        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert ({path.name: path.read_bytes() for path in target.iterdir()} if target.exists() else None) == before
 
 
 def test_save_over_an_older_model(saved):
@@ -348,26 +305,6 @@ def test_eight_billion_fit_one_gpu():
     assert sum(sizes) + 4 * max(sizes) < 25e9
 
 
-def write_tokenizer(directory, size):
-    vocabulary = {f"t{i}": i for i in range(size)}
-    Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="t0")).save(str(directory / "tokenizer.json"))
-
-
-def test_a_tokenizer_must_fit_the_vocabulary(tmp_path):
-    config = FAMILIES["llama"]
-    with pytest.raises(ValueError, match="no tokenizer.json in "):
-        models.load_tokenizer(tmp_path, config)
-    write_tokenizer(tmp_path, TINY["vocab_size"])
-    assert models.load_tokenizer(tmp_path, config).get_vocab_size() == 64
-    write_tokenizer(tmp_path, TINY["vocab_size"] + 6)
-    assert models.load_tokenizer(tmp_path).get_vocab_size() == 70
-    with pytest.raises(ValueError, match=re.escape("got token ids up to 69, expected ids below vocab_size 64")):
-        models.load_tokenizer(tmp_path, config)
-    (tmp_path / "tokenizer.json").write_text('{"version": 1')
-    with pytest.raises(ValueError, match="tokenizer.json is not a readable tokenizer"):
-        models.load_tokenizer(tmp_path)
-
-
 def test_a_missing_builtin_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "hub" / "builtin_model.py"))
     with pytest.raises(FileNotFoundError, match="builtin model is not installed: no config.json in "):
@@ -384,30 +321,6 @@ def test_load_tokenizer_never_truncates(tmp_path):
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
-
-
-def test_a_repository_that_is_not_cached_is_named(tmp_path, monkeypatch):
-    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for load in (models.from_pretrained, models.load_tokenizer, models.ChatTemplate.from_directory):
-        with pytest.raises(
-            FileNotFoundError, match=r"Acme/Tiny-1B is neither a directory nor whole in the local cache"
-        ):
-            load("Acme/Tiny-1B", offline=True)
-    snapshot = tmp_path / "models--Acme--Tiny-1B" / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(models.builtin_directory(), snapshot)
-    refs = snapshot.parents[1] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
-    assert models.checkpoint_directory("Acme/Tiny-1B") == snapshot
-    assert models.from_pretrained("Acme/Tiny-1B")[1] == models.from_pretrained(models.builtin_directory())[1]
-    assert (
-        models.load_tokenizer("Acme/Tiny-1B").get_vocab_size()
-        == models.load_tokenizer(models.builtin_directory()).get_vocab_size()
-    )
-    with pytest.raises(FileNotFoundError, match=r"no model directory .*absent$"):
-        models.checkpoint_directory(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("given", [lambda c, k: (k, c), lambda c, k: (c, 0), lambda c, k: ("llama", k), lambda c, k: (c, c)])

@@ -7,7 +7,7 @@ import numpy as np
 from tests.oracles.plain import best, keep_once, rotate_all
 from tests.oracles.snapkv import votes
 
-KNOBS = {"budget": 12, "head_factor": 1.5, "safeguard": 0.5, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+KNOBS = {"budget": 12, "head_factor": 1.5, "safeguard": 0.5, "obs_window": 5, "kernel": 3}
 LENGTHS = (1, 5, 6, 12, 13, 19, 40)
 
 
@@ -23,7 +23,7 @@ def keep(full, budget, head_factor, safeguard):
     return kept
 
 
-def run(q, k, v, prompt, inv_freq, budget, head_factor, safeguard, obs_window, kernel, pooling):
+def run(q, k, v, prompt, inv_freq, budget, head_factor, safeguard, obs_window, kernel, pooling="avg"):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     score = [votes(q, k, h, prompt, obs_window, kernel, pooling) for h in range(len(k))]

@@ -6,11 +6,11 @@ import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate, rotate_all, softmax
 
-KNOBS = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
+KNOBS = {"budget": 12, "num_sink": 2, "num_future": 7}
 LENGTHS = (1, 2, 3, 11, 12, 13, 40)
 
 
-def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future, epsilon):
+def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future, epsilon=0.0):
     """Which of ``tokens`` KV head ``h`` keeps after ``seen`` tokens, from q before rotation and rotated keys."""
     if len(tokens) <= budget:
         return set(tokens)
@@ -32,7 +32,7 @@ def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future,
     return best(score, budget - len(first)) | set(first)
 
 
-def run(q, k, v, prompt, inv_freq, budget, num_sink, num_future, epsilon):
+def run(q, k, v, prompt, inv_freq, budget, num_sink, num_future, epsilon=0.0):
     """See the package's docstring."""
     q, v, rotated = np.asarray(q, np.float64), np.asarray(v, np.float64), rotate_all(k, inv_freq)
     knobs = {"budget": budget, "num_sink": num_sink, "num_future": num_future, "epsilon": epsilon}

@@ -10,7 +10,7 @@ from tests.oracles.plain import keep_once, rotate_all
 from tests.oracles.snapkv import keep
 
 KNOBS = {
-    "budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg", "beta": 1.25, "scores": ((1.0, 4.0), (2.0, 1.0)),
+    "budget": 12, "obs_window": 5, "kernel": 3, "beta": 1.25, "scores": ((1.0, 4.0), (2.0, 1.0)),
 }  # fmt: skip
 LENGTHS = (1, 5, 6, 9, 10, 17, 18, 40)  # the heads keep 9 and 17 tokens
 
@@ -23,7 +23,7 @@ def budget_of(layer, head, budget, obs_window, beta, scores):
     return obs_window + prefix - pool + round(scores[layer][head] / total * pool * heads)
 
 
-def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, pooling, beta, scores):
+def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, beta, scores, pooling="avg"):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     sizes = [budget_of(0, h, budget, obs_window, beta, scores) for h in range(len(k))]

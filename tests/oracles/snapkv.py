@@ -6,11 +6,11 @@ import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all, softmax
 
-KNOBS = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+KNOBS = {"budget": 12, "obs_window": 5, "kernel": 3}
 LENGTHS = (1, 4, 5, 6, 11, 12, 13, 40)
 
 
-def votes(q, k, h, prompt, obs_window, kernel, pooling):
+def votes(q, k, h, prompt, obs_window, kernel, pooling="avg"):
     """The score of each prompt position before the window for KV head ``h``, from rotated q and k."""
     group, dim = q.shape[1], q.shape[3]
     prefix = max(prompt - obs_window, 0)
@@ -27,7 +27,7 @@ def votes(q, k, h, prompt, obs_window, kernel, pooling):
     return mean
 
 
-def keep(q, k, h, prompt, budget, obs_window, kernel, pooling):
+def keep(q, k, h, prompt, budget, obs_window, kernel, pooling="avg"):
     """Prompt positions that KV head ``h`` keeps, from rotated q and k."""
     if prompt <= budget:
         return set(range(prompt))
@@ -35,7 +35,7 @@ def keep(q, k, h, prompt, budget, obs_window, kernel, pooling):
     return best(dict(enumerate(score)), budget - obs_window) | set(range(len(score), prompt))
 
 
-def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, pooling):
+def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, pooling="avg"):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     kept = [keep(q, k, h, prompt, budget, obs_window, kernel, pooling) for h in range(len(k))]

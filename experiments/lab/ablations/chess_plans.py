@@ -26,17 +26,12 @@ READINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "keys after rotation": {"page_vec_rope": "post"},
     "scores not centred": {"centred": False},
-    "parts of length 1": {"normalize": True},
-    "parts of length 1, scores not centred": {"normalize": True, "centred": False},
     "sinks and window ranked": {"candidates": "all"},
     "the window as anchor": {"anchor_pages": None},
     "no grids and chunks": {"hierarchy": False},
-    "a new list every step": {"trigger": "step"},
-    "all pages until the first trigger": {"first_selection": "trigger"},
     "as printed": PRINTED,
     "as printed, keys before rotation": {**PRINTED, "page_vec_rope": "pre"},
     "as printed, centred scores": {**PRINTED, "centred": True},
-    "as printed, parts of length 1": {**PRINTED, "normalize": True},
     "as printed, sinks and window not ranked": {**PRINTED, "candidates": "history"},
     "as printed, anchor of 2 pages": {**PRINTED, "anchor_pages": 2},
     "as printed, no grids and chunks": {**PRINTED, "hierarchy": False},
@@ -82,8 +77,7 @@ def chess(lab: Lab) -> list[Table]:
             readings[f"{name}, {budget} %"] = (setting, make(budget, **{"trigger": "fixed", **knobs}))
     third = (
         "What the paper does not say, read otherwise: one point of the default at a time, then the printed form and one "
-        "more point. Rebuilt every 6 pages, except in the row of every step. Where sinks and window are not ranked, they "
-        "come on top."
+        "more point. Rebuilt every 6 pages. Where sinks and window are not ranked, they come on top."
     )
     return [
         table(lab, "CHESS: budget", first, tasks, budgets),

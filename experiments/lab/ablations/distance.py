@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.answering import LoadedModel, account, generate
+from experiments.answering import LoadedModel, account
+from experiments.lab.ablations.measure import generate
 from experiments.lab.fidelity import Programs, Texts, distance
 from experiments.records import bootstrap_interval
 from kvjax.protocol.method import Method

@@ -70,7 +70,7 @@ def _run_alone(
 
 def _load(settings: AblationSettings) -> tuple[LoadedModel, LoadedModel]:
     """Load the model that does the tasks, and the base."""
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     if settings.base in (None, settings.model):
         return model, model
     return model, load_model(settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)

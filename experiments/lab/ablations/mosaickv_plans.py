@@ -27,8 +27,6 @@ def channels(lab: Lab) -> list[Table]:
 def strategy(lab: Lab) -> list[Table]:
     """Compare choices of the channels that MosaicKV keeps, and sizes of its blocks."""
     kinds = {
-        "same channels for all, model's basis": ("uniform", {"rotate": False, "per_vector": False}),
-        "same channels for all, rotated": ("rotated", {"per_vector": False}),
         "largest of each vector, rotated": ("per vector", {}),
         "dynamic strategy": ("dynamic", {"strategy": "dynamic"}),
         "largest of each vector, rotated, blocks of 4": ("blocks of 4", {"block_size": 4}),

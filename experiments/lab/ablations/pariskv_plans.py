@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from experiments.lab.ablations.arms import Lab, Methods, Table, table
+from experiments.lab.readings import read_as
+from experiments.lab.readings.pariskv import PlainKeys
 
 
 def hashing(lab: Lab) -> list[Table]:
@@ -12,7 +14,8 @@ def hashing(lab: Lab) -> list[Table]:
     for rotate, name in ((False, "plain keys"), (True, "rotated keys")):
         for part in (1, 3, 10):
             budget = max(paper // part, 1)
-            method = lab.method("pariskv", rotate=rotate, budget=budget, capacity=paper)
+            method = lab.method("pariskv", budget=budget, capacity=paper)
+            method = method if rotate else read_as(PlainKeys, method)
             arms[f"{name}, k {budget}"] = ({"rotate": rotate, "part": part}, method)
     text = (
         "Keys hashed as they are, or after a randomized Hadamard rotation. Normalising keys has no row: codes and weights "

@@ -14,11 +14,12 @@ from jax import Array
 from tqdm import tqdm
 
 import models
-from experiments.answering import DECODE_TOKENS, LoadedModel, Shape, batch_rows, measure, programs
+from experiments.answering import LoadedModel, Shape, batch_rows, programs
 from experiments.benchmarks import Cell, CellStore, Reading
 from experiments.evaluation import CompileAhead
 from experiments.lab.ablations.arms import DISTANCES, PROSE, WRITTEN_TASK, Arm, Lab, Table
 from experiments.lab.ablations.distance import measure_distance, write_text
+from experiments.lab.ablations.measure import DECODE_TOKENS, measure
 from experiments.lab.ablations.plans import ABLATIONS
 from experiments.lab.ablations.report import outline
 from experiments.lab.ablations.settings import AblationSettings

@@ -6,7 +6,10 @@ import dataclasses
 from typing import Any
 
 from experiments.lab.ablations.arms import Arm, Lab, Table, table
+from experiments.lab.readings import read_as
+from experiments.lab.readings.tokenselect import HardVotes, RawVotes
 from kvjax import registry
+from kvjax.methods import TokenSelect
 from kvjax.protocol.method import Method
 
 NEVER = 2.0  # a cosine that no query reaches: the selection cache is off
@@ -24,9 +27,9 @@ def _method(lab: Lab, share: int, **knobs: Any) -> Method:
 def votes(lab: Lab) -> list[Table]:
     """Compare the functions by which TokenSelect's heads vote."""
     arms = {}
-    for vote in ("soft", "hard", "raw"):
+    for vote, cls in (("soft", TokenSelect), ("hard", HardVotes), ("raw", RawVotes)):
         for share in (1, 8):
-            method = _method(lab, share, vote=vote, theta=NEVER)
+            method = read_as(cls, _method(lab, share, theta=NEVER))
             arms[f"{vote}, k {method.budget}"] = ({"vote": vote, "share": share}, method)
     text = (
         "soft: sum over heads of softmax probabilities; hard: every head votes for its own k best; raw: sum of logits. "

@@ -18,7 +18,6 @@ import time
 
 import jax
 
-from experiments.answering import load_model
 from experiments.cli import Against, Job
 from experiments.lab.exact.accepted import measure_accepted
 from experiments.lab.exact.equal import measure_equal
@@ -34,8 +33,7 @@ from experiments.speed.rows import finish, note_run, now
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
     begun = time.monotonic()
     needed = set(settings.parts) - {"shape", "judge"}
-    options = {"offline": settings.offline, "weight_dtype": settings.weight_dtype}
-    model = load_model(settings.model, settings.dtype, **options) if needed else None
+    model = settings.load() if needed else None
     about = {"device": jax.devices()[0].device_kind}
     if model is None and command.out.exists():  # a shape has no model, and may join a record that has
         about = {**json.loads(command.out.read_text(encoding="utf-8"))["settings"], **about}

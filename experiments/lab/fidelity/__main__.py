@@ -45,7 +45,7 @@ class FidelityCommand:
 def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
     command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     other = settings.reference
     reference = None if other is None else load_model(other, settings.dtype, offline=settings.offline)
     Runner(settings, model, command.out, reference=reference, force=command.force, progress=not command.quiet).run()

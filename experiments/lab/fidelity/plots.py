@@ -78,9 +78,9 @@ def along(record: Mapping[str, Any]) -> Any:
         for name in order:
             line = sorted((row for row in rows if _name(row) == name), key=lambda row: row["bytes_read_per_step"])
             if line:
-                row = line[len(line) // 2]
+                means = line[len(line) // 2]["along"]
                 style = line_style(coloured.index(name)) if name in coloured else QUIET
-                panel.plot(row["along"]["steps"], np.maximum(row["along"]["kl"], _LEAST), label=_label(name, order, coloured), **style)
+                panel.plot(means["steps"], np.maximum(means["kl"], _LEAST), label=_label(name, order, coloured), **style)
         panel.set_yscale("log")
         tidy(panel, _title(cell), "decode step", "KL(Full || method), nats")
     legend(figure, [panel for panel, _ in panels], _NAMES * len({cell[1] for _, (cell, _) in panels}))

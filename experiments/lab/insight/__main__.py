@@ -17,7 +17,7 @@ import dataclasses
 import json
 import pathlib
 
-from experiments.answering import knobs_by_method, load_model
+from experiments.answering import knobs_by_method
 from experiments.cli import Against, Job
 from experiments.lab.insight.plots import draw
 from experiments.lab.insight.report import table
@@ -42,7 +42,7 @@ class InsightCommand:
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
     command = with_figures(command)
     knobs = knobs_by_method(settings.knobs)
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     path = command.out.with_suffix(".json")
     run_methods(settings, model, open_results(path, settings, model), knobs)
     record = json.loads(path.read_text(encoding="utf-8"))

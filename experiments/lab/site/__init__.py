@@ -1,14 +1,16 @@
-"""The Sphinx extension of the documentation: pages and tables that are made from docstrings and records when the site is built.
+"""The Sphinx extension of the documentation: pages and tables made from docstrings and records when the site is built.
 
-Three directives for pages in Markdown. ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
-takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or the methods that it names.
-``{knobs} METHOD`` lists the hyper-parameters of a method.
+Directives for pages in Markdown: ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
+takes some columns of its metrics instead, ``:where:`` some rows. ``{methods}`` lists all methods, or those that it names.
+``{knobs} METHOD`` lists the hyper-parameters of a method. ``{operations}`` and ``{families}``
+list the operations of `pallas_kernels` and the families of models that load.
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -16,70 +18,49 @@ from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from experiments.lab.site import methods, operations, records
+from experiments.lab.site import catalogue, methods, records
 from experiments.records import write_bytes
 
 
-class _Generated(SphinxDirective):
-    """A directive whose content is Markdown that `markdown` makes from its argument and options."""
+class Generated(SphinxDirective):
+    """A directive whose content is Markdown that the function of its name in `_TEXTS` makes."""
 
     optional_arguments = 1
     final_argument_whitespace = True
-
-    def markdown(self) -> str:
-        """Make the text in place of the directive."""
-        raise NotImplementedError
+    option_spec: ClassVar[dict[str, Any]] = {"columns": directives.unchanged, "where": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         """Parse the text; its headings become bold lines, because a directive cannot open a section."""
-        text = re.sub(r"^#+ (.+)$", r"**\1**", self.markdown(), flags=re.MULTILINE)
+        text = re.sub(r"^#+ (.+)$", r"**\1**", _TEXTS[self.name](self), flags=re.MULTILINE)
         box = nodes.container()
         self.state.nested_parse(StringList(text.splitlines(), source=self.get_source_info()[0]), self.content_offset, box)
         return box.children
 
 
-class Record(_Generated):
-    """``{record} FILE``: the tables of a record; the path is relative to the folder of the documentation."""
-
-    required_arguments, optional_arguments = 1, 0
-    option_spec: ClassVar[dict[str, Any]] = {"columns": directives.unchanged, "where": directives.unchanged}
-
-    def markdown(self) -> str:
-        """Make the tables, and tell Sphinx to build the page again when the record changes."""
-        path = pathlib.Path(self.env.srcdir) / self.arguments[0]
-        for file in path.glob("*.json") if path.is_dir() else [path]:
-            self.env.note_dependency(str(file))
-        if "columns" not in self.options:
-            return records.tables(path)
-        where = dict(part.strip().split("=") for part in self.options.get("where", "").split(",") if part.strip())
-        return records.columns(path, [name.strip() for name in self.options["columns"].split(",")], where)
+def _record(directive: Generated) -> str:
+    """Make the tables of a record, and tell Sphinx to build the page again when the record changes."""
+    path = pathlib.Path(directive.env.srcdir) / directive.arguments[0]
+    for file in path.glob("*.json") if path.is_dir() else [path]:
+        directive.env.note_dependency(str(file))
+    if "columns" not in directive.options:
+        return records.tables(path)
+    where = dict(part.strip().split("=") for part in directive.options.get("where", "").split(",") if part.strip())
+    return records.columns(path, [name.strip() for name in directive.options["columns"].split(",")], where)
 
 
-class Methods(_Generated):
-    """``{methods} NAMES``: a row for each method; all methods without names."""
-
-    def markdown(self) -> str:
-        """Make the table; its links lead to the methods' pages from the page of the directive."""
-        depth = self.env.docname.count("/")
-        return methods.table("../" * depth + "methods/{}.md", self.arguments[0].split() if self.arguments else None)
+def _methods(directive: Generated) -> str:
+    """Make the table of methods, with links to their pages from the page of the directive."""
+    up = "../" * directive.env.docname.count("/")
+    return methods.table(up + "methods/{}.md", directive.arguments[0].split() if directive.arguments else None)
 
 
-class Knobs(_Generated):
-    """``{knobs} METHOD``: the hyper-parameters of a method or of a wrapper."""
-
-    required_arguments, optional_arguments = 1, 0
-
-    def markdown(self) -> str:
-        """Make the table."""
-        return methods.knobs(self.arguments[0])
-
-
-class Operations(_Generated):
-    """``{operations}``: a table of the operations of each room of `pallas_kernels`."""
-
-    def markdown(self) -> str:
-        """Make the tables."""
-        return operations.tables()
+_TEXTS: Mapping[str, Callable[[Generated], str]] = {
+    "record": _record,
+    "methods": _methods,
+    "knobs": lambda directive: methods.knobs(directive.arguments[0]),
+    "operations": lambda _: catalogue.operations(),
+    "families": lambda _: catalogue.families(),
+}
 
 
 def write_pages(app: Any) -> None:
@@ -104,7 +85,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def setup(app: Any) -> dict[str, bool]:
     """Register the directives and the writing of pages; Sphinx calls this function once."""
-    for name, directive in {"record": Record, "methods": Methods, "knobs": Knobs, "operations": Operations}.items():
-        app.add_directive(name, directive)
+    for name in _TEXTS:
+        app.add_directive(name, Generated)
     app.connect("builder-inited", write_pages)
     return {"parallel_read_safe": True}

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from experiments.evaluation import averages, beside_full, load
+from experiments.lab.site import records
 from experiments.records import markdown_rows
 from kvjax import registry
 from kvjax.protocol.method import Method
@@ -61,7 +61,8 @@ def knobs(name: str) -> str:
     if not listed:
         return "None."
     body = [
-        (f"`{x.name}`", f"`{x.default!r}`", "traced" if x.traced else "static", markdown(x.doc).replace("|", "\\|")) for x in listed
+        (f"`{x.name}`", f"`{x.default!r}`", "traced" if x.traced else "static", markdown(x.doc).replace("|", "\\|"))
+        for x in listed
     ]
     return "\n".join([*markdown_rows([("knob", "default", "kind", "meaning"), *body]), "", _TRACED])
 
@@ -125,7 +126,7 @@ def _blocks(docstring: str) -> list[str]:
     """Split a docstring into its paragraphs, as single lines, and its literal blocks, as code fences, in order."""
     blocks: list[str] = []
     literal = False
-    for chunk in re.split(r"\n\s*\n", docstring.strip()):
+    for chunk in re.split(r"\n\s*\n|\n(?=\*\*Departures)", docstring.strip()):
         if literal and chunk.startswith(" "):
             fenced = inspect.cleandoc(chunk)
             if blocks[-1].endswith("```"):  # a blank line inside one literal block
@@ -141,18 +142,17 @@ def _blocks(docstring: str) -> list[str]:
 
 def _measured(docs: pathlib.Path) -> dict[str, str]:
     """Make the table of each method's means over tasks, and the line with its time for a token, by the method's name."""
-    rows: dict[str, list[tuple[str, ...]]] = {}
-    for folder in (docs / "records" / "results" / name for name in _SCORES):
-        for mean in averages(beside_full([entry for entry in load([folder]) if entry.row["unit"] == "percent"])):
-            share = f"{100 * mean['bytes_read_per_step'] / mean['full_bytes_read_per_step']:.1f} %"
-            name, _, setting = mean["method"].partition("(")
-            cells = (f"`{mean['method']}`" if setting else "as it is", f"{mean['length']:,}", f"{mean['score']:.1f}", share)
-            rows.setdefault(name, []).append(cells)
-    head = ("setting", "tokens", "mean score", "bytes read, of Full's")
-    told = f"Means over tasks on Qwen2.5-Coder-1.5B ([quality](../quality.md), records {' and '.join(_SCORES)}):\n\n"
-    parts = {name: told + "\n".join(markdown_rows([head, *cells])) for name, cells in rows.items()}
+    cells: dict[str, list[tuple[str, ...]]] = {}
+    for row in (row for name in _SCORES for row in records.rows(docs / "records" / "results" / name)):
+        name, _, knobs = row["setting"].partition("(")
+        setting = f"`{row['setting']}`" if knobs else "as it is"
+        cells.setdefault(name, []).append((setting, f"{row['length']:,}", row["score"], row["read"]))
+    head = ("setting", "tokens", "mean score", "read per step")
+    about = f"Means over tasks on Qwen2.5-Coder-1.5B ([quality](../quality.md), records {' and '.join(_SCORES)}):\n\n"
+    parts = {name: [about + "\n".join(markdown_rows([head, *rows]))] for name, rows in cells.items()}
     for row in json.loads((docs / "records" / _TIMES).read_text(encoding="utf-8"))["metrics"]:
-        if (row["name"], row["length"], row["batch"], row["error"], row.get("note") or "") == ("decode", 131_072, 1, None, ""):
+        case = tuple(row.get(name) or None for name in ("name", "length", "batch", "error", "note"))
+        if case == ("decode", 131_072, 1, None, None) and len(parts.setdefault(row["method"], [])) < 2:
             line = f"One token after 131,072 takes {1e3 * row['value']:.2f} ms on an H200 ([speed](../speed.md))."
-            parts[row["method"]] = "\n\n".join(filter(None, (parts.get(row["method"]), line)))
-    return parts
+            parts[row["method"]].append(line)
+    return {name: "\n\n".join(texts) for name, texts in parts.items()}

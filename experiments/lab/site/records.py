@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import read_runs, report
+from experiments.evaluation import against, averages, beside_full, load, read_runs, report
 from experiments.lab.ablations import ablation_tables
 from experiments.lab.exact.report import exact_tables
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.speed.report import peer_tables
-from experiments.records import device_kinds, markdown_rows, short_commit
+from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables, tpu_bytes_table
+from experiments.tasks import GROUPS
+from kvjax import registry
 
+COUNTED = 60.0  # percent
 _WITH_NOTES = {
     "speed": speed_tables, "offload": offload_tables, "kernels": kernel_table, "peers": peer_tables,
     "tpu-bytes": tpu_bytes_table,
@@ -45,21 +48,50 @@ def tables(path: pathlib.Path) -> str:
     return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
 
 
+def rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """List the rows of a record: its metrics, and of a folder of `eval` the means over tasks that count, the best first.
+
+    A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart.
+    """
+    record = read_record(path)
+    if record["experiment"] != "eval":
+        return record["metrics"]
+    entries = [entry for entry in load([path]) if entry.row["unit"] == "percent"]
+    full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
+    counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
+    return [
+        {
+            **mean,
+            "setting": mean["method"],
+            "method": method_title(mean["method"]),
+            "score": f"{mean['score']:.1f}",
+            "against Full": "" if mean["method"] == "full" else against(mean),
+            "same answer": f"{mean['same']:.0f} %",
+            "read": f"{mean['bytes_read_per_step'] / 1e6:.2f} MB ({_share(mean)})",
+            "resident": f"{mean['resident_bytes_per_row'] / 1e6:.2f} MB",
+        }
+        for mean in sorted(averages(beside_full(counted)), key=lambda mean: (mean["method"] != "full", -mean["score"]))
+    ]
+
+
 def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str]) -> str:
-    """Make a table of some fields of a record's metrics.
+    """Make a table of some fields of a record's rows.
 
     Args:
         path: a record or a result folder.
         names: the fields; a row without one has an empty cell.
-        where: the values of fields, as text, that select rows.
+        where: the values of fields, as text, that select rows; "setting" may be "own", which selects methods without knobs.
 
     Raises:
         ValueError: no row has these values.
     """
-    rows = [row for row in read_record(path)["metrics"] if all(_cell(row.get(name)) == x for name, x in where.items())]
-    if not rows:
+    own = where.get("setting") == "own"
+    wanted = {name: value for name, value in where.items() if not (own and name == "setting")}
+    selected = [row for row in rows(path) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
+    selected = [row for row in selected if not own or row["setting"].partition("(scores=")[0] in registry.builtin()]
+    if not selected:
         raise ValueError(f"{path} has no row with {where}")
-    return "\n".join(markdown_rows([tuple(names), *(tuple(_cell(row.get(name)) for name in names) for row in rows)]))
+    return "\n".join(markdown_rows([tuple(names), *(tuple(_cell(row.get(name)) for name in names) for row in selected)]))
 
 
 def pages(docs: pathlib.Path) -> dict[str, str]:
@@ -74,7 +106,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
         if "commit" not in record:
             continue  # scores of heads, which are an input of methods
         path = file.parent if file.name == "metrics.json" else file
-        name = "-".join(path.relative_to(folder).with_suffix("").parts) if path.is_file() else f"{path.parent.name}-{path.name}"
+        name = "-".join((*path.relative_to(folder).parent.parts, path.name.removesuffix(".json")))
         link = f"../records/{file.relative_to(folder).as_posix()}"
         text = tables(path)
         if text:
@@ -100,6 +132,10 @@ def _origin(path: pathlib.Path, record: Mapping[str, Any]) -> tuple[str, str, st
     days = dict.fromkeys(date[:10] for date in (runs[0][0], runs[-1][0]))
     commits = dict.fromkeys(short_commit(commit) for _, commit in runs)
     return " to ".join(days), ", ".join(commits), " and ".join(device_kinds(record)), record["versions"].get("jax", "")
+
+
+def _share(mean: Mapping[str, Any]) -> str:
+    return f"{100 * mean['bytes_read_per_step'] / mean['full_bytes_read_per_step']:.1f} %"
 
 
 def _cell(value: Any) -> str:

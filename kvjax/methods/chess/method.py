@@ -12,7 +12,7 @@ share of the grids with candidates, of these grids' chunks, and of these chunks'
 attends to these pages, to the first and the last pages, and to the open page. A finished page joins the list. At the end of
 a page of generated tokens the list can be rebuilt (a "reconstruction"): if over the page the entropy of the next-token
 distribution had a mean above ``tau_entropy`` and a variance above ``tau_varentropy``. With ``trigger="or"`` one of the two
-is enough; ``"fixed"`` rebuilds every ``interval`` pages, ``"step"`` after every token, and ``"never"`` does not rebuild.
+is enough; ``"fixed"`` rebuilds every ``interval`` pages, and ``"never"`` does not rebuild.
 
 **Source**: CHESS (arXiv:2602.20732), sections 3 and 4; no code is public. Its base engine, nano-vllm bb823b3, stores
 rotated keys.
@@ -25,8 +25,9 @@ pages are active while there are at most sink + window + 1 pages.
 The default reads the paper otherwise at four points: page vectors are means of keys before rotation, scores are centred
 (the mean page vector is subtracted from the anchor), the anchor has two pages, and sinks and window, which are active
 anyway, do not compete. ``Chess(**PRINTED)`` is the printed form: equation 4 over rotated keys, with the window as anchor,
-and all pages compete. Models whose RoPE frequencies change with the length need ``printed=True``. Why, and what other
-readings score: docs/notebook/readings.md.
+and all pages compete. ``hierarchy=False`` ranks pages alone, which leaves the paper's central idea. Models whose RoPE
+frequencies change with the length need ``page_vec_rope="post"``. Why, and what other readings score:
+docs/notebook/readings.md.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from kvjax.methods.chess.page_tree import (
     put_page,
     score_nodes,
 )
-from kvjax.methods.chess.state import Pages, all_active, arrays_of_list, note_entropy
+from kvjax.methods.chess.state import Pages, arrays_of_list, note_entropy
 from kvjax.protocol.fields import check_within
 from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
 from kvjax.protocol.slots import SlotMethod
@@ -71,7 +72,6 @@ class ChessLayer(SlotMethod):
     """One layer of `Chess`: exact attention over the active pages of the shared state, and the open page."""
 
     page_size: int = static(least=1)
-    implementation: str | None = static(default=None)
     offload: bool | float = static(default=False, least=0, most=1)
     copies: Near = static(default=Near())
 
@@ -141,11 +141,8 @@ class Chess(Method):
     candidates: str = static(  # pages to rank: the "history" between the sink pages and the window, or "all"
         default="history", choices=("history", "all")
     )
-    first_selection: str = static(  # all pages are active until the end of the "prompt" or the first "trigger"
-        default="prompt", choices=("prompt", "trigger")
-    )
-    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages), "step" or "never"
-        default="and", choices=("and", "or", "fixed", "step", "never")
+    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
+        default="and", choices=("and", "or", "fixed", "never")
     )
     interval: int | Array = traced(default=6, least=1)  # pages between reconstructions under trigger="fixed"
     tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; see `calibrate_chess`
@@ -153,8 +150,6 @@ class Chess(Method):
     page_vec_rope: str = static(  # averaged keys: "pre" (rotation undone) or "post" (rotated)
         default="pre", choices=("pre", "post")
     )
-    normalize: bool = static(default=False)  # True: each layer's and head's part of a page vector has length 1
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
@@ -181,7 +176,6 @@ class Chess(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return ChessLayer(
             page_size=self.page_size,
-            implementation=self.implementation,
             offload=self.offload,
             copies=Near(first=self.num_sink_pages * self.page_size, newest=(self.window + 1) * self.page_size),
         )
@@ -196,10 +190,8 @@ class Chess(Method):
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        listed = every = self._shape.counts(slots)[0]
-        if self.first_selection == "prompt":
-            most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
-            listed = min(most + self.num_sink_pages + self.window + 1 + grown, every)
+        most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
+        listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(
             nodes=None,
@@ -222,10 +214,8 @@ class Chess(Method):
         pages = cache.shared
         if pages.nodes is None:
             complete = cache.length // self.page_size
-            nodes = build(_stored(cache), self._shape, complete, self._unrotate(cache), self.normalize)
+            nodes = build(_stored(cache), self._shape, complete, self._unrotate(cache))
             pages = dataclasses.replace(pages, nodes=nodes, complete=complete, seen=cache.length)
-            if self.first_selection == "trigger":
-                return dataclasses.replace(cache, shared=all_active(pages))
             pages = self._reconstruct(pages, cache, jnp.ones(complete.shape, bool))
             return dataclasses.replace(cache, shared=pages)
         fresh = cache.length > pages.seen
@@ -233,19 +223,13 @@ class Chess(Method):
             pages = note_entropy(pages, cache.logits, fresh)
         pages = dataclasses.replace(pages, seen=cache.length)
         if decoding:  # one token completes at most one page
-            pages = self._complete(pages, cache, decoding)
-            if self.trigger == "step":
-                count = pages.reconstructions + fresh.astype(jnp.int32)
-                pages = dataclasses.replace(self._reconstruct(pages, cache, fresh), reconstructions=count)
-            return dataclasses.replace(cache, shared=pages)
+            return dataclasses.replace(cache, shared=self._complete(pages, cache, decoding))
         pages = lax.while_loop(
             lambda pages: (pages.complete < cache.length // self.page_size).any(),
             lambda pages: self._complete(pages, cache, decoding),
             pages,
         )
-        if self.first_selection == "prompt":
-            pages = self._reconstruct(pages, cache, fresh)
-        return dataclasses.replace(cache, shared=pages)
+        return dataclasses.replace(cache, shared=self._reconstruct(pages, cache, fresh))
 
     @property
     def _shape(self) -> Shape:
@@ -275,7 +259,7 @@ class Chess(Method):
         # Conditionals are here, once per step, and not in every layer. They return small arrays, so nothing large is copied.
         vector = lax.cond(
             ready.any(),
-            lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache), self.normalize),
+            lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache)),
             lambda: jnp.zeros((page.shape[0], 1, pages.tree.mean_keys.shape[2]), jnp.float32),
         )
         since = pages.since + ready.astype(jnp.int32)
@@ -296,7 +280,7 @@ class Chess(Method):
             generated=pages.generated + (ready & decoding).astype(jnp.int32),
             reconstructions=pages.reconstructions + triggered.astype(jnp.int32),
         )
-        if self.trigger in ("step", "never"):
+        if self.trigger == "never":
             return pages
         active, count, since = lax.cond(
             triggered.any(),
@@ -307,7 +291,7 @@ class Chess(Method):
 
     def _triggered(self, pages: Pages) -> Array:
         """Decide whether the page that ends now triggers a reconstruction: bool [B]."""
-        if self.trigger in ("step", "never"):
+        if self.trigger == "never":
             return jnp.zeros(pages.since.shape, bool)
         if self.trigger == "fixed":
             return pages.since >= self.interval
@@ -345,7 +329,7 @@ class Chess(Method):
         last = total[:, None] - number + jnp.arange(number, dtype=jnp.int32)[None]
         vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(last, 0)[..., None], axis=1)
         newest = jnp.maximum(total - 1, 0)[:, None]
-        fresh = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache), self.normalize)
+        fresh = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache))
         vectors = jnp.where((last == newest)[..., None], fresh, vectors.astype(jnp.float32))
         exists = (last >= 0)[..., None]
         anchor = jnp.where(exists, vectors, 0).sum(axis=1) / jnp.maximum(jnp.sum(exists, axis=1), 1).astype(jnp.float32)

@@ -93,25 +93,22 @@ class Nodes:
 
 
 def page_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None, normalize: bool
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None
 ) -> Array:
     """Compute page vectors from the stored keys.
 
     Args:
-        layers: storage of every layer; a slot is a position.
         pages: int32 [B, P], pages to summarise; an incomplete page has the mean of its tokens so far.
-        page_size: tokens in a page.
         inv_freq: for each layer float32 [D/2], to undo the rotation of the keys first; None leaves them rotated.
-        normalize: whether to scale the mean key of each layer and KV head to length 1.
 
     Returns:
         float32 [B, P, N].
     """
-    return total(_own_vectors(layers, pages, page_size, inv_freq, normalize), layers[0])
+    return total(_own_vectors(layers, pages, page_size, inv_freq), layers[0])
 
 
 def _own_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None, normalize: bool
+    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None
 ) -> Array:
     """Compute `page_vectors` with zeros for pages on other devices."""
     slots = page_slots(pages, page_size)
@@ -128,23 +125,21 @@ def _own_vectors(
         shape = (*key.shape[:2], pages.shape[1], page_size)
         count = present.reshape(*shape, 1).sum(axis=3).astype(jnp.float32)
         mean = key.reshape(*shape, -1).sum(axis=3) / jnp.maximum(count, 1.0)  # [B, H, P, D]
-        if normalize:
-            mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
         vectors.append(mean.swapaxes(1, 2))
     return jnp.stack(vectors, axis=3).reshape(*pages.shape, -1)  # [B, P, H, L, D]
 
 
-def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: list[Array] | None, normalize: bool) -> Nodes:
+def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: list[Array] | None) -> Nodes:
     """Build the whole tree over the first ``complete`` int32 [B] pages from the stored keys."""
     cache, dtype = layers[0], layers[0].key.dtype
     count, chunks, grids = shape.counts(cache.row_slots)
     pages = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], (complete.shape[0], count))
     if cache.parts == 1:
-        vectors = page_vectors(layers, pages, shape.page_size, inv_freq, normalize)
+        vectors = page_vectors(layers, pages, shape.page_size, inv_freq)
     else:
         size = cache.num_slots // shape.page_size
         own = lax.dynamic_slice_in_dim(pages, cache.first // shape.page_size, size, 1)
-        vectors = axes.joined(_own_vectors(layers, own, shape.page_size, inv_freq, normalize), 1, axes.SLOTS)
+        vectors = axes.joined(_own_vectors(layers, own, shape.page_size, inv_freq), 1, axes.SLOTS)
     vectors = jnp.where((pages < complete[:, None])[..., None], vectors, 0).astype(dtype)
     if shape.fan is None:
         return Nodes(mean_keys=vectors, shape=shape)
@@ -157,7 +152,6 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
     """Add a page that has just become complete, and update its chunk and its grid.
 
     Args:
-        nodes: the tree over all pages before it.
         page: int32 [B], the number of the page.
         vector: float32 [B, N].
         when: bool [B], rows in which the page is complete.
@@ -212,9 +206,6 @@ def cascade(
         chunks: float32 [B, chunks], score of each chunk.
         pages: float32 [B, P], score of each page.
         candidate: bool [B, P], pages to select from.
-        ratios: shares of grids, chunks and pages to keep, traced.
-        pages_per_chunk: pages in a chunk.
-        chunks_per_grid: chunks in a grid.
 
     Returns:
         Whether each page is left, bool [B, P].
@@ -232,7 +223,6 @@ def best_pages(pages: Array, candidate: Array, ratios: Triple) -> Array:
     Args:
         pages: float32 [B, P], score of each page.
         candidate: bool [B, P], pages to select from.
-        ratios: three factors of the share, traced.
 
     Returns:
         Whether each page is left, bool [B, P].

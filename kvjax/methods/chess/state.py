@@ -37,13 +37,6 @@ class Pages:
         return not_none("nodes", self.nodes)
 
 
-def all_active(pages: Pages) -> Pages:
-    """Make all complete pages active; ``active`` has room for every page of the cache."""
-    page = jnp.arange(pages.active.shape[1], dtype=jnp.int32)[None]
-    active = jnp.where(page < pages.complete[:, None], page, 0)
-    return dataclasses.replace(pages, active=active, count=pages.complete)
-
-
 def arrays_of_list(pages: Pages) -> tuple[Array, Array, Array]:
     """Return the arrays that a reconstruction changes: ``active``, ``count`` and ``since``."""
     return pages.active, pages.count, pages.since

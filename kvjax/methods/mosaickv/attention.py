@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerStorage
-from kvjax.methods.mosaickv.packing import unpack
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.attend.packed_attention import packed_attention
+from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.query.project_query import project_query
 from pallas_kernels.score.packed_score import packed_score
 from pallas_kernels.soft_cap import capped
@@ -36,17 +36,14 @@ def block_slots(layout: Layout, store: Store) -> Array:
     return (jnp.arange(store.block.values.shape[2], dtype=jnp.int32) * layout.granule)[None, None]
 
 
-def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None) -> Array:
+def block_scores(layout: Layout, store: Store, parts: Array) -> Array:
     """Multiply queries with the packed mean of every block; a block that is not visible gets -inf.
 
     Args:
         layout: static sizes.
-        store: packed tokens.
-        parts: the queries, as `projected` returns them.
-        reduce: "max" or "mean" over the G query heads, or None.
 
     Returns:
-        float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None.
+        float32 [B, H, P], the maximum over the G query heads.
     """
     return packed_score(
         parts,
@@ -55,7 +52,7 @@ def block_scores(layout: Layout, store: Store, parts: Array, reduce: str | None)
         store.packed,
         store.last,
         unit=layout.granule,
-        reduce=reduce,
+        reduce="max",
         **_owners(layout, store),
     )
 
@@ -72,10 +69,7 @@ def attend_listed(
 
     Args:
         layout: static sizes.
-        store: packed tokens.
-        cache: the buffer, the new token included.
         query: [B, H, G, D], rotated by position.
-        parts: the same query, as `projected` returns it.
         blocks: int32 [B, H, K]; the first ``count`` entries are blocks, ascending.
         count: int32 [B, H].
 
@@ -119,8 +113,6 @@ def attend_packed(
 
     Args:
         layout: static sizes.
-        store: packed tokens.
-        cache: the buffer, the new tokens included.
         query: [B, H, G, T, D], rotated by position.
         position: int32 [B, T].
         keep: bool [B, H, G or 1, P], blocks to attend to.

@@ -2,10 +2,10 @@
 
 Stored per KV head: two bases R for each segment of the prompt, whose rows are the eigenvectors of the second moment of the
 segment's rotated keys and of its values; for every key, value and block mean the r largest channels in that basis and a
-bitmap of their numbers (`kvjax.methods.mosaickv.packing`); up to ``buffer`` of the newest tokens, unchanged. The exact prompt
+bitmap of their numbers (`pallas_kernels.formats.packed_vectors`); up to ``buffer`` of the newest tokens, unchanged. The exact prompt
 is not kept.
 
-Score of block p of segment s; by default ``reduce`` is the maximum over the query heads of the group::
+Score of block p of segment s for KV head h::
 
     u[h, p] = max over g of  (Rk_s q[h, g]) . packed mean of the block's keys
 
@@ -39,27 +39,25 @@ The next segment stays open.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.over_cache import is_masked
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
 from kvjax.methods.mosaickv.attention import (
     attend_listed,
     attend_packed,
     block_scores,
-    block_slots,
     count_blocks,
     projected,
     visible_blocks,
 )
-from kvjax.methods.mosaickv.store import Store, build, flush, outlived, owner, refit, write
-from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, pick, vector_bytes
+from kvjax.methods.mosaickv.store import Store, build, flush, outlived, refit, write
+from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, vector_bytes
 from kvjax.protocol.method import Cost, Inputs, LayerMethod
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
@@ -76,7 +74,6 @@ class MosaicState:
 
     cache: LayerStorage
     store: Store | None = None
-    found: Array | None = None  # int32 [B, H], with reduce="each": blocks that the last step read; EMPTY before a step
 
     @property
     def basis_key(self) -> Array:
@@ -97,33 +94,21 @@ class MosaicKV(LayerMethod):
     fraction: float | Array = traced(default=0.10, above=0, most=1, within="capacity")  # share of blocks to attend to
     capacity: float | None = static(default=None, above=0, most=1)  # share of blocks to make room for; None = fraction
     block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
-    segment: int = static(default=65536, least=1)  # most tokens that share a basis
     buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
-    reduce: str = static(  # over query heads of the group: "max", "mean", "softmax" (mean of probabilities); or "each"
-        default="max", choices=("max", "mean", "softmax", "each")
-    )
-    keep_first_block: bool = static(default=False)  # True: always attend to the row's first block
-    truncate: bool = static(default=False)  # True: never keep the last quarter of the rotated channels
-    rotate: bool = static(default=True)  # False: prune the channels of the model's own basis
-    per_vector: bool = static(default=True)  # False: all vectors of a segment keep the same channels
     strategy: str = static(  # or "dynamic": channels, element group and block size depend on the content
         default="static", choices=("static", "dynamic")
     )
     max_loss: float | Array = traced(  # largest mean share of energy that a segment can lose (dynamic strategy)
         default=0.1, least=0
     )
-    max_variance: float | Array = traced(default=0.5, least=0)  # largest share of key energy inside blocks (dynamic strategy)
-    lifetime: float | Array = traced(  # tokens of an output segment that has the prompt's mean loss (dynamic strategy)
-        default=8192.0, least=0
-    )
-    implementation: str | None = static(  # None, or "mask": unpack all tokens and mask blocks (slow)
-        default=None, choices=("mask",)
-    )
     offload: bool | float = static(  # prompt while read, "dynamic"'s open segment in host memory; or a share
         default=False, least=0, most=1
     )
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
+    lifetime = 8192.0  # tokens of an output segment that has the prompt's mean loss (dynamic strategy)
+    max_variance = 0.5  # largest share of key energy inside blocks (dynamic strategy)
+    segment = 65536  # most tokens that share a basis
 
     keeps = "every token, its largest channels"
     reads_values = True
@@ -140,8 +125,6 @@ class MosaicKV(LayerMethod):
             raise ValueError(f"MosaicKV: buffer must be a multiple of a block of {granule} tokens, got {self.buffer}")
         if self.segment % self.buffer:
             raise ValueError(f"MosaicKV: segment must be a multiple of buffer={self.buffer} tokens, got {self.segment}")
-        if self.strategy == "dynamic" and not self.per_vector:
-            raise ValueError("MosaicKV: per_vector must be True under strategy='dynamic', got False")
 
     def init(self, spec: LayerSpec) -> MosaicState:
         self._layout(spec.head_dim)
@@ -157,16 +140,13 @@ class MosaicKV(LayerMethod):
         early = inputs.position < state.store.packed[:, None] + layout.buffer
         position = jnp.where(early, inputs.position, EMPTY) if layout.dynamic else inputs.position
         store = write(layout, cache, state.store, key, inputs.value, position)
-        found = state.found
         if query.shape[3] == 1:
-            out, read = self._decode(layout, store, cache, query[..., 0, :], inputs.position)
-            out = out[..., None, :]
-            found = None if found is None else jnp.where(inputs.position >= 0, read, found)
+            out = self._decode(layout, store, cache, query[..., 0, :], inputs.position)[..., None, :]
         else:  # several tokens at once attend to all stored tokens
             keep = jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
             out = attend_packed(layout, store, cache, query, inputs.position, keep[:, :, None])
         late = jnp.where(early, EMPTY, inputs.position)
-        return out, dataclasses.replace(self._close(layout, cache, store, key, inputs.value, late), found=found)
+        return out, self._close(layout, cache, store, key, inputs.value, late)
 
     def finish(self, state: MosaicState, spec: LayerSpec) -> MosaicState:
         if state.store is not None:
@@ -176,20 +156,14 @@ class MosaicKV(LayerMethod):
         )
         if spec.offloaded and store.output is not None:
             store = store.with_exact(to_host(store.output.key), to_host(store.output.value))
-        found = jnp.full(cache.position.shape[:2], EMPTY, jnp.int32) if self.reduce == "each" else None
-        return MosaicState(cache=cache, store=store, found=found)
+        return MosaicState(cache=cache, store=store)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
         query, _, cache = _append(state.cache, inputs)
         layout = self._layout(query.shape[-1])
         store = not_none("store", state.store)
         blocks, count = self._select(layout, store, projected(store, query[..., 0, :]))
-        listed, size = _listed(blocks, count), store.block.values.shape[2]
-        if blocks.shape[2] == 1:
-            blocks, listed = blocks[:, :, 0], listed[:, :, 0]
-        else:  # a block that several query heads chose is listed once
-            listed = _spread(blocks, listed, size).any(axis=2)
-            blocks = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], listed.shape)
+        listed = _listed(blocks, count)
         keep = jnp.repeat(listed, layout.granule, axis=2)
         return jnp.concatenate([jnp.where(keep, page_slots(blocks, layout.granule), EMPTY), cache.position], axis=2)
 
@@ -198,11 +172,7 @@ class MosaicKV(LayerMethod):
         cache, store = state.cache, not_none("store", state.store)
         layout, itemsize = self._layout(cache.key.shape[-1]), cache.key.dtype.itemsize
         blocks = count_blocks(layout, store)
-        quota = self._quota(blocks.sum(axis=1))
-        selected = quota.astype(jnp.float32)
-        if state.found is not None:  # before the first step: as if the query heads of a group chose the same blocks
-            selected = jnp.where(state.found >= 0, state.found, quota[:, None]).astype(jnp.float32).mean(axis=1)
-        selected = selected * layout.granule
+        selected = self._quota(blocks.sum(axis=1)).astype(jnp.float32) * layout.granule
         raw = 2 * layout.dim * itemsize * cache.cursor.astype(jnp.float32)
         tokens = (blocks * layout.granule).astype(jnp.float32)
         row = vector_bytes(layout, store.segments, itemsize)
@@ -243,37 +213,26 @@ class MosaicKV(LayerMethod):
     def _layout(self, dim: int) -> Layout:
         dynamic = self.strategy == "dynamic"
         rank = 3 * dim // 8 if dynamic else round(self.channels * dim)
-        channels = 3 * dim // 4 if self.truncate else dim
         if dim % 8:
             raise ValueError(f"MosaicKV: head_dim must be a multiple of 8, got {dim}")
-        if not 1 <= rank <= channels:
+        if not 1 <= rank <= dim:
             raise ValueError(
-                f"MosaicKV: channels must leave 1 to {channels} of head_dim={dim}, got {rank} (channels={self.channels})"
+                f"MosaicKV: channels must leave 1 to {dim} of head_dim={dim}, got {rank} (channels={self.channels})"
             )
         return Layout(
             dim=dim,
             rank=rank,
-            channels=channels,
             granule=BLOCKS[0] if dynamic else self.block_size,
             window=BLOCKS[-1] if dynamic else self.block_size,
             buffer=self.buffer,
             segment=self.segment,
             dynamic=dynamic,
-            rotate=self.rotate,
-            per_vector=self.per_vector,
         )
 
     def _quota(self, blocks: Array) -> Array:
         """Compute how many of ``blocks`` int32 to attend to: the share, rounded up, and at least 1 of any."""
         share = jnp.asarray(self.fraction, jnp.float32) * blocks.astype(jnp.float32)
         return jnp.clip(jnp.ceil(share - 1e-6).astype(jnp.int32), jnp.minimum(blocks, 1), blocks)
-
-    def _first_block(self, layout: Layout, store: Store) -> int | Array:
-        """Count the tokens of the row's first block; int32 [B, H, 1] under the dynamic strategy."""
-        if not layout.dynamic:
-            return layout.granule
-        first = owner(layout, store, jnp.zeros((store.packed.shape[0], 1, 1), jnp.int32))[:, 0, 0]
-        return pick(store.segments, first).block_size[..., None]
 
     def _prompt(self, cache: LayerStorage, inputs: Inputs) -> tuple[Array, MosaicState]:
         """Prefill a chunk with dense and exact attention."""
@@ -292,53 +251,26 @@ class MosaicKV(LayerMethod):
         )
         return out, MosaicState(cache=cache)
 
-    def _decode(
-        self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array
-    ) -> tuple[Array, Array]:
-        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head.
-
-        Returns:
-            The output [B, H, G, D], and int32 [B, H], blocks that the query heads of each KV head read together.
-        """
+    def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array) -> Array:
+        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head: [B, H, G, D]."""
         parts = projected(store, query)
         blocks, count = self._select(layout, store, parts)
-        keep = _spread(blocks, _listed(blocks, count), store.block.values.shape[2])
-        read = jnp.sum(keep.any(axis=2), axis=2, dtype=jnp.int32)
-        if self.implementation == "mask":
-            return attend_packed(layout, store, cache, query[..., None, :], position, keep)[..., 0, :], read
-        lists, outs = blocks.shape[2], []
-        size = query.shape[2] // lists  # query heads that share a list
-        for at in range(lists):
-            own = slice(at * size, (at + 1) * size)
-            outs.append(
-                attend_listed(
-                    layout, store, cache, query[:, :, own], parts[:, :, :, own], blocks[:, :, at], count[:, :, at]
-                )
-            )
-        return jnp.concatenate(outs, axis=2), read
+        if is_masked():
+            keep = mask_of(blocks, _listed(blocks, count), store.block.values.shape[2])
+            return attend_packed(layout, store, cache, query[..., None, :], position, keep[:, :, None])[..., 0, :]
+        return attend_listed(layout, store, cache, query, parts, blocks, count)
 
     def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
-        """Select the best blocks for queries ``parts`` from `projected`; L is 1, or with ``reduce="each"`` G lists.
+        """Select the best blocks for queries ``parts`` from `projected`.
 
         Returns:
-            Blocks int32 [B, H, L, K], ascending, and the number of listed entries int32 [B, H, L].
+            Blocks int32 [B, H, K], ascending, and the number of listed entries int32 [B, H].
         """
-        visible = visible_blocks(layout, store)
-        if self.reduce == "softmax":
-            logits = block_scores(layout, store, parts, None) / math.sqrt(layout.dim)
-            peak = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-            score = jax.nn.softmax(logits - peak, axis=-1).mean(axis=2)
-            score = jnp.where(visible, score, -jnp.inf)
-        else:
-            score = block_scores(layout, store, parts, None if self.reduce == "each" else self.reduce)
-        if self.keep_first_block:
-            first = visible & (block_slots(layout, store) < self._first_block(layout, store))
-            score = jnp.where(first[:, :, None] if score.ndim == 4 else first, jnp.inf, score)
-        batch, heads, blocks = *score.shape[:2], score.shape[-1]
+        score = block_scores(layout, store, parts)
+        blocks = score.shape[-1]
         capacity = min(max(1, math.ceil(not_none("capacity", self.capacity) * blocks - 1e-6)), blocks)
         quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
-        best, count = kth_select(score.reshape(batch, -1, blocks), quota[:, None], capacity)
-        return best.reshape(batch, heads, -1, capacity), count.reshape(batch, heads, -1)
+        return kth_select(score, jnp.broadcast_to(quota[:, None], score.shape[:2]), capacity)
 
     def _close(
         self, layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, late: Array
@@ -381,10 +313,3 @@ def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
 def _listed(blocks: Array, count: Array) -> Array:
     """Mark the listed entries of ``blocks`` int32 [..., K], ``count`` int32 [...] of them: bool [..., K]."""
     return jnp.arange(blocks.shape[-1]).reshape((1,) * count.ndim + (-1,)) < count[..., None]
-
-
-def _spread(chosen: Array, keep: Array, blocks: int) -> Array:
-    """Convert lists of blocks [B, H, L, K] to a mask bool [B, H, L, blocks]."""
-    lead = chosen.shape[:3]
-    chosen, keep = (x.reshape(len(x), -1, x.shape[3]) for x in (chosen, keep))
-    return mask_of(chosen, keep, blocks).reshape(*lead, blocks)

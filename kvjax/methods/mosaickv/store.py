@@ -17,11 +17,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvjax.cache import LayerCache, LayerStorage, PlainCache
-from kvjax.methods.mosaickv.packing import words_of
 from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune, put, stack
 from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.selection import page_slots
 from pallas_kernels import axes
+from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.store.pack_token import pack_token
 
@@ -78,8 +78,6 @@ def build(
 
     Args:
         layout: static sizes.
-        raw: the whole prompt, slot i at position i.
-        max_new_tokens: tokens that may follow.
         max_loss, max_variance: see `kvjax.methods.mosaickv.strategy.fit`.
 
     Returns:
@@ -159,13 +157,11 @@ def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: 
 
     Args:
         layout: static sizes.
-        cache: the buffer, the tokens included.
-        store: gets the tokens.
         key: [B, H, T, D], rotated by position.
         value: [B, H, T, D].
         position: int32 [B, T], consecutive; EMPTY for tokens not to pack.
     """
-    if position.shape[1] == 1 and not layout.dynamic and layout.per_vector:
+    if position.shape[1] == 1 and not layout.dynamic:
         return _write_one(layout, cache, store, position[:, 0])
     slots, means = store.key.values.shape[2], store.block.values.shape[2]
     active = position >= 0
@@ -224,7 +220,7 @@ def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Arra
         store.segments.basis_value,
         tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
         granule=layout.granule,
-        channels=layout.channels,
+        channels=layout.dim,
     )
     key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
     return dataclasses.replace(store, key=key, value=value, block=block)
@@ -235,8 +231,6 @@ def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tup
 
     Args:
         layout: static sizes.
-        cache: the buffer.
-        store: the packed tokens.
         tokens: the most tokens that a row has just got; a single token cannot make the buffer more than full.
 
     Returns:

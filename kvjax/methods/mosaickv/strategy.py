@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.methods.mosaickv.packing import bytes_per_vector, channel_score, pack_channels
 from kvjax.protocol.typing import not_none, pytree
+from pallas_kernels.formats.packed_vectors import channel_score, pack_channels
 
 SHARES = (1, 2, 3)  # choices of the dynamic strategy: eighths of the channels to keep
 GROUPS = (4, 2, 1)  # its element groups, the fewest bitmap bytes first
@@ -27,19 +27,16 @@ class Layout:
 
     dim: int  # D
     rank: int  # values stored per vector; the dynamic strategy keeps as many or fewer
-    channels: int  # the first rotated channels, which can be kept
     granule: int  # tokens per stored block mean
     window: int  # tokens of the largest block; a multiple of the granule
     buffer: int  # tokens that become visible together; a multiple of the window
     segment: int  # prompt tokens that share a pruning; a multiple of the buffer
     dynamic: bool  # True: rate, element group and block size are chosen per row, KV head and segment
-    rotate: bool  # False: the basis is the identity
-    per_vector: bool  # False: all vectors of a segment keep the same channels
 
 
 @pytree
 class Packed:
-    """Pruned vectors; see `kvjax.methods.mosaickv.packing`."""
+    """Pruned vectors; see `pallas_kernels.formats.packed_vectors`."""
 
     values: Array  # [..., r]
     bitmap: Array  # uint8 [..., D/8]; in storage int32 words [..., D/32]
@@ -54,8 +51,6 @@ class Segment:
 
     basis_key: Array  # float32 [B, H, D, D], rows: unit eigenvectors of the keys' second moment, by decreasing eigenvalue
     basis_value: Array  # float32 [B, H, D, D], the same for values
-    channels_key: Array | None  # bool [B, H, D], the kept channels if all vectors keep the same; else None
-    channels_value: Array | None  # the same for values
     rank: Array | None  # int32 [B, H], kept channels
     group: Array | None  # int32 [B, H], element group
     block: Array | None  # int32 [B, H], tokens per block
@@ -77,25 +72,15 @@ def fit(
         value: float32 [B, H, S, D]; zero for tokens that are not valid.
         valid: bool [B, S], whole windows; S is a multiple of the window.
         max_loss: the largest mean loss (share of pruned energy) of a rate.
-        max_variance: the largest share of key energy inside blocks.
     """
     basis_key, basis_value = (_basis(layout, x) for x in (key, value))
     rotated = to_basis(basis_key, key), to_basis(basis_value, value)
-    channels = [None, None] if layout.per_vector else [_channels(layout, y) for y in rotated]
     rank = group = block = None
     if layout.dynamic:
         tokens = jnp.sum(valid, axis=1, dtype=jnp.int32)
         rank, group = _rate(layout, *rotated, tokens, max_loss)
         block = _block(key, tokens, max_variance)
-    return Segment(
-        basis_key=basis_key,
-        basis_value=basis_value,
-        channels_key=channels[0],
-        channels_value=channels[1],
-        rank=rank,
-        group=group,
-        block=block,
-    )
+    return Segment(basis_key=basis_key, basis_value=basis_value, rank=rank, group=group, block=block)
 
 
 def product(subscripts: str, *factors: Array) -> Array:
@@ -120,10 +105,9 @@ def prune(
         token, float32 [B, H, T]: the pruned share of a vector's energy, averaged over key and value. A zero vector has none.
     """
     bases = segment.basis_key, segment.basis_value, segment.basis_key
-    channels = segment.channels_key, segment.channels_value, segment.channels_key
     given = key, value, _block_means(layout, segment, stored)
     rotated = [to_basis(basis, x) for basis, x in zip(bases, given, strict=True)]
-    scores = [_score(layout, segment, y, own) for y, own in zip(rotated, channels, strict=True)]
+    scores = [_score(segment, y) for y in rotated]
     kept = None if segment.rank is None else segment.rank[..., None, None]
     packed = pack_channels(
         jnp.concatenate(rotated, axis=2), jnp.concatenate(scores, axis=2), layout.rank, jnp.float32, kept
@@ -135,15 +119,13 @@ def prune(
     return keys, values, blocks, 0.5 * (lost[0] + lost[1])
 
 
-def _score(layout: Layout, segment: Segment, y: Array, channels: Array | None) -> Array:
-    """Score the channels of rotated vectors y float32 [B, H, S, D], or mark the given ``channels`` bool [B, H, D]."""
-    if channels is not None:
-        return jnp.broadcast_to(channels[:, :, None], y.shape).astype(jnp.float32)
+def _score(segment: Segment, y: Array) -> Array:
+    """Score the channels of rotated vectors y float32 [B, H, S, D]."""
     score = channel_score(y, 1)
     if segment.group is not None:
         for size in GROUPS[:-1]:
             score = jnp.where(segment.group[..., None, None] == size, channel_score(y, size), score)
-    return _eligible(layout, score)
+    return score
 
 
 def _block_means(layout: Layout, segment: Segment, key: Array) -> Array:
@@ -159,12 +141,17 @@ def _block_means(layout: Layout, segment: Segment, key: Array) -> Array:
     return mean
 
 
+def bytes_per_vector(rank: Any, channels: int, element_group: Any, itemsize: int) -> Any:
+    """Count the bytes of one packed vector: its values, and one bit for each group of the ``channels``."""
+    return rank * itemsize + channels / (8 * element_group)
+
+
 def vector_bytes(layout: Layout, segment: Segment, itemsize: int) -> Any:
     """Count the bytes of one packed vector: a number, or float32 [B, H, ...] under the dynamic strategy."""
     if segment.rank is None or segment.group is None:
-        return bytes_per_vector(layout.rank, layout.channels, 1, itemsize)
+        return bytes_per_vector(layout.rank, layout.dim, 1, itemsize)
     rank, group = segment.rank.astype(jnp.float32), segment.group.astype(jnp.float32)
-    return bytes_per_vector(rank, layout.channels, group, itemsize)
+    return bytes_per_vector(rank, layout.dim, group, itemsize)
 
 
 def pick(segments: Segment, index: Array) -> Segment:
@@ -193,14 +180,6 @@ def _lost(kept: Array, total: Array) -> Array:
     return jnp.where(total > 0, 1 - kept / jnp.where(total > 0, total, 1), 0)
 
 
-def _eligible(layout: Layout, score: Array) -> Array:
-    """Lower the scores of the channels that are never kept, so that they come last."""
-    if layout.channels == layout.dim:
-        return score
-    channel = jnp.arange(layout.dim).reshape((1,) * (score.ndim - 1) + (-1,))
-    return jnp.where(channel < layout.channels, score, -1)
-
-
 def _basis(layout: Layout, x: Array) -> Array:
     """Compute the eigenvectors, as rows, of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
 
@@ -209,8 +188,6 @@ def _basis(layout: Layout, x: Array) -> Array:
     eigenvectors of a fixed diagonal matrix within that space. Without any token the basis is then the identity.
     """
     identity = jnp.broadcast_to(jnp.eye(layout.dim, dtype=jnp.float32), (*x.shape[:2], layout.dim, layout.dim))
-    if not layout.rotate:
-        return identity
     values, rows = _eigenrows(product("bhsd,bhse->bhde", x, x))
     known = values > layout.dim * jnp.finfo(jnp.float32).eps * values[..., :1]
     # On a GPU the decompositions take most of a prompt's extra time, and a segment nearly always has energy everywhere.
@@ -235,13 +212,6 @@ def _eigenrows(matrix: Array) -> tuple[Array, Array]:
     return values[..., ::-1], vectors[..., ::-1].swapaxes(-1, -2)
 
 
-def _channels(layout: Layout, y: Array) -> Array:
-    """Mark the channels with the most energy in the segment, bool [B, H, D]: the ablation ``per_vector=False``."""
-    total = jnp.sum(y * y, axis=2)
-    _, best = lax.top_k(_eligible(layout, total), layout.rank)
-    return (best[..., None] == jnp.arange(layout.dim)[None, None, None]).any(axis=2)
-
-
 def _rate(
     layout: Layout, key: Array, value: Array, tokens: Array, max_loss: float | Array
 ) -> tuple[Array, Array]:
@@ -252,11 +222,11 @@ def _rate(
     """
     losses = {}
     for size in GROUPS:
-        if layout.channels % size or layout.rank < size:
+        if layout.dim % size or layout.rank < size:
             continue
         # Key and value are sorted in one call, as in `prune`.
         both = jnp.concatenate([key, value], axis=2)
-        groups = both[..., : layout.channels].reshape(*both.shape[:3], -1, size)
+        groups = both.reshape(*both.shape[:3], -1, size)
         best, _ = lax.top_k(energy(groups), layout.rank // size)
         total = energy(both)
         for share in SHARES:

@@ -38,14 +38,7 @@ def choose(
     Args:
         query: [B, H, G, D], rotated by RoPE.
         signs: of the rotation before encoding, or None.
-        cache: this device's part, with the step's token.
         index: ids and rows of this device's slots, counts over all devices, the slot that ends the zone.
-        shares: as in `collision`.
-        budget: as in `rerank`.
-        enough: as in `rerank`.
-        regions: as in `rerank`, for all devices.
-        capacity: the most candidates on all devices.
-        scale: as in `rerank`.
     """
     ids, rows, counts, stop = index
     batch, heads, _ = cache.position.shape
@@ -83,14 +76,10 @@ def store(
     """Store codes over all devices, as `store_codes`.
 
     Args:
-        cache: this device's part, with the new tokens.
         active: int32 [B, T], positions of the new tokens, EMPTY for none.
         signs: of the rotation before encoding, or None.
         index: ids and rows of this device's slots; counts and the counts that wait, of all devices; the slot that ends the
             zone.
-        num_local: as in `store_codes`.
-        buffer: as in `store_codes`.
-        scale: as in `store_codes`.
 
     Returns:
         The new ``index``.

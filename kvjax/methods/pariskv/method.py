@@ -88,20 +88,17 @@ class ParisKV(SlotMethod):
     rho: float | Array | None = traced(  # share of the zone's keys that get votes, per slice; None = from the zone's length
         default=None, above=0, most=1
     )
-    beta: float | Array | None = traced(  # share of the zone to re-rank, at most rho; None = from the zone's length
-        default=None, above=0, most=1, within="max_beta"
+    beta: float | None = static(  # share of the zone to re-rank, at most rho; None = from the zone's length
+        default=None, above=0, most=1
     )
-    max_beta: float | None = static(default=None, above=0, most=1)  # share to allocate; None = beta, or the largest share
     num_sink: int = static(default=64, least=0)  # first tokens, always attended
     num_local: int = static(default=256, least=2)  # newest tokens, always attended
     buffer: int = static(default=512, least=1)  # tokens that join the zone together
     dense_below: int = static(default=2000, least=0)  # shorter rows attend to all tokens
-    rotate: bool = static(default=True)  # True: rotate by a randomized Hadamard matrix before encoding
-    seed: int | Array = 42  # seed of the rotation's signs
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
+    seed = 42  # seed of the rotation's signs
 
     offloadable = True
     slot_block = 1
@@ -292,8 +289,8 @@ class ParisKV(SlotMethod):
     def _allocated(self, slots: int) -> int:
         """Compute the most candidates that a cache of ``slots`` slots can have."""
         zone = max(slots - self.num_sink - self.num_local, 0)
-        if self.max_beta is not None:
-            return hashing.most_of(self.max_beta, zone)
+        if self.beta is not None:
+            return hashing.most_of(self.beta, zone)
         return max(hashing.most_of(beta, zone if end is None else min(zone, end - 1)) for end, _, beta in SCHEDULE)
 
     def _always_dense(self, slots: int) -> bool:
@@ -309,10 +306,11 @@ class ParisKV(SlotMethod):
         return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 
     def _signs(self, dim: int) -> Array | None:
-        return hashing.random_signs(self.seed, dim) if self.rotate else None
+        """Draw the signs of the randomized Hadamard rotation; a subclass for ablations has no rotation and returns None."""
+        return hashing.random_signs(self.seed, dim)
 
     def _scale(self, dim: int) -> float:
-        return hashing.rotation_scale(dim) if self.rotate else 1.0
+        return hashing.rotation_scale(dim)
 
 
 def _rows(x: Array) -> Array:

@@ -62,13 +62,13 @@ class PQCache(ScanRetrieval):
 
     fraction: float | Array = traced(default=0.1, above=0, most=1, within="capacity")  # attended share of the prompt
     capacity: float | None = static(default=None, above=0, most=1)  # share to make room for; None = fraction
-    recent_share: float = static(default=0.5, least=0, most=1)  # part of that share that goes to the newest tokens
     num_sink: int = static(default=32, least=0)  # first tokens, always attended
     num_subvectors: int = static(default=2, least=1, most=4)  # parts of a key's channels, each with its own centroids
     num_centroids: int = static(default=64, least=2, most=256)  # centroids for each part
-    iterations: int = static(default=20, least=1)  # rounds of k-means
 
     PAPER: ClassVar[str] = "arXiv:2407.12820"
+    recent_share = 0.5  # part of that share that goes to the newest tokens
+    iterations = 20  # rounds of k-means
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

@@ -21,9 +21,6 @@ def kmeans(key: Array, used: Array, parts: int, count: int, iterations: int) -> 
         key: [B, H, S, D].
         used: bool [B, H, S], the vectors that count, which are consecutive. Other vectors may hold anything. If fewer count
             than there are centroids, some centroids occur twice.
-        parts: M, a divisor of D.
-        count: C, centroids for each part.
-        iterations: of Lloyd's algorithm.
 
     Returns:
         float32 [B, H, M, C, D/M].

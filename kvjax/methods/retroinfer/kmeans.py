@@ -23,7 +23,6 @@ def centroids_of(key: Array, mean: Array, used: Array, count: Array, most: int, 
         mean: float32 [B, H, 1, D], which is subtracted from the keys.
         used: bool [B, N], the keys that count, which come first. Other keys may hold anything.
         count: int32 [B], centroids of each row, at most the keys that count.
-        most: C, the largest count.
         rounds: how often centroids become the means of their keys, made of length 1.
 
     Returns:

@@ -94,13 +94,12 @@ class RetroInfer(SlotMethod):
     num_sink: int = static(default=4, least=0)  # first tokens, always attended
     num_local: int = static(default=64, least=0)  # newest tokens, never clustered
     cluster_size: int = static(default=16, least=1)  # tokens for each centroid
-    segment: int = static(default=8192, least=1)  # prompt tokens clustered together
     buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
-    iterations: int = static(default=10, least=1)  # rounds of k-means
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2505.02922"
+    segment = 8192  # prompt tokens clustered together
+    iterations = 10  # rounds of k-means
 
     composable = False  # wrappers know slots, but not estimates
     offloadable = True
@@ -111,12 +110,11 @@ class RetroInfer(SlotMethod):
         return {"fraction": 1 / SHARE, "buffer": buffer}, f"1/{SHARE} of the clusters exactly"
 
     def check(self) -> None:
-        for name in ("segment", "buffer"):
-            if vars(self)[name] < self.cluster_size:
-                raise ValueError(
-                    f"RetroInfer: {name} must be at least cluster_size={self.cluster_size}, so that there is a key for each "
-                    f"centroid, got {vars(self)[name]}"
-                )
+        if self.buffer < self.cluster_size:
+            raise ValueError(
+                f"RetroInfer: buffer must be at least cluster_size={self.cluster_size}, so that there is a key for each "
+                f"centroid, got {self.buffer}"
+            )
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else self.buffer

@@ -10,7 +10,7 @@ Score of sentence s for KV head h, where c is the number of tokens in the open s
 
 A step takes sentences from the best on, and the tokens of each sentence in order, until the budget is full; the last sentence
 is cut. The first ``num_sink`` and the last ``num_recent`` stored tokens are always taken and count in the budget. A step
-whose token ends a sentence attends to all stored tokens. In mode "code" the first token of a sentence does so too.
+whose token ends a sentence attends to all stored tokens.
 
 **Source**: Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (arXiv:2504.00970,
 section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for details that the paper does not give: max-pooling,
@@ -20,8 +20,7 @@ section 4 and Algorithm 1); zzbright1998/SentenceKV d6bb131 for details that the
 here. Equal scores are common, because max-pooling repeats a score over its window; of tokens that tie at the cut, the lowest
 slots are kept, and in the code PyTorch's ``topk`` decides. The code limits the slots that a sentence can contribute, and
 drops a generated sentence above that limit; here only the budget is a limit. The last tokens of the prompt are a sentence,
-which ends with the prompt. Tokens of an `extend` count as written text. ``segment="chunk"`` is the paper's ablation, in
-which sentences end at fixed positions.
+which ends with the prompt. Tokens of an `extend` count as written text.
 
 The pool is chosen once, so a question that comes later by `extend` finds what the prompt's last queries have left, and its
 own tokens count as the open sentence. A ``keep_factor`` that keeps every token of the prompt finds what a later question
@@ -34,7 +33,6 @@ docs/notebook/readings-others.md.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 from collections.abc import Mapping
@@ -51,12 +49,12 @@ from kvjax.cache.divided import whole
 from kvjax.cache.offload import Near
 from kvjax.methods.budgets import scaled
 from kvjax.methods.sentencekv.boundaries import boundary_table
-from kvjax.protocol.fields import number, positive_int, shown
+from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.observation import window_votes
 from kvjax.protocol.slots import SlotMethod, check_budget
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
-from kvjax.selection import compact, mask_of, pick_each, smooth, top_slots
+from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 from pallas_kernels.host import Rows
@@ -77,9 +75,6 @@ class Sentences:
     query_sum: Array  # float32 [B, H, G, D], rotated queries summed over the open sentence
     key_sum: Array  # float32 [B, H, D], rotated keys summed over the open sentence
     length: Array  # int32 [B, H], tokens of the open sentence, the same in every head of a row
-    # float32 [B, H, G, D], with query="finished": the sum over the last finished sentence that was written; zeros before one
-    last_sum: Array | None = None
-    found: Array | None = None  # int32 [B, H], with lists="q_head": tokens that the last step read; EMPTY before a step
 
 
 @pytree
@@ -88,39 +83,25 @@ class SentenceKV(SlotMethod):
 
     budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per head, all included
     capacity: int | None = static(default=None, least=1)  # largest budget; None = budget
-    keep_factor: float | Array = traced(default=2.0, least=1)  # prompt tokens to keep, as a multiple of budget
-    pool: int | None = static(default=None, least=1)  # prompt slots allocated per head; None = floor(keep_factor * capacity)
+    keep_factor: float = static(default=2.0, least=1)  # prompt tokens to keep, as a multiple of budget
     boundary: Any = None  # bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`
-    segment: str = static(  # "sentence", or "chunk": parts of equal length, without `boundary`
-        default="sentence", choices=("sentence", "chunk")
-    )
-    chunk: int = static(default=32, least=1)  # tokens of such a part
-    query: str = static(  # "mean" over the open sentence, "finished": over the sentence before it; "current": newest token
-        default="mean", choices=("mean", "finished", "current")
-    )
-    lists: str = static(  # sentences are chosen per "kv_head", or "q_head": by each query head for itself
-        default="kv_head", choices=("kv_head", "q_head")
-    )
     prefilter: str = static(  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
         default="global", choices=("kv_head", "global")
     )
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
     kernel: int = static(default=31, least=1, odd=True)  # max-pooling of the votes over neighbouring tokens
     num_sink: int = static(default=32, least=0)  # first stored tokens, always attended
     num_recent: int = static(default=32, least=1)  # last stored tokens, always attended
-    mode: str = static(  # "paper", or "code": the open sentence is treated as in the released code
-        default="paper", choices=("paper", "code")
-    )
-    open_cap: int = static(default=256, least=1)  # most tokens of the open sentence that are always attended in mode "paper"
-    implementation: str | None = static(default=None)  # None, a gather_attention name, or "mask": dense with a mask
     offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
+    obs_window = 32  # last prompt tokens, which vote and are always kept
+    open_cap = 256  # most tokens of the open sentence that are always attended
     keeps = "`keep_factor` x `budget` tokens per KV head"
     evicts = True
     needs_tokenizer = True
     offloadable = True
     slot_block = 1
+    reads_tokens = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -133,24 +114,18 @@ class SentenceKV(SlotMethod):
             self._table()
         fixed = f"num_sink={self.num_sink} and num_recent={self.num_recent} tokens and one more"
         check_budget(self, self.num_sink + self.num_recent + 1, fixed)
-        factor, budget = number(self.keep_factor), number(self.budget)
-        if factor is None:
-            if self.pool is None:
-                raise ValueError("SentenceKV: pool (static) must be given when keep_factor is an array or traced")
-            return
-        if self.pool is None:
-            object.__setattr__(self, "pool", _product(factor, not_none("capacity", self.capacity)))
-        pool = positive_int("SentenceKV: pool = keep_factor * capacity", self.pool)
-        kept = pool if budget is None else _product(factor, budget)
-        if not self.obs_window <= kept <= pool:
+        budget = number(self.budget)
+        kept = self._pool if budget is None else _product(self.keep_factor, budget)
+        if kept < self.obs_window:
             raise ValueError(
-                f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window} and at most "
-                f"pool={pool} tokens, got {factor} * {budget} = {kept}"
+                f"SentenceKV: keep_factor * budget must be at least obs_window={self.obs_window}, got {self.keep_factor} * "
+                f"{budget} = {kept}"
             )
 
     @property
-    def reads_tokens(self) -> bool:
-        return self.segment == "sentence"
+    def _pool(self) -> int:
+        """The prompt slots that are allocated per head."""
+        return _product(self.keep_factor, not_none("capacity", self.capacity))
 
     def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))
@@ -167,8 +142,7 @@ class SentenceKV(SlotMethod):
         votes = window_votes(cache, prompt)
         batch, heads, group, num_slots = votes.shape
         # The prompt is whole, so a slot is the position of its token.
-        position = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32)[None], (batch, num_slots))
-        ends = self._ends(prompt.tokens, position).astype(jnp.int32)
+        ends = self._ends(prompt.tokens, jnp.arange(num_slots, dtype=jnp.int32)[None]).astype(jnp.int32)
         sentence = jnp.cumsum(ends, axis=1) - ends
         if self.prefilter == "kv_head":
             votes = votes.sum(axis=2)
@@ -180,61 +154,38 @@ class SentenceKV(SlotMethod):
         recent = at >= start[:, None, None]
         pooled = smooth(jnp.where((at >= 0) & ~recent, votes, -jnp.inf), self.kernel, "max")
         kept = jnp.floor(jnp.asarray(self.keep_factor, jnp.float32) * jnp.asarray(self.budget, jnp.float32))
-        score, pool = jnp.where(recent, jnp.inf, pooled), not_none("pool", self.pool)
-        slots, keep = top_slots(score, at >= 0, kept.astype(jnp.int32), pool)
+        score = jnp.where(recent, jnp.inf, pooled)
+        slots, keep = top_slots(score, at >= 0, kept.astype(jnp.int32), self._pool)
         cache = cache.compact(slots, keep, room)
         sentence = jnp.take_along_axis(jnp.broadcast_to(sentence[:, None], (batch, heads, num_slots)), slots, axis=2)
-        aux = _index(cache, jnp.where(keep, sentence, EMPTY), group)
-        if self.query == "finished":
-            aux = dataclasses.replace(aux, last_sum=aux.query_sum)
-        if self.lists == "q_head":
-            aux = dataclasses.replace(aux, found=jnp.full(aux.count.shape, EMPTY, jnp.int32))
-        return cache, aux
+        return cache, _index(cache, jnp.where(keep, sentence, EMPTY), group)
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
-        query = step.query[..., 0, :]
-        each = self.lists == "q_head"
-        # A sum gives the same ranking as a mean, and is rounded less.
-        so_far = None if self.query == "current" else aux.query_sum
-        if aux.last_sum is not None:
-            written = jnp.any(aux.last_sum != 0, axis=(2, 3), keepdims=True)
-            query = jnp.where(written, 0, query)
-            so_far = jnp.where(written, aux.last_sum, aux.query_sum)
-        score = page_score(query, aux.mean, None, aux.count, added=so_far, reduce="each" if each else "sum")
-        batch, heads, num_slots = cache.position.shape
-        group = score.shape[2] if each else 1
-        of_group = (aux.sentence, cache.position, aux.count, aux.length)
-        sentence, position, count, length = (jnp.repeat(x, group, axis=1) for x in of_group)
+        score = page_score(
+            step.query[..., 0, :], aux.mean, None, aux.count, added=self._asked_before(aux), reduce="sum"
+        )
         slots, listed = sentence_cut(
-            score.reshape(batch, heads * group, -1),
-            sentence,
-            position,
-            count,
-            length,
+            score,
+            aux.sentence,
+            cache.position,
+            aux.count,
+            aux.length,
             cache.cursor,
             self._events(step)[:, 0],
             self.budget,
             rules=self._rules,
         )
-        if not each:
-            return Selection(slots=slots, mask=listed)
-        own = mask_of(slots, listed, num_slots).reshape(batch, heads, group, num_slots)
-        union = own.any(axis=2)
-        # A step that attends to all tokens is no estimate of the next step's.
-        chose = (self._events(step) == JOINS) & (aux.length + 1 > self._rules.whole)
-        found = jnp.where(chose, jnp.sum(union, axis=2, dtype=jnp.int32), EMPTY)
-        slots, listed = compact(union, num_slots)
-        bias = jnp.where(pick_each(own, slots), 0.0, -jnp.inf)
-        return Selection(slots=slots, mask=listed, bias=bias, select_aux=found)
+        return Selection(slots=slots, mask=listed)
+
+    def _asked_before(self, aux: Sentences) -> Array | None:
+        """The queries that ask besides the step's own: those of the open sentence. A sum ranks as a mean, rounded less."""
+        return aux.query_sum
 
     def update(
         self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
-        if step.select_aux is not None:
-            found = jnp.where(step.select_aux >= 0, step.select_aux, not_none("found", aux.found))
-            aux = dataclasses.replace(aux, found=found)
         if tokens == 1:
             return cache, _absorb(cache.newest_key, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
         start = cache.cursor - jnp.sum(step.position >= 0, axis=1, dtype=jnp.int32)
@@ -256,22 +207,18 @@ class SentenceKV(SlotMethod):
         groups = cache.valid, cache.valid & ~inside, cache.valid & inside & finished
         stored, always, more = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in groups)
         attended = always + jnp.minimum(more, space)
-        if aux.found is not None:
-            attended = jnp.where(aux.found >= 0, aux.found, attended)
         row = aux.mean.shape[-1] * aux.mean.dtype.itemsize
         return attended, (aux.count * row + stored * aux.sentence.dtype.itemsize).astype(jnp.float32)
 
     def counters(self, aux: Sentences, shared: Any) -> dict[str, Array]:
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
 
-    def _table(self) -> Array | None:
-        """Check and return the boundary table; None if it is not read."""
-        if self.segment == "chunk":
-            return None
+    def _table(self) -> Array:
+        """Check and return the boundary table."""
         if self.boundary is None:
             raise ValueError(
-                "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence) when "
-                "segment='sentence', got None; kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
+                "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence), got None; "
+                "kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
             )
         table = self.boundary
         if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:
@@ -280,9 +227,7 @@ class SentenceKV(SlotMethod):
 
     def _ends(self, tokens: Array, position: Array) -> Array:
         """Mark the tokens that end a sentence, bool [B, T], from ids and positions int32 [B, T]; unknown ids do not."""
-        if self.segment == "chunk":
-            return (position + 1) % self.chunk == 0
-        return not_none("boundary", self._table()).at[tokens].get(mode="fill", fill_value=False)
+        return self._table().at[tokens].get(mode="fill", fill_value=False)
 
     def _events(self, step: Step) -> Array:
         """Compute the effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""
@@ -291,11 +236,7 @@ class SentenceKV(SlotMethod):
 
     @property
     def _rules(self) -> Rules:
-        """In mode "code" no slots are for the open sentence, and a step that begins a sentence attends to all tokens."""
-        paper = self.mode == "paper"
-        return Rules(
-            sinks=self.num_sink, recent=self.num_recent, open_cap=self.open_cap if paper else 0, whole=0 if paper else 1
-        )
+        return Rules(sinks=self.num_sink, recent=self.num_recent, open_cap=self.open_cap, whole=0)
 
 
 def _product(factor: float, budget: int) -> int:
@@ -307,9 +248,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     """Build the sentences of a compressed prompt.
 
     Args:
-        cache: the kept tokens, in order from slot 0 on.
         label: int32 [B, H, K], a number that grows from sentence to sentence, for the first K slots; EMPTY for no token.
-        group: query heads per head of the cache.
     """
     batch, heads, num_slots, dim = cache.key.shape
     size = label.shape[2]
@@ -352,10 +291,6 @@ def _absorb(
     """
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     key, rows = keys
-    last_sum = aux.last_sum
-    if last_sum is not None:
-        ended = (event == CLOSES)[:, None, None, None]
-        last_sum = jnp.where(ended, aux.query_sum + query.astype(jnp.float32), last_sum)
     sentence, mean, count, query_sum, key_sum, length = sentence_add(key, query, cursor, event, state, rows=rows)
     return Sentences(
         sentence=sentence,
@@ -364,6 +299,4 @@ def _absorb(
         query_sum=query_sum,
         key_sum=key_sum,
         length=length,
-        last_sum=last_sum,
-        found=aux.found,
     )

@@ -15,8 +15,6 @@ def landmarks(key: Array, chunks: int, size: int, inv_freq: Array) -> tuple[Arra
 
     Args:
         key: [B, H, S, D], before RoPE.
-        chunks: P, chunks of ``size`` tokens.
-        size: tokens of a chunk.
         inv_freq: float32 [D/2].
 
     Returns:

@@ -21,7 +21,6 @@ def factorize(key: Array, length: Array, rank: int) -> tuple[Array, Array]:
     Args:
         key: [B, H, S, D], before RoPE.
         length: int32 [B]; the first ``length`` tokens count, later tokens may hold anything.
-        rank: R; columns beyond H * D stay zero.
 
     Returns:
         left [B, S, R], which all heads share, 0 for tokens that do not count; and right [B, H, R, D]. Both in the dtype of

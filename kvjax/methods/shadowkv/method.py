@@ -104,12 +104,10 @@ class ShadowKV(LayerMethod):
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
-        total, chunk = length // SHARE, 8
-        share = min(1.0, total / 2 / ((48 + 4) * chunk))
+        total, share = length // SHARE, min(1.0, length // SHARE / 2 / ((48 + 4) * 8))
         outliers, local = max(int(48 * share), 1), max(int(4 * share), 1)
         note = f"1/{SHARE} of the context, outliers and the end of the prompt too"
-        kept = (outliers + local) * chunk
-        return {"outlier_chunks": outliers, "local_chunks": local, "budget": total - kept}, note
+        return {"outlier_chunks": outliers, "local_chunks": local, "budget": total - (outliers + local) * 8}, note
 
     def check(self) -> None:
         check_budget(self, self.chunk_size, f"one chunk of chunk_size={self.chunk_size}")

@@ -20,11 +20,7 @@ BITS = {"int8": 8, "int4": 4}  # by the names of ``weight_dtype``
 
 
 def check_weight_dtype(weight_dtype: str | None, config: Architecture | None = None) -> None:
-    """Refuse an unknown name, and codes for a model with experts or latent attention.
-
-    Raises:
-        ValueError: either of these.
-    """
+    """Refuse an unknown name, and codes for a model with experts or latent attention."""
     if weight_dtype is not None and weight_dtype not in BITS:
         raise ValueError(f"weight_dtype must be one of {', '.join(BITS)} or None, got {weight_dtype!r}")
     if weight_dtype is not None and config is not None and config.experts is not None:

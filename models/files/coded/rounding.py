@@ -31,8 +31,8 @@ def rounded(rows: Array, bits: int) -> CodedMatrix:
 def _rounded(rows: Array, bits: int) -> CodedMatrix:
     flat = rows.reshape(-1, rows.shape[-1])
     size = min(max(1, _AT_ONCE // flat.shape[1]), len(flat))
-    made = lax.map({8: _by_row, 4: _by_group}[bits], flat, batch_size=size)
-    return jax.tree.map(lambda x: x.reshape(*rows.shape[:-1], -1), made)
+    codes = lax.map({8: _by_row, 4: _by_group}[bits], flat, batch_size=size)
+    return jax.tree.map(lambda x: x.reshape(*rows.shape[:-1], -1), codes)
 
 
 def _by_row(row: Array) -> CodedMatrix:
@@ -52,10 +52,10 @@ def _by_group(row: Array) -> CodedMatrix:
     def attempt(best: tuple[Array, ...], start: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
         first = _judged(x, *start)
         second = _judged(x, *_fitted(x, first[1]))
-        for found in (first, second):
-            better = found[0] < best[0]
-            chosen = [better if y.ndim == 1 else better[:, None] for y in found]
-            best = tuple(jnp.where(*each) for each in zip(chosen, found, best, strict=True))
+        for trial in (first, second):
+            better = trial[0] < best[0]
+            chosen = [better if y.ndim == 1 else better[:, None] for y in trial]
+            best = tuple(jnp.where(*each) for each in zip(chosen, trial, best, strict=True))
         return best, None
 
     none = jnp.full_like(low, jnp.inf), jnp.zeros_like(x), low, low

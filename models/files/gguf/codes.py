@@ -27,9 +27,9 @@ def coder(tensors: GGUFTensors, weight_dtype: str) -> Callable[[Leaf], CodedMatr
     """Return a function that makes the codes of a parameter: the file's own if they can be kept, else of its numbers."""
 
     def make(leaf: Leaf) -> CodedMatrix:
-        found = kept(tensors, leaf, weight_dtype)
-        if found is not None:
-            return found
+        codes = kept(tensors, leaf, weight_dtype)
+        if codes is not None:
+            return codes
         numbers = leaf.join([tensors.read(name, np.dtype(np.float32)) for name in leaf.names])
         return coded_kernel(leaf.path, numbers, "int8" if has_many_bits(tensors, leaf) else weight_dtype)
 

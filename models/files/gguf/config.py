@@ -62,10 +62,6 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
         file: an open GGUF file.
         dtype: dtype of computation. None takes bfloat16 if the file's embedding is stored in bfloat16, and float32
             otherwise, also for quantised files.
-
-    Raises:
-        ValueError: the architecture is unknown, keys are missing (the message names all of them), or this decoder would not
-            compute exactly what the file declares.
     """
     arch = architecture(file)
     try:
@@ -78,11 +74,7 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
 
 
 def architecture(file: GGUFFile) -> str:
-    """Return the architecture that the file names.
-
-    Raises:
-        ValueError: the architecture is not supported, or the file holds something other than a model.
-    """
+    """Return the architecture that the file names."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"{file.path} holds a GGUF of type {kind!r}, expected 'model'")
@@ -137,11 +129,7 @@ def _declared(file: GGUFFile, arch: str, family: GGUFFamily) -> dict[str, Any]:
 
 
 def predicting(file: GGUFFile) -> int:
-    """Return how many of the file's last layers only predict tokens after the next: they are not read.
-
-    Raises:
-        ValueError: the number is no whole number from 0 on and below the number of layers.
-    """
+    """Return how many of the file's last layers only predict tokens after the next: they are not read."""
     arch = file.metadata["general.architecture"]
     value = file.metadata.get(f"{arch}.{PREDICTING}", 0)
     if type(value) is not int or not 0 <= value < max(1, _same(file, f"{arch}.block_count")):

@@ -47,12 +47,6 @@ def convert(
 
     Returns:
         ``directory``.
-
-    Raises:
-        FileExistsError: ``directory`` exists.
-        FileNotFoundError: the GGUF file does not exist.
-        ValueError: the dtype is unknown, the file is damaged, or the model or its tokenizer is not supported.
-        OSError: there is no space, or no permission to write.
     """
     directory = Path(directory)
     check_dtype(dtype)
@@ -80,11 +74,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def save_tokenizer(file: GGUFFile, directory: Path) -> None:
-    """Write the tokenizer of a GGUF file as ``tokenizer.json``, with ``tokenizer_config.json`` and its chat template.
-
-    Raises:
-        ValueError: the tokenizer is of a kind that is not supported.
-    """
+    """Write the tokenizer of a GGUF file as ``tokenizer.json``, with ``tokenizer_config.json`` and its chat template."""
     tokenizer = build_tokenizer(file)
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(file, read_config(file)))
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -93,17 +83,17 @@ def save_tokenizer(file: GGUFFile, directory: Path) -> None:
 def _tokenizer_config(file: GGUFFile, config: Architecture) -> dict[str, Any]:
     """Build the ``tokenizer_config.json`` of a file: special tokens and chat templates."""
     templates = chat_templates(file)
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         **special_tokens(file),
     }
     if list(templates) == ["default"]:
-        found["chat_template"] = templates["default"]
+        about["chat_template"] = templates["default"]
     elif templates:
-        found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    return found
+        about["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return about
 
 
 def _write_weights(path: Path, tensors: GGUFTensors, config: Architecture, progress: Progress) -> None:

@@ -43,14 +43,9 @@ class TensorInfo:
 
 
 def parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Parse the metadata by key and the tensors by name.
+    """Parse the bytes of a file, uint8 [N]: the metadata by key and the tensors by name.
 
-    Args:
-        data: the bytes of the file, uint8 [N].
-
-    Raises:
-        ValueError: the file is no GGUF file, big-endian, of an unsupported version, truncated or damaged. The message
-            continues a sentence that begins with the file's name: "is truncated: ...".
+    Messages of a ValueError continue a sentence that begins with the file's name: "is truncated: ...".
     """
     _check_start(data[:8].tobytes())
     cursor = _Cursor(data, 8)

@@ -3,8 +3,8 @@
 * Experts are stacked there, every matrix [E, out, in]. Of gpt-oss gate and up are tensors of their own.
 * Of a layer of linear attention (Qwen3-Next) the file has the projections without groups: all queries, all keys and all
   values in one tensor, and the output gates in another. It has the decay as -exp(A_log), and the convolution without its
-  axis of one. Older files have the projections in one tensor, in the checkpoint's order. Value heads stay beside the key head that
-  they share; llama.cpp re-orders them in other architectures only.
+  axis of one. Older files have the projections in one tensor, in the checkpoint's order. Value heads stay beside the key
+  head that they share; llama.cpp re-orders them in other architectures only.
 
 Sources: llama.cpp's ``conversion/qwen.py`` (``Qwen3NextModel``), which writes the files, and ``src/models/qwen3next.cpp``,
 which reads them.

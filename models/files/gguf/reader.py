@@ -59,9 +59,6 @@ class GGUFFile:
             name: of the tensor.
             dtype: of the values that are returned.
             index: of a stack [E, out, in], the matrix to read alone; None reads the whole tensor.
-
-        Raises:
-            ValueError: the package ``gguf`` cannot decode the tensor's type.
         """
         tensor = self.tensors[name]
         shape, blocks = tensor.shape, self.data[tensor.begin : tensor.begin + tensor.size]
@@ -80,12 +77,7 @@ class GGUFFile:
 
 
 def open_file(path: str | os.PathLike) -> GGUFFile:
-    """Open a GGUF file of version 2 or 3.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is no GGUF file, big-endian, of another version, one part of a split file, truncated or damaged.
-    """
+    """Open a GGUF file of version 2 or 3."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no GGUF file {path}")

@@ -23,9 +23,6 @@ def scaling_from_factors(factors: np.ndarray, head_dim: int, theta: float) -> Ro
         factors: [D/2], from the tensor ``rope_freqs.weight``.
         head_dim: D.
         theta: base of the frequencies.
-
-    Raises:
-        ValueError: ``factors`` has another shape, or belongs to another rule than llama3.
     """
     if factors.shape != (head_dim // 2,):
         raise ValueError(f"rope_freqs.weight must have shape [{head_dim // 2}], got {list(factors.shape)}")

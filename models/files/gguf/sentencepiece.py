@@ -22,11 +22,7 @@ _UNKNOWN, _BYTE = 2, 6  # values of tokenizer.ggml.token_type
 
 
 def sentencepiece(file: GGUFFile) -> Tokenizer:
-    """Build the tokenizer of a file, without its special tokens and without what begins and ends a text.
-
-    Raises:
-        ValueError: the file lacks tokens or scores, or they do not fit each other.
-    """
+    """Build the tokenizer of a file, without its special tokens and without what begins and ends a text."""
     absent = [key for key in ("tokens", "scores", "token_type") if f"tokenizer.ggml.{key}" not in file.metadata]
     if absent:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
@@ -40,11 +36,11 @@ def sentencepiece(file: GGUFFile) -> Tokenizer:
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     if file.metadata["tokenizer.ggml.model"] == "llama":
         vocabulary = {token: at for at, token in enumerate(tokens)}
-        made = BPE(vocabulary, merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+        model = BPE(vocabulary, merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     else:
         at = None if unknown is None else tokens.index(unknown)
-        made = Unigram(list(zip(tokens, scores, strict=True)), at, has_bytes)
-    tokenizer = Tokenizer(made)
+        model = Unigram(list(zip(tokens, scores, strict=True)), at, has_bytes)
+    tokenizer = Tokenizer(model)
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps: list = [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
@@ -58,13 +54,13 @@ def sentencepiece(file: GGUFFile) -> Tokenizer:
 def merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """List the pairs of pieces that are a piece together, the pair of the highest score first."""
     ids = {token: at for at, token in enumerate(tokens)}
-    found = []
+    ranked = []
     for token, score in zip(tokens, scores, strict=True):
         pairs = [(token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids]
         pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(pair, score) for pair in pairs]
-    found.sort(key=lambda each: (each[1], len(each[0][0]), len(each[0][1])), reverse=True)
-    return [pair for pair, _ in found]
+        ranked += [(pair, score) for pair in pairs]
+    ranked.sort(key=lambda each: (each[1], len(each[0][0]), len(each[0][1])), reverse=True)
+    return [pair for pair, _ in ranked]
 
 
 def special(kinds: Sequence[int], tokens: Sequence[str], control: int, defined: int) -> tuple[list, list]:

@@ -42,11 +42,7 @@ class GGUFTensors:
 
     @classmethod
     def of(cls, file: GGUFFile, config: Architecture, table: Sequence[AnyLeaf]) -> GGUFTensors:
-        """Map the tensors that ``table`` asks for to tensors of the file.
-
-        Raises:
-            ValueError: tensors are missing, unused or of a wrong shape; the message names all of them.
-        """
+        """Map the tensors that ``table`` asks for to tensors of the file."""
         arch = architecture(file)
         mapping = gguf.get_tensor_name_map(_ARCHITECTURES[arch], config.num_layers)
         names, expected, rotated, offsets = {}, {}, {}, {}
@@ -54,9 +50,9 @@ class GGUFTensors:
         for leaf in table:
             for index, name in enumerate(leaf.names):
                 whole = leaf.file_shape(index)
-                if (made := piece(file, name, whole, config)) is not None:
-                    pieces[name] = made
-                    expected.update(made.shapes)
+                if (form := piece(file, name, whole, config)) is not None:
+                    pieces[name] = form
+                    expected.update(form.shapes)
                     continue
                 found_name = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
                 names[name] = f"{found_name}.weight" if name.endswith(".sinks") else found_name
@@ -70,24 +66,20 @@ class GGUFTensors:
         unread = range(config.num_layers, config.num_layers + predicting(file))
         blocks = {name: _BLOCK.fullmatch(name) for name in file.tensors if name not in _FREQUENCIES}
         used = [name for name, block in blocks.items() if block is None or int(block[1]) not in unread]
-        found = {name: file.tensors[name].shape for name in used}
-        problems = tensor_problems(expected, found)
+        shapes = {name: file.tensors[name].shape for name in used}
+        problems = tensor_problems(expected, shapes)
         if problems:
             lines = "\n  ".join(problems)
             raise ValueError(f"{file.path} does not hold the model of its metadata:\n  {lines}")
         return cls(file, names, rotated, pieces, offsets)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``.
-
-        Raises:
-            ValueError: the package ``gguf`` cannot decode the tensor's type.
-        """
+        """Read the tensor ``name`` of the Hugging Face checkpoint, in ``dtype``."""
         if name in self.pieces:
             # The logarithm of a decay is rounded once, after it is taken.
             wide = np.dtype(np.float32) if name.endswith(".A_log") else dtype
-            made = self.pieces[name].join(lambda each, index: self.file.read(each, wide, index))
-            return made.astype(dtype, copy=False)
+            joined = self.pieces[name].join(lambda each, index: self.file.read(each, wide, index))
+            return joined.astype(dtype, copy=False)
         if name in self.offsets:
             return (self.file.read(self.names[name], np.dtype(np.float32)) - self.offsets[name]).astype(dtype)
         tensor = self.file.read(self.names[name], dtype)
@@ -95,11 +87,7 @@ class GGUFTensors:
         return tensor if heads is None else halves(tensor, heads)
 
     def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
-        """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first.
-
-        Raises:
-            ValueError: the package ``gguf`` cannot decode a tensor's type.
-        """
+        """Return a function that reads parts of a parameter in ``dtype``. Every host decodes the whole parameter first."""
         whole = leaf.join([self.read(name, dtype) for name in leaf.names])
 
         def read(index: Index) -> np.ndarray:

@@ -27,12 +27,7 @@ _NAMED = {  # name in chat templates -> name in the metadata
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Build the tokenizer of a file: byte-level BPE, or SentencePiece (`models.files.gguf.sentencepiece`).
-
-    Raises:
-        ValueError: the file has no tokenizer; or its tokenizer is of another model, such as WordPiece, cuts texts by an
-            unknown rule, or is damaged.
-    """
+    """Build the tokenizer of a file: byte-level BPE, or SentencePiece (`models.files.gguf.sentencepiece`)."""
     if file.metadata.get(_MODEL) in KINDS:
         tokenizer, begins = sentencepiece(file), True
     else:

@@ -10,43 +10,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # math.isfinite fails for huge whole numbers
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-
-
 _Kind = tuple[Callable[[Any], bool], str]
-_COUNT: _Kind = (_is_count, "a positive whole number")
-_WHOLE: _Kind = (_is_whole, "a whole number")
-_NUMBER: _Kind = (_is_number, "a finite number")
-_BOOL: _Kind = (_is_bool, "true or false")
-_TEXT: _Kind = (_is_text, "a text")
-_OBJECT: _Kind = (_is_object, "an object")
-_TEXTS: _Kind = (_is_texts, "a list of texts")
+_COUNT: _Kind = (lambda x: type(x) is int and x >= 1, "a positive whole number")
+_WHOLE: _Kind = (lambda x: type(x) is int, "a whole number")
+# math.isfinite fails for huge whole numbers
+_NUMBER: _Kind = (lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max, "a finite number")
+_BOOL: _Kind = (lambda x: type(x) is bool, "true or false")
+_TEXT: _Kind = (lambda x: isinstance(x, str), "a text")
+_OBJECT: _Kind = (lambda x: isinstance(x, Mapping), "an object")
+_TEXTS: _Kind = (lambda x: isinstance(x, list | tuple) and all(isinstance(y, str) for y in x), "a list of texts")
 
 _NEVER_NULL: dict[str, _Kind] = {
     "vocab_size": _COUNT,
@@ -108,14 +80,7 @@ _OF_ROPE: dict[str, _Kind] = {
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` in which a known key has a value of the wrong type.
-
-    Args:
-        hf: the file as a dict; unknown keys are not checked.
-
-    Raises:
-        ValueError: a value has the wrong type; the message names the key, the value and the expected type.
-    """
+    """Refuse a ``config.json`` in which a known key has a value of the wrong type."""
     for key, kind in _NEVER_NULL.items():
         if key in hf:
             _check(key, hf[key], kind)
@@ -124,7 +89,8 @@ def check_types(hf: Mapping[str, Any]) -> None:
             _check(key, hf[key], kind)
     for name in ("rope_parameters", "rope_scaling"):
         rope = hf.get(name) or {}
-        nested = [(f"{name}.{kind}", of_kind) for kind, of_kind in rope.items() if _is_object(of_kind)]  # of a kind of layers
+        # of a kind of layers
+        nested = [(f"{name}.{kind}", of_kind) for kind, of_kind in rope.items() if isinstance(of_kind, Mapping)]
         for place, values in ((name, rope), *nested):
             for key, kind in _OF_ROPE.items():
                 if values.get(key) is not None:
@@ -138,14 +104,10 @@ def _check(key: str, value: Any, kind: _Kind) -> None:
 
 
 def eos_ids(value: Any) -> tuple[int, ...]:
-    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list.
-
-    Raises:
-        ValueError: ``value`` is no whole number, and no list of whole numbers.
-    """
+    """Return ``eos_token_id`` as a tuple. In a file it can be absent, null, a number or a list."""
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for item in ids:
-        if not _is_whole(item):
+        if type(item) is not int:
             raise ValueError(f"eos_token_id must be a whole number or a list of them, got {_shown(value)}")
     return ids
 

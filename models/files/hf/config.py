@@ -16,12 +16,7 @@ MODEL_TYPES = tuple(ALL)
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` to the fields of an Architecture.
-
-    Raises:
-        ValueError: keys are missing (the message names all of them), a value has the wrong type, or a setting is not
-            supported.
-    """
+    """Translate a ``config.json`` to the fields of an Architecture."""
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")
@@ -31,11 +26,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of an Architecture to a dict for ``config.json``.
-
-    Raises:
-        ValueError: no family has these parts, or not the one in ``family``.
-    """
+    """Translate the fields of an Architecture to a dict for ``config.json``."""
     kind = fields["family"] or _inferred(fields)
     hf = (hf_latent if ALL[kind].latent else hf_families).write({**fields, "family": kind})
     try:
@@ -62,10 +53,6 @@ def _inferred(fields: dict[str, Any]) -> str:
 
 
 def check_family(family: str) -> None:
-    """Refuse a ``family`` that `FAMILIES` lacks.
-
-    Raises:
-        ValueError: the message lists the families.
-    """
+    """Refuse a ``family`` that `FAMILIES` lacks."""
     if family not in ("", *FAMILIES):
         raise ValueError(f"ModelConfig: family must be '' or one of {', '.join(FAMILIES)}, got {family!r}")

@@ -22,14 +22,7 @@ _OF_QWEN = ("qwen3_moe", *_SHARING)  # with `mlp_only_layers`
 
 
 def read(hf: dict[str, Any]) -> Experts | None:
-    """Read the experts that ``config.json`` declares; None if no layer has experts.
-
-    Args:
-        hf: the file as a dict, with ``model_type`` and ``num_hidden_layers``.
-
-    Raises:
-        ValueError: keys are missing or contradict each other, or a family without experts declares experts.
-    """
+    """Read the experts that ``config.json`` declares; None if no layer has experts."""
     kind = hf["model_type"]
     counts = {key: hf[key] for key in _COUNTS if hf.get(key) is not None}
     if kind not in FAMILIES:
@@ -82,11 +75,11 @@ def _qwen_keys(experts: Experts | None, count: int) -> dict[str, Any]:
 
 def family_keys(experts: Experts | None, count: int, kind: str) -> dict[str, Any]:
     """Return the keys of ``config.json`` for the experts of a model of ``count`` layers and of model type ``kind``."""
-    made = _qwen_keys(experts, count)
+    keys = _qwen_keys(experts, count)
     if kind == "qwen3_moe":
-        return made
+        return keys
     if kind == "mixtral":
-        return {"num_local_experts": made["num_experts"], "num_experts_per_tok": made.get("num_experts_per_tok")}
+        return {"num_local_experts": keys["num_experts"], "num_experts_per_tok": keys.get("num_experts_per_tok")}
     if kind in _SHARING:
-        return made | {_SHARED: 0 if experts is None else experts.shared_size}
-    return {key: made[key] for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob") if key in made}
+        return keys | {_SHARED: 0 if experts is None else experts.shared_size}
+    return {key: keys[key] for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob") if key in keys}

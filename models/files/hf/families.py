@@ -124,10 +124,10 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
     for key, value in family.fixed.items():
-        given = hf.get(key)
-        each = given if isinstance(given, list) else [given]  # some keys have an entry for each layer
+        actual = hf.get(key)
+        each = actual if isinstance(actual, list) else [actual]  # some keys have an entry for each layer
         if any(entry is not None and entry != value for entry in each):
-            raise ValueError(f"unsupported {key}={given!r:.60} for model_type {kind!r}, expected {value!r}")
+            raise ValueError(f"unsupported {key}={actual!r:.60} for model_type {kind!r}, expected {value!r}")
     if hf.get("attention_bias") and family.qkv_bias_key != "attention_bias":
         raise ValueError(
             f"unsupported attention_bias={hf['attention_bias']!r} for model_type {kind!r}: this decoder does not have a bias "
@@ -140,13 +140,13 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
 
 def _is_mxfp4(hf: dict[str, Any], family: Family) -> bool:
     """Tell whether the weights are quantised in the one way that is read (`models.files.four_bits`)."""
-    given = hf.get("quantization_config") or {}
-    return family.expert_files is not None and family.expert_files.clamped and given.get("quant_method") == _MXFP4
+    quantisation = hf.get("quantization_config") or {}
+    return family.expert_files is not None and family.expert_files.clamped and quantisation.get("quant_method") == _MXFP4
 
 
 def _numbers(hf: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any]:
     """Read the numbers that scale what a layer or the model computes."""
-    made: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for key, field in family.numbers.items():
         value = hf.get(key)
         if value is not None and not 0 < value <= _LARGEST:
@@ -154,12 +154,12 @@ def _numbers(hf: dict[str, Any], family: Family, head_dim: int) -> dict[str, Any
         if value is not None:
             inverse = {"query_pre_attn_scalar": -0.5, "logits_scaling": -1}.get(key)
             value = float(value if inverse is None else value**inverse)
-        made[field] = value
-    if made.get("query_scale") == head_dim**-0.5:
-        made["query_scale"] = None
+        numbers[field] = value
+    if numbers.get("query_scale") == head_dim**-0.5:
+        numbers["query_scale"] = None
     if "query_pre_attn_scalar" in family.numbers:
-        made["embedding_multiplier"] = math.sqrt(hf["hidden_size"])
-    return made
+        numbers["embedding_multiplier"] = math.sqrt(hf["hidden_size"])
+    return numbers
 
 
 def _window(hf: dict[str, Any], family: Family) -> int | None:
@@ -217,21 +217,21 @@ def _ropes(
     hf: dict[str, Any], family: Family, slides: tuple[bool, ...], window: int | None, head_dim: int
 ) -> tuple[LayerRope, ...]:
     """Read the rotation of each layer."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    nested = any(isinstance(value, dict) for value in given.values())
+    declared = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    nested = any(isinstance(value, dict) for value in declared.values())
     if family.two_ropes:
-        objects = all(isinstance(given.get(name) or {}, dict) for name in (_FULL, _SLIDING))
+        objects = all(isinstance(declared.get(name) or {}, dict) for name in (_FULL, _SLIDING))
         if hf.get("rope_parameters") and not (nested and objects):
-            raise ValueError(f"rope_parameters must have an object for {_FULL} and for {_SLIDING}, got {given!r:.80}")
-        full, near = (given.get(_FULL) or {}, given.get(_SLIDING) or {}) if nested else (given, {})
+            raise ValueError(f"rope_parameters must have an object for {_FULL} and for {_SLIDING}, got {declared!r:.80}")
+        full, near = (declared.get(_FULL) or {}, declared.get(_SLIDING) or {}) if nested else (declared, {})
         theta = hf.get("rope_local_base_freq", hf.get("rope_theta", 1e4))
         of_full, of_near = (_rope(hf, full, hf.get("rope_theta", 1e4), head_dim), _rope(hf, near, theta, head_dim))
         return tuple(of_near if slid else of_full for slid in slides)
     if nested:
         raise ValueError(
-            f"unsupported rope_parameters of model_type {hf['model_type']!r}, expected one object, got {given!r:.80}"
+            f"unsupported rope_parameters of model_type {hf['model_type']!r}, expected one object, got {declared!r:.80}"
         )
-    rope = _rope(hf, given, hf.get("rope_theta", 1e4), head_dim)
+    rope = _rope(hf, declared, hf.get("rope_theta", 1e4), head_dim)
     rotates = (True,) * len(slides)
     if family.rotates == "listed":
         rotates = _listed(hf)
@@ -240,9 +240,9 @@ def _ropes(
     return tuple(rope if each else LayerRope(theta=rope.theta, rotated=0) for each in rotates)
 
 
-def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int) -> LayerRope:
+def _rope(hf: dict[str, Any], declared: dict[str, Any], theta: float, head_dim: int) -> LayerRope:
     """Read one rotation, an object of ``config.json``."""
-    share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    share = declared.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if share != 1 and not ALL[hf["model_type"]].partial:
         raise ValueError(f"unsupported partial_rotary_factor {share!r} for model_type {hf['model_type']!r}, expected 1.0")
     rotated = int(head_dim * share)
@@ -252,7 +252,7 @@ def _rope(hf: dict[str, Any], given: dict[str, Any], theta: float, head_dim: int
             f"got {rotated}"
         )
     # The sections of several positions of a token are the same channels in any order where a text has one position.
-    rest = {key: value for key, value in given.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}
+    rest = {key: value for key, value in declared.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}
     if hf["model_type"] == "phi3" and rest.get("type", rest.get("rope_type")) in ("su", "yarn"):  # its old names of longrope
         rest = {**rest, "rope_type": "longrope"}
         rest.pop("type", None)
@@ -332,14 +332,14 @@ def _written_ropes(
     """Return ``rope_parameters``: one object, or an object for each kind of layer."""
 
     def one(rope: LayerRope) -> dict[str, Any]:
-        made = {**hf_rope.write(rope.scaling), "rope_theta": rope.theta}
+        keys = {**hf_rope.write(rope.scaling), "rope_theta": rope.theta}
         share = {} if rope.rotated is None else {"partial_rotary_factor": rope.rotated / head_dim}
-        return {**made, **share}
+        return {**keys, **share}
 
     if not family.two_ropes:
-        made = one(next((rope for rope in ropes if rope.rotated != 0), ropes[0]))
-        whole = "partial_rotary_factor" in family.defaults and "partial_rotary_factor" not in made
-        return {**made, "partial_rotary_factor": 1.0} if whole else made
+        keys = one(next((rope for rope in ropes if rope.rotated != 0), ropes[0]))
+        whole = "partial_rotary_factor" in family.defaults and "partial_rotary_factor" not in keys
+        return {**keys, "partial_rotary_factor": 1.0} if whole else keys
     kinds: dict[str, LayerRope | None] = {_FULL: None, _SLIDING: None}
     for window, rope in zip(windows, ropes, strict=True):
         kinds[_FULL if window is None else _SLIDING] = rope

@@ -63,11 +63,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of an Architecture with a latent; see `models.files.hf.config.write`.
-
-    Raises:
-        ValueError: the model has no latent.
-    """
+    """Translate the fields of an Architecture with a latent; see `models.files.hf.config.write`."""
     kind, latent = fields["family"], fields["latent"]
     if latent is None:
         raise ValueError(f"a model of model_type {kind!r} needs a latent, got None")

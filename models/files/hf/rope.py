@@ -23,15 +23,7 @@ _REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yar
 
 
 def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
-    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5.
-
-    Args:
-        hf: the file as a dict, with ``max_position_embeddings``.
-        default_theta: the base if the file has none.
-
-    Raises:
-        ValueError: the rule is unknown, lacks a parameter, or has a parameter that this library does not read.
-    """
+    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     known = ("default", *RULES)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -54,30 +46,30 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
     absent = [name for name in _REQUIRED[kind] or names if name not in stated]
     if absent:
         raise ValueError(f"rope scaling of type {kind!r} lacks {', '.join(absent)}, got {rope!r}")
-    given = {name: rope[name] for name in names if rope.get(name) is not None}
+    parameters = {name: rope[name] for name in names if rope.get(name) is not None}
     positions = hf["max_position_embeddings"]
     if kind == "dynamic":  # transformers begins to stretch here, whatever value the rule has
-        if given.setdefault("original_max_position_embeddings", positions) != positions:
+        if parameters.setdefault("original_max_position_embeddings", positions) != positions:
             raise ValueError(
                 f"rope scaling of type 'dynamic' begins at max_position_embeddings={positions}, "
-                f"got original_max_position_embeddings={given['original_max_position_embeddings']!r}"
+                f"got original_max_position_embeddings={parameters['original_max_position_embeddings']!r}"
             )
     elif kind != "linear":
         # A value outside of the rule takes precedence over the rule's own value.
         outer = hf.get("original_max_position_embeddings")
         if outer is not None:
-            given["original_max_position_embeddings"] = outer
-        given.setdefault("original_max_position_embeddings", positions)
-    if kind in ("yarn", "longrope") and "factor" not in given:
-        check_tokens(rule.__name__, given["original_max_position_embeddings"])
-        given["factor"] = positions / given["original_max_position_embeddings"]
+            parameters["original_max_position_embeddings"] = outer
+        parameters.setdefault("original_max_position_embeddings", positions)
+    if kind in ("yarn", "longrope") and "factor" not in parameters:
+        check_tokens(rule.__name__, parameters["original_max_position_embeddings"])
+        parameters["factor"] = positions / parameters["original_max_position_embeddings"]
     for name in ("short_factor", "long_factor"):
-        if isinstance(given.get(name), list):
-            given[name] = tuple(given[name])
+        if isinstance(parameters.get(name), list):
+            parameters[name] = tuple(parameters[name])
     for name in ("beta_fast", "beta_slow"):
-        if not given.get(name, 1):  # zero means the default, as in transformers
-            del given[name]
-    return theta, rule(**given)
+        if not parameters.get(name, 1):  # zero means the default, as in transformers
+            del parameters[name]
+    return theta, rule(**parameters)
 
 
 def _refuse_others(kind: str, rope: dict[str, Any], names: Any) -> None:
@@ -92,8 +84,8 @@ def write(rule: RopeRule | None) -> dict[str, Any]:
     """Return the rule as an object of ``config.json``, without the base."""
     if rule is None:
         return {"rope_type": "default"}
-    given = {field.name: vars(rule)[field.name] for field in dataclasses.fields(rule)}
-    numbers = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if x is not None}
+    values = {field.name: vars(rule)[field.name] for field in dataclasses.fields(rule)}
+    numbers = {name: list(x) if isinstance(x, tuple) else x for name, x in values.items() if x is not None}
     if rule.rope_type == "dynamic":
         del numbers["original_max_position_embeddings"]  # it is the config's max_position_embeddings
     return {"rope_type": rule.rope_type, **numbers}

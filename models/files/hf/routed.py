@@ -15,14 +15,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 
 def check(hf: dict[str, Any]) -> None:
-    """Refuse keys of the experts whose values have the wrong type, or ask for parts that this decoder does not have.
-
-    Args:
-        hf: the file as a dict, with the keys that a file may lack.
-
-    Raises:
-        ValueError: the message has the key, its value, and what was expected.
-    """
+    """Refuse keys of the experts whose values have the wrong type, or ask for parts that this decoder does not have."""
     kind = hf["model_type"]
     for key in ("n_group", "topk_group"):
         if hf[key] is not None and (type(hf[key]) is not int or hf[key] < 1):
@@ -50,11 +43,7 @@ def check(hf: dict[str, Any]) -> None:
 
 
 def read(hf: dict[str, Any]) -> Experts | None:
-    """Read the experts of a file that `check` accepts; None if no layer has experts.
-
-    Raises:
-        ValueError: the numbers do not fit each other.
-    """
+    """Read the experts of a file that `check` accepts; None if no layer has experts."""
     layers = _mixed_layers(hf)
     if not layers:
         return None

@@ -66,10 +66,10 @@ def _attention(config: Architecture, family: Family, layer: int) -> list[Leaf]:
         if there:
             leaves.append(Leaf(f"{ours}/{ours_of}/bias", (f"{theirs}.{name}",), ((width,),)))
     for name, count in (("q_norm", group), ("k_norm", 1)):
-        own, fold, axis = ("", (dim,), 0) if config.qk_norm else ("all_", (heads, count, dim), 1)
+        prefix, fold, axis = ("", (dim,), 0) if config.qk_norm else ("all_", (heads, count, dim), 1)
         if config.qk_norm or config.wide_qk_norm:
             leaves.append(Leaf(
-                f"{ours}/{own}{name}/scale", (f"{theirs}.{name}.weight",), (fold,), axis, orders=orders[:1],
+                f"{ours}/{prefix}{name}/scale", (f"{theirs}.{name}.weight",), (fold,), axis, orders=orders[:1],
                 offset=family.norm_offset,
             ))  # fmt: skip
     return leaves
@@ -112,11 +112,6 @@ def _mlp(config: Architecture, family: Family, layer: int) -> list[AnyLeaf]:
 def _expert_tensors(layer: str, count: int, qwen: bool) -> tuple[str, list[str], list[str]]:
     """Name the file's tensors of one layer's experts.
 
-    Args:
-        layer: "model.layers.3".
-        count: E.
-        qwen: whether the family is Qwen3-MoE, else Mixtral.
-
     Returns:
         The router's tensor; gate and up of each expert in turn; down of each expert.
     """
@@ -133,14 +128,14 @@ def _expert_tensors(layer: str, count: int, qwen: bool) -> tuple[str, list[str],
 def _beside_experts(experts: Experts, hidden: int, ours: str, theirs: str, router_bias: str) -> list[Leaf]:
     """List the bias of a router, and the parameters of the expert that every token uses."""
     inner, router = experts.shared_size, experts.router
-    own = f"{theirs}.shared_expert" if router is None else f"{theirs}.shared_experts"
-    both = tuple(f"{own}.{name}_proj.weight" for name in ("gate", "up"))
+    block = f"{theirs}.shared_expert" if router is None else f"{theirs}.shared_experts"
+    both = tuple(f"{block}.{name}_proj.weight" for name in ("gate", "up"))
     bias = Leaf(f"{ours}/router/bias", (router_bias,), ((experts.num_experts,),))
     shared = [
         Leaf(f"{ours}/shared/gate_up/kernel", both, ((inner, hidden),) * 2, transpose=True, pair=True),
-        Leaf(f"{ours}/shared/down/kernel", (f"{own}.down_proj.weight",), ((hidden, inner),), transpose=True),
+        Leaf(f"{ours}/shared/down/kernel", (f"{block}.down_proj.weight",), ((hidden, inner),), transpose=True),
     ]
-    gate = Leaf(f"{ours}/shared_gate/kernel", (f"{own}_gate.weight",), ((1, hidden),), transpose=True)
+    gate = Leaf(f"{ours}/shared_gate/kernel", (f"{block}_gate.weight",), ((1, hidden),), transpose=True)
     shared += [gate] * (router is None)
     return [bias] * (router is not None and router.score == "sigmoid") + shared * bool(inner)
 
@@ -167,10 +162,10 @@ def _latent_attention(config: Architecture, latent: Latent, ours: str, theirs: s
     ]
 
 
-def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> list[str]:
     """List the problems of a file's tensors, one line each: missing, unused, or of another shape than expected."""
-    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-    for name, shape in found.items():
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in actual]
+    for name, shape in actual.items():
         if name not in expected:
             problems.append(f"unused {name} {list(shape)}")
         elif shape != expected[name]:

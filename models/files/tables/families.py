@@ -279,11 +279,6 @@ def channel_order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, 
 
     Attention only sees products of queries and keys, which do not change if both have their channels in another order. Here
     the pair i is the channels i and i + D/2, and the first pairs rotate. In files it is i and i + R/2, or 2 i and 2 i + 1.
-
-    Args:
-        head_dim: D.
-        rotated: R, the channels that rotate, the first R in the file.
-        interleaved: whether neighbours are a pair.
     """
     if not rotated or (rotated == head_dim and not interleaved):
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from .families import ALL, MISSING, Family
+from .families import ALL, Family
 
 _PLACES = {"after": "norms after attention and MLP", "both": "norms before and after attention and MLP",
            "parallel": "attention and MLP beside each other"}  # fmt: skip
@@ -59,12 +59,3 @@ def rows() -> tuple[Row, ...]:
     """List every ``model_type`` that loads."""
     described = {kind: "; ".join(text for part in _PARTS if (text := part(family))) for kind, family in ALL.items()}
     return tuple(Row(kind, family.name, described[kind], family.refused) for kind, family in ALL.items())
-
-
-def markdown() -> str:
-    """Write the rows, and the types that are refused by name, as two tables for the documentation."""
-    lines = ["| `model_type` | models | parts beside Llama's | refused |", "|---|---|---|---|"]
-    lines += [f"| `{row.model_type}` | {row.models} | {row.parts or '-'} | {row.refused or '-'} |" for row in rows()]
-    lines += ["", "| refused `model_type` | because this decoder does not have |", "|---|---|"]
-    lines += [f"| `{kind}` | {part} |" for kind, part in MISSING.items()]
-    return "\n".join(lines)

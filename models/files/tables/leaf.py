@@ -80,11 +80,7 @@ class Leaf:
         return self.transpose or self.path.endswith("embedding")
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """Join the file tensors into the parameter: a view or one copy, in the file's dtype.
-
-        Args:
-            tensors: a file tensor for each name; or, of a name that stands there several times, the rows of each part.
-        """
+        """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
         parts = [self._own(tensor, index) for index, tensor in enumerate(tensors)]
         folded = [self._ordered(part.reshape(fold), i) for i, (part, fold) in enumerate(zip(parts, self.folds, strict=True))]
         if self.offset:
@@ -165,10 +161,11 @@ class Leaf:
         if self.offset:
             parts = [(part.astype(np.float32) - self.offset).astype(part.dtype) for part in parts]
         parts = [self._ordered(part, i, back=True).reshape(self._part_shape(i)) for i, part in enumerate(parts)]
-        made: dict[str, list[np.ndarray]] = {}
+        grouped: dict[str, list[np.ndarray]] = {}
         for name, part in zip(self.names, parts, strict=True):
-            made.setdefault(name, []).append(part)
-        return {name: np.ascontiguousarray(np.concatenate(own) if own[1:] else own[0]) for name, own in made.items()}
+            grouped.setdefault(name, []).append(part)
+        wholes = {name: np.concatenate(group) if group[1:] else group[0] for name, group in grouped.items()}
+        return {name: np.ascontiguousarray(whole) for name, whole in wholes.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,22 +199,18 @@ class StackedLeaf:
         return whole.reshape(*whole.shape[:-1], 2, -1)[..., self.cut] if self.gates else whole
 
     def part(self, index: Index) -> tuple[StackedLeaf, list[Index]]:
-        """Select what to read of the tensor for a part of the parameter, and the leaf that makes the part of it.
-
-        Args:
-            index: a slice for each dimension of the parameter; at most F, or the in of ``down``, is a part.
-        """
-        own, cut = list(index), self.cut
+        """Select what to read of the tensor for a part of the parameter, and the leaf that makes the part of it."""
+        place, cut = list(index), self.cut
         if self.gates:
-            *own, _, inner = own
+            *place, _, inner = place
             if self.gates == "neighbours" and inner != slice(None):
                 inner = slice(2 * (inner.start or 0), 2 * inner.stop)
             elif self.gates == "halves":
                 inner, cut = slice(None), inner
-            own.append(inner)
+            place.append(inner)
         if self.turned:
-            own[-1], own[-2] = own[-2], own[-1]
-        return dataclasses.replace(self, cut=cut), [tuple(own)]
+            place[-1], place[-2] = place[-2], place[-1]
+        return dataclasses.replace(self, cut=cut), [tuple(place)]
 
     def split(self, param: np.ndarray) -> dict[str, np.ndarray]:
         """Make the file tensor of the parameter, by name: the inverse of `join`."""

@@ -18,14 +18,7 @@ KEYS = {  # of config.json -> our field
 
 
 def read(hf: dict[str, Any]) -> LinearLayers | None:
-    """Read the layers of linear attention that ``config.json`` declares; None if every layer has attention.
-
-    Args:
-        hf: the file as a dict, with defaults, whose values have the right types.
-
-    Raises:
-        ValueError: a layer is of another kind, or a size is wrong.
-    """
+    """Read the layers of linear attention that ``config.json`` declares; None if every layer has attention."""
     count, named = hf["num_hidden_layers"], hf.get("layer_types")
     if named is None:
         every = hf["full_attention_interval"]
@@ -46,15 +39,7 @@ def write(linear: LinearLayers | None, count: int) -> dict[str, Any]:
 
 
 def leaves(linear: LinearLayers, hidden: int, layer: int, fused: bool) -> list[Leaf]:
-    """List the parameters of a layer with their tensors.
-
-    Args:
-        linear: sizes.
-        hidden: d.
-        layer: its number.
-        fused: whether two tensors have the rows of all projections, in our order (Qwen3-Next); else there are four, each with
-            the rows of all heads (Qwen3.5).
-    """
+    """List the parameters of a layer with their tensors."""
     ours, theirs = f"layers_{layer}/linear", f"model.layers.{layer}.linear_attn"
     heads, group, key, value = linear.num_key_heads, linear.group, linear.key_dim, linear.value_dim
     qkv, width = (key, key, group * value), linear.conv_width

@@ -37,11 +37,7 @@ _CLAMP = {"swiglu_limit": "limit", "swiglu_alpha": "alpha"}  # key of config.jso
 
 
 def read(hf: dict[str, Any], files: ExpertFiles | None) -> Experts | None:
-    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts.
-
-    Raises:
-        ValueError: a key is absent, or its value cannot be.
-    """
+    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts."""
     if files is None:
         return None
     absent = [key for key in ("num_local_experts", "num_experts_per_tok") if hf.get(key) is None]
@@ -62,8 +58,8 @@ def write(experts: Experts | None) -> dict[str, Any]:
     """Return the keys of ``config.json`` for the experts of a model of these families."""
     if experts is None:
         return {}
-    made = {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
-    return made if experts.clamp is None else {**made, **{key: vars(experts.clamp)[field] for key, field in _CLAMP.items()}}
+    keys = {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
+    return keys if experts.clamp is None else {**keys, **{key: vars(experts.clamp)[field] for key, field in _CLAMP.items()}}
 
 
 def stacked(config: Architecture, files: ExpertFiles, layer: int) -> list[StackedLeaf]:
@@ -76,15 +72,15 @@ def stacked(config: Architecture, files: ExpertFiles, layer: int) -> list[Stacke
     def leaf(path: str, name: str, shape: tuple[int, ...], gates: str = "", turned: bool = False) -> StackedLeaf:
         return StackedLeaf(path=f"{ours}/{path}", names=(f"{theirs}.{name}",), shape=shape, gates=gates, turned=turned)
 
-    made = [
+    leaves = [
         leaf("gate_up/kernel", files.gate_up, (count, hidden, 2, inner), files.gates, files.turned),
         leaf("down/kernel", files.down, (count, inner, hidden), "", files.turned),
     ]
     if files.clamped:
         router = files.router.removesuffix("weight") + "bias"
-        made += [
+        leaves += [
             leaf("router_bias/bias", router, (count,)),
             leaf("gate_up_bias/bias", files.gate_up + "_bias", (count, 2, inner), files.gates),
             leaf("down_bias/bias", files.down + "_bias", (count, hidden)),
         ]
-    return made
+    return leaves

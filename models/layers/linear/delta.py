@@ -78,9 +78,9 @@ def delta_step(
     # Sums of products instead of products of matrices: a GPU reads the state once for both.
     old = state * jnp.exp(decay)[..., None, None]
     key, query = key[:, :, None, :, None], query[:, :, None, :, None]
-    found = jnp.sum(old * key, axis=-2)
+    recalled = jnp.sum(old * key, axis=-2)
     asked = jnp.sum(old * query, axis=-2)
-    written = (value - found) * rate[..., None]
+    written = (value - recalled) * rate[..., None]
     out = asked + jnp.sum(key * query, axis=-2) * written
     return out, old + key * written[..., None, :]
 

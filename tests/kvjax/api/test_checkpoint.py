@@ -75,15 +75,15 @@ def test_a_cache_of_another_method_or_model_is_refused(tmp_path):
 def test_a_cache_of_another_version_is_refused(tmp_path, monkeypatch):
     """Its format has another number, or its arrays another name or number of axes: so a version says what it changed."""
     kvjax.save_cache(tmp_path / "cache", read(example("snapkv")))
-    about = checkpoint._read_json(tmp_path / "cache" / "kvjax.json")
-    (name, shape), read_json = (about["leaves"][0][key] for key in ("name", "shape")), checkpoint._read_json
+    about = checkpoint._read_about(tmp_path / "cache" / "kvjax.json")
+    (name, shape), read_about = (about["leaves"][0][key] for key in ("name", "shape")), checkpoint._read_about
     old = {key: value for key, value in about.items() if key != "format"}
     for change in (old, *({**about, "leaves": [{**about["leaves"][0], **x}, *about["leaves"][1:]]}
                           for x in ({"name": name + "_of_old"}, {"shape": [*shape, 1]}))):  # fmt: skip
-        monkeypatch.setattr(checkpoint, "_read_json", lambda file, change=change: change)
+        monkeypatch.setattr(checkpoint, "_read_about", lambda file, change=change: change)
         with pytest.raises(ValueError, match="version of kvjax"):
             kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv"))
-    monkeypatch.setattr(checkpoint, "_read_json", read_json)
+    monkeypatch.setattr(checkpoint, "_read_about", read_about)
     kvjax.load_cache(tmp_path / "cache", config=TINY, method=example("snapkv"))
 
 
@@ -126,7 +126,7 @@ def test_failing_to_write_leaves_nothing(tmp_path, monkeypatch):
 
 def test_damage_is_found_and_named(tmp_path):
     kvjax.save_cache(tmp_path / "cache", read(example("full")))
-    about, parts = tmp_path / "cache" / "kvjax.json", tmp_path / "cache" / "parts-0.json"
+    about = tmp_path / "cache" / "kvjax.json"
     largest = max((tmp_path / "cache").glob("*.bin"), key=lambda path: path.stat().st_size)
 
     def refused(file, content):
@@ -144,11 +144,9 @@ def test_damage_is_found_and_named(tmp_path):
     flipped[len(whole) // 2] ^= 4
     for content in (flipped, whole[:-9], whole + b"0", b"", None):
         refused(largest, content)
-    for file in (about, parts):
-        edited = file.read_bytes().replace(b"0", b"1", 1)
-        for content in (edited, edited[:-5], b"[" * 100_000, b"\xff\xfe", b'{"checksum": "0"}', b"[]", b"{}"):
-            refused(file, content)
-    refused(parts, None)
+    edited = about.read_bytes().replace(b"0", b"1", 1)
+    for content in (edited, edited[:-5], b"[" * 100_000, b"\xff\xfe", b'{"checksum": "0"}', b"[]", b"{}"):
+        refused(about, content)
 
 
 def test_a_full_disk_leaves_nothing_and_one_error(tmp_path):

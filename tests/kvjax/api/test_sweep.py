@@ -13,7 +13,7 @@ import kvjax
 from kvjax.api.sweep import group_by_structure
 from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM, ThinK
 from tests import harness
-from tests.harness import TRACES, group, padded, prompts, repeated, tiny_params
+from tests.harness import TRACES, group, padded, prompts, repeated, small, tiny_params
 from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -29,13 +29,13 @@ SETTINGS = {
     "snapkv": [SnapKV(budget=b, capacity=12, obs_window=5) for b in (7, 12)],
     "h2o": [H2O(budget=b, capacity=12, num_recent=r) for b, r in ((12, 2), (8, 5))],
     "keydiff": [KeyDiff(budget=b, capacity=12, block=8) for b in (12, 5)],
-    "streamingllm": [StreamingLLM(budget=b, capacity=12, chunk=8) for b in (6, 12)],
+    "streamingllm": [small(StreamingLLM, budget=b, capacity=12, chunk=8) for b in (6, 12)],
     "quest": [quest(b) for b in (4, 12)],
     "stages": [
         kvjax.Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r))
         for b, r in ((20, 8), (10, 12))
     ],
-    "thin_pages": [kvjax.Stages(evict=ThinK(obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
+    "thin_pages": [kvjax.Stages(evict=small(ThinK, obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
     "periodic": [
         kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
     ],

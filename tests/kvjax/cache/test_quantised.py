@@ -88,29 +88,6 @@ def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
     assert isinstance(stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind, 0))
 
 
-@pytest.mark.thorough  # a case of the law above
-@pytest.mark.parametrize("kind", KV_DTYPES)
-def test_a_prompt_in_chunks_and_steps_store_the_same_codes(kind):
-    """`append` of a chunk at a place, of ragged tokens and of single tokens, and `append_rotated`."""
-    spec = LayerSpec(
-        batch=3, num_kv_heads=2, group_size=2, head_dim=16, dtype="float32", prompt_slots=56, max_new_tokens=0,
-        kv_dtype=kind,
-    )  # fmt: skip
-    q, k, v = (jnp.asarray(x[..., :6, :]) for x in rows())
-    position = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (3, 6))
-    empty = empty_resident(spec, 8)
-    whole, ragged, one, rotated = empty.append(k, v, position, 0), empty.append(k, v, position), empty, empty
-    for at in range(6):
-        piece = k[:, :, at : at + 1], v[:, :, at : at + 1], position[:, at : at + 1]
-        one = one.append(*piece)
-        _, rotated = rotated.append_rotated(q[..., at : at + 1, :], *piece, jnp.zeros(8))
-    for other in (ragged, one, rotated):
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(other), strict=True):
-            np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(whole.key[:, :, :6], rounded(k, kind, 0))
-    np.testing.assert_array_equal(whole.keys_at(position[:, 2:3]), whole.key[:, :, 2:3])
-
-
 @pytest.mark.parametrize(
     "kind, key_bytes, value_bytes",
     [

@@ -13,6 +13,7 @@ from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Chess, FreeKV, Full, Quest
 from models import ModelConfig, param_shapes
+from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.machine import assume_machine
 
 CONFIG = ModelConfig(
@@ -69,6 +70,11 @@ def test_a_step_falls_back_by_itself(name, dim, room, some):
 )
 def test_a_kernel_that_is_asked_for_says_what_it_cannot_take(dim, room, said):
     """And nothing else runs in its place."""
-    asked = dataclasses.replace(METHODS["quest"], implementation="pallas_tpu")
-    with pytest.raises(NotImplementedError, match=f"gather_attention: 'pallas_tpu' cannot run: {said}"):
-        kernels(asked, dim, room)
+    row = jax.ShapeDtypeStruct((1, 2, 512 + room, dim), jnp.float32)
+    query, page = jax.ShapeDtypeStruct((1, 2, 2, dim), jnp.float32), jnp.zeros((1, 2, 8), jnp.int32)
+    where = {"page_size": 16, "position": jnp.zeros(row.shape[:3], jnp.int32), "implementation": "pallas_tpu", "scale": 1.0}
+    with (
+        assume_machine("tpu"),
+        pytest.raises(NotImplementedError, match=f"gather_attention: 'pallas_tpu' cannot run: {said}"),
+    ):
+        jax.eval_shape(lambda q, k: gather_attention(q, k, k, page, page >= 0, **where), query, row)

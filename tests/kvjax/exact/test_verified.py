@@ -22,7 +22,7 @@ from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
 from pallas_kernels.host import on_host
-from tests.harness import NAMES, any_example, example, padded, prompts
+from tests.harness import NAMES, any_example, example, padded, prompts, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -285,7 +285,7 @@ def test_wrappers_can_draft(name):
 @pytest.mark.slow
 def test_the_judge_chooses_the_drafts_tokens():
     """The list is renewed in each pass, and gives better drafts than the prompt's own list."""
-    draft = kvjax.FromJudge(budget=14, num_recent=8, obs_window=5)
+    draft = small(kvjax.FromJudge, budget=14, num_recent=8, obs_window=5)
     out = go_on(read(verified(draft)))
     np.testing.assert_array_equal(out.tokens, full().tokens)
     before, after = (x.layers[0].aux for x in (read(verified(draft)), out.cache))

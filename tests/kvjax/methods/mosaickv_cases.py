@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.methods.mosaickv.method import MosaicKV
-from tests.harness import drive, frequencies, random_tokens
+from tests.harness import drive, frequencies, random_tokens, small
 from tests.kvjax.cases import STEPS as ALIKE
 from tests.kvjax.cases import drive_alike
 from tests.oracles import mosaickv
@@ -25,7 +25,7 @@ def check(knobs, data, lengths, *, steps=STEPS, inv_freq=None, tolerance=1e-4, *
     """
     q, k, v = data
     inv_freq = frequencies(q.shape[-1]) if inv_freq is None else inv_freq
-    method = MosaicKV(**knobs, **fields)
+    method = small(MosaicKV, **knobs, **fields)
     if steps == ALIKE and len(lengths) <= 4:
         got = drive_alike(method, q, k, v, lengths, inv_freq)
     else:

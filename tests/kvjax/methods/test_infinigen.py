@@ -19,7 +19,7 @@ from kvjax.methods import Full, InfiniGen, Quest, SnapKV
 from kvjax.testing.model import TinyModel
 from models import YarnScaling
 from tests import tape
-from tests.harness import example, random_tokens
+from tests.harness import example, random_tokens, small
 from tests.oracles import infinigen as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -85,7 +85,7 @@ def asked(model, method):
 
 
 def test_only_steps_of_layers_that_search_ask_for_a_guess():
-    search = InfiniGen(num_dense_layers=0)
+    search = small(InfiniGen, num_dense_layers=0)
     some = kvjax.PerLayer(layers={0: search, 2: search}, default=Full())
     model, methods = TinyModel(num_layers=4), (InfiniGen(), search, some, Full())
     assert [guessing_layers(layer_methods(method, model)) for method in methods] == [(2, 3), (1, 2, 3), (2,), ()]

@@ -13,6 +13,7 @@ import pytest
 from kvjax.methods import InfLLM
 from kvjax.protocol.method import LayerSpec
 from tests import goldens
+from tests.harness import small
 from tests.oracles import infllm as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -24,7 +25,7 @@ SPEC = LayerSpec(
 
 def test_a_step_reads_its_tokens_and_a_representative_per_block():
     """Of every row length from 1 to 120: the last step's tokens, and a representative per block."""
-    method = InfLLM(budget=17, num_sink=3, num_local=20, block_size=8, num_repr=2, chunk=16)  # two blocks
+    method = small(InfLLM, budget=17, num_sink=3, num_local=20, block_size=8, num_repr=2, chunk=16)  # two blocks
     made = method.init(SPEC)
     lengths = np.arange(1, 121)
     state = dataclasses.replace(made, cache=dataclasses.replace(made.cache, cursor=jnp.asarray(lengths, jnp.int32)))
@@ -62,7 +63,7 @@ def test_the_oracle_is_the_released_code():
     ("knobs", "message"),
     [
         ({"chunk": 8192}, "InfLLM: chunk must be at most num_local=4096, got 8192"),
-        ({"num_repr": 129}, "InfLLM: num_repr must be at most block_size=128, got 129"),
+        ({"block_size": 3}, "block_size must be at least 4, got 3"),
         ({"budget": 127}, "InfLLM: budget must be .* at least 128 tokens .one block of block_size=128., got 127"),
     ],
 )

@@ -20,7 +20,7 @@ from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
 from models import ModelConfig
 from tests import tape
-from tests.harness import example, repeated
+from tests.harness import example, repeated, small
 from tests.kvjax.test_prompt_eviction import compressed, golden, model
 from tests.oracles import kvzip as oracle
 from tests.tiny_models import vivid_params
@@ -53,7 +53,7 @@ def recording(ties=False):
 def compare(knobs, ties=False, steps=0, **options):
     """Every row is what the oracle says: the positions that each head of each layer keeps, and the first ``steps``."""
     player, params = recording(ties)
-    cache = tape.read(player, params, oracle.LENGTHS, KVzip(**knobs), STEPS, **options)
+    cache = tape.read(player, params, oracle.LENGTHS, small(KVzip, **knobs), STEPS, **options)
     held = [np.asarray(stored(layer).position) for layer in cache.layers]
     outputs = np.asarray(tape.decode(params, cache, np.ones((steps, ROWS), bool))[1]) if steps else None
     q, k, v = (np.asarray(params[name]) for name in ("q", "k", "v"))
@@ -86,7 +86,7 @@ def test_ties_go_where_the_oracle_puts_them(layerwise):
 def test_kvpress_keeps_the_same_tokens_and_has_the_same_logits(name, tmp_path_factory):
     params, _ = model(tmp_path_factory.getbasetemp())
     knobs = {"budget": 24, "head_factor": 3.0, "layerwise": name != "kvzip", "num_sink": 4, "chunk": 20}
-    cache = compressed(KVzip(**knobs, ask=(5, 9, 11), ask_later=(7, 2), answer=(3, 8)), tmp_path_factory.getbasetemp())
+    cache = compressed(small(KVzip, **knobs, ask=(5, 9, 11), ask_later=(7, 2), answer=(3, 8)), tmp_path_factory.getbasetemp())
     want = golden()["twice"][name]
     for layer, heads in enumerate(want["kept"]):
         position = np.asarray(stored(cache.layers[layer]).position[0])
@@ -171,7 +171,7 @@ def test_all_layers_are_whole_until_the_second_reading_ends():
 @pytest.mark.thorough
 def test_stages_with_every_page_is_the_eviction_alone():
     player, params = recording()
-    alone = KVzip(**oracle.KNOBS)
+    alone = small(KVzip, **oracle.KNOBS)
     pages = kvjax.Stages(evict=alone, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
     one, other = (tape.read(player, params, oracle.LENGTHS, method, STEPS) for method in (alone, pages))
     for x, y in zip(one.layers, other.layers, strict=True):

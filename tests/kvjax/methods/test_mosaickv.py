@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention.over_cache import masked_attention
 from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import Inputs, LayerSpec, num_bytes
-from tests.harness import drive, frequencies, random_tokens
+from tests.harness import drive, example, frequencies, random_tokens, small
 from tests.kvjax.cases import drive_alike
-from tests.kvjax.methods.mosaickv_cases import ALIKE, STEPS, bases, check, rows
-from tests.oracles import full, mosaickv
+from tests.kvjax.methods.mosaickv_cases import ALIKE, bases, check, rows
+from tests.oracles import mosaickv
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
@@ -32,17 +33,7 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
     [
         {},
         {"channels": 0.5},
-        {"truncate": True},
-        {"per_vector": False},
-        {"per_vector": False, "rotate": False},
-        {"rotate": False},
-        {"reduce": "mean"},
-        {"reduce": "softmax"},
-        {"keep_first_block": True},
-        {"keep_first_block": True, "reduce": "mean"},
-        {"reduce": "each"},
-        {"reduce": "each", "keep_first_block": True, "channels": 0.375},
-        {"reduce": "each", "keep_first_block": True, "strategy": "dynamic", "buffer": 16},
+        {"strategy": "dynamic", "buffer": 16},
         {"segment": 64},
         {"block_size": 8, "fraction": 0.1},
         {"block_size": 2, "buffer": 2, "channels": 0.125},
@@ -52,8 +43,8 @@ EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
 @pytest.mark.thorough
 def test_every_knob_equals_the_oracle(changed):
     lengths = EDGES if not changed else [7, 9, 24, 40]
-    if changed.get("per_vector") is False or "strategy" in changed:
-        lengths = [9, 24, 40]  # without a segment nothing says which channels are common ones
+    if "strategy" in changed:
+        lengths = [9, 24, 40]
     check({**mosaickv.KNOBS, **changed}, rows(lengths, seed=len(str(changed))), lengths)
 
 
@@ -62,12 +53,6 @@ def test_every_knob_equals_the_oracle(changed):
 def test_every_head_dim_and_group_equals_the_oracle(heads, groups, dim):
     lengths = [13, 40]
     check(mosaickv.KNOBS, rows(lengths, heads=heads, groups=groups, dim=dim, seed=dim + groups), lengths)
-
-
-@pytest.mark.thorough
-def test_common_channels_without_a_segment_are_the_first():
-    knobs = {**mosaickv.KNOBS, "per_vector": False}
-    check(knobs, rows([5]), [5])
 
 
 @pytest.mark.thorough
@@ -86,10 +71,10 @@ def test_fraction_is_traced_below_its_capacity():
     for fraction in (0.1, 0.45):
         check({**mosaickv.KNOBS, "fraction": fraction}, data, [9, 40], capacity=0.5)
     q, k, v = data
-    many = jax.vmap(lambda f: run_steps(MosaicKV(**{**mosaickv.KNOBS, "fraction": f}, capacity=0.5), q, k, v, 40))
+    many = jax.vmap(lambda f: run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": f}, capacity=0.5), q, k, v, 40))
     swept = many(jnp.asarray([0.1, 0.45], jnp.float32))
     for at, fraction in enumerate((0.1, 0.45)):
-        alone = run_steps(MosaicKV(**{**mosaickv.KNOBS, "fraction": fraction}, capacity=0.5), q, k, v, 40)
+        alone = run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": fraction}, capacity=0.5), q, k, v, 40)
         np.testing.assert_allclose(swept[at], alone, atol=1e-5, rtol=0)
 
 
@@ -99,41 +84,12 @@ def run_steps(method, q, k, v, prompt):
     return method.attend(state, inputs(q, k, v, prompt, 1))[0]
 
 
-@pytest.mark.thorough  # the contract shows it for fewer steps
-@pytest.mark.parametrize("dim", [16, 64])
-def test_everything_kept_is_dense_attention(dim):
-    lengths, steps = [5, 24, 37], STEPS
-    q, k, v = rows(lengths, dim=dim)
-    knobs = {**mosaickv.KNOBS, "channels": 1.0, "fraction": 1.0}
-    got = drive(MosaicKV(**knobs), q, k, v, lengths, prompt=max(lengths))
-    for row, length in enumerate(lengths):
-        end = length + steps
-        want = full.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], length, frequencies(dim))
-        np.testing.assert_allclose(got.outputs[:, row], want.outputs, atol=1e-4, rtol=0)
-        for step in range(steps):
-            assert got.attended[step, row].sum() == 2 * (length + step + 1)
-
-
-@pytest.mark.slow
-def test_query_heads_with_lists_of_their_own_equal_the_oracle():
-    """Each query head attends to its own blocks; the accounting counts a block once that several heads read."""
-    lengths = [7, 24, 40]
-    knobs = {**mosaickv.KNOBS, "reduce": "each"}
-    traces, got = check(knobs, rows(lengths, groups=2, steps=ALIKE), lengths, steps=ALIKE)
-    found, size = np.asarray(got.state.found), knobs["block_size"]
-    for row, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
-        waiting = (length + ALIKE - 1) % knobs["buffer"] + 1  # tokens in the buffer of the last step
-        assert (found[row] * size + waiting).tolist() == [len(heads) for heads in trace.attended[-1]]
-    assert (found[2] > math.ceil(0.3 * 12)).any()  # more than one query head lists
-
-
-@pytest.mark.parametrize("reduce", [pytest.param("max", marks=pytest.mark.thorough), "each"])
-def test_mask_mode_equals_packed_mode(reduce):
-    lengths, knobs = [9, 40], {**mosaickv.KNOBS, "reduce": reduce}
+def test_mask_mode_equals_packed_mode():
+    lengths, method = [9, 40], example("mosaickv")
     q, k, v = rows(lengths, steps=ALIKE)
-    got, want = (
-        drive_alike(MosaicKV(**knobs, implementation=name), q, k, v, lengths) for name in ("mask", None)
-    )
+    with masked_attention():
+        got = drive_alike(method, q, k, v, lengths)
+    want = drive_alike(method, q, k, v, lengths)
     np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(got.attended, want.attended)
 
@@ -143,7 +99,7 @@ def test_planted_needle_is_selected():
     spots, dim = [0, 3, 9, 17, 24, 31, 37, 39], 16
     direction = np.random.default_rng(0).normal(size=dim)
     direction *= 4 / np.linalg.norm(direction)
-    method = MosaicKV(**{**mosaickv.KNOBS, "fraction": 0.1}, capacity=0.3)
+    method = small(MosaicKV, **{**mosaickv.KNOBS, "fraction": 0.1}, capacity=0.3)
     for four in (spots[:4], spots[4:]):
         q, k, v = random_tokens(3, 4, 2, 2, 41, dim)
         for row, spot in enumerate(four):
@@ -160,7 +116,7 @@ def test_planted_needle_is_selected():
 @pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_bases_keep_scores_and_commute_with_means(dim):
     q, k, v = rows([40], dim=dim, steps=ALIKE)
-    got = drive_alike(MosaicKV(**mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
+    got = drive_alike(small(MosaicKV, **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
     keys, queries = rotate_all(k[0], frequencies(dim)), rotate_all(q[0], frequencies(dim))
     for name, tokens in zip(mosaickv.STATE, (keys, v[0].astype(np.float64)), strict=True):
         found = np.asarray(getattr(got.state, name)[0], np.float64)
@@ -236,7 +192,7 @@ def test_extend_is_dense_and_flushes():
     """Three tokens at once over the packed prompt and the buffer, which they fill; then a step over what was packed."""
     prompt, count = 37, 3  # 5 tokens in a buffer of 8
     q, k, v = random_tokens(4, 2, 2, 2, 48, 16)
-    method = MosaicKV(**mosaickv.KNOBS)
+    method = small(MosaicKV, **mosaickv.KNOBS)
     before = read(method, q, k, v, prompt, room=8)
     out, state = method.attend(before, inputs(q, k, v, prompt, count, active=[True, False]))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), state, before)
@@ -273,7 +229,7 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
     prompt, steps, dim = 37, 2000, 16
     q, k, v = random_tokens(6, 1, 2, 2, prompt + steps, dim)
     knobs = {**mosaickv.KNOBS, "fraction": 0.1}
-    got = drive(MosaicKV(**knobs), q, k, v, [prompt], prompt=prompt)
+    got = drive(small(MosaicKV, **knobs), q, k, v, [prompt], prompt=prompt)
     turned, keys = rotate_all(q[0], frequencies(dim)), rotate_all(k[0], frequencies(dim))
     for last in (1003, 2000):
         row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **bases(got.state, 0))
@@ -292,22 +248,13 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("channels", 0.0),
-        ("channels", 1.5),
-        ("fraction", 0.0),
-        ("fraction", 1.5),
         ("capacity", 0.05),
-        ("block_size", 0),
         ("buffer", 20),
-        ("segment", 100),
-        ("reduce", "median"),
-        ("strategy", "automatic"),
-        ("implementation", "packed"),
     ],
 )
 def test_knobs_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"MosaicKV: .*{field}") as error:
-        MosaicKV(**{field: value})
+        small(MosaicKV, **{field: value})
     assert str(value) in str(error.value)
 
 
@@ -315,6 +262,4 @@ def test_a_rank_of_no_channel_is_refused():
     method = MosaicKV(channels=0.25)
     with pytest.raises(ValueError, match="MosaicKV: channels must leave 1 to 8 of head_dim=8, got 0 .channels=0.05."):
         dataclasses.replace(method, channels=0.05).init(specification(64, 8, dim=8))
-    with pytest.raises(ValueError, match="MosaicKV: channels must leave 1 to 6 of head_dim=8, got 8 .channels=1.0."):
-        dataclasses.replace(method, channels=1.0, truncate=True).init(specification(64, 8, dim=8))
     assert method.init(specification(64, 8, dim=8)) is not None

@@ -17,7 +17,7 @@ from kvjax.methods.retroinfer.method import Clusters
 from kvjax.protocol.method import Step
 from pallas_kernels.numerics import merge_partials
 from tests import goldens
-from tests.harness import drive, frequencies, random_tokens
+from tests.harness import drive, frequencies, random_tokens, small
 from tests.oracles import retroinfer as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -79,16 +79,15 @@ def test_estimates_of_equal_keys_are_exact():
     kinds = np.eye(16, dtype=np.float32)[:4] * 3
     k = np.broadcast_to(kinds[np.arange(50) % 4], v.shape)
     knobs = {"num_sink": 2, "num_local": 3, "cluster_size": 1, "segment": 32, "buffer": 8, "iterations": 2}
-    method = RetroInfer(fraction=0.01, estimated=1.0, **knobs)
+    method = small(RetroInfer, fraction=0.01, estimated=1.0, **knobs)
     still = np.zeros_like(frequencies(16))
     got, full = (drive(x, q, k, v, [40, 37], prompt=40, inv_freq=still) for x in (method, Full()))
     np.testing.assert_allclose(got.outputs, full.outputs, atol=1e-5)
 
 
 def test_wrong_sizes_are_refused():
-    for name in ("segment", "buffer"):
-        with pytest.raises(ValueError, match=f"RetroInfer: {name} must be at least cluster_size=16.*, got 15"):
-            RetroInfer(**{name: 15})
+    with pytest.raises(ValueError, match=r"buffer must be at least cluster_size=16.*, got 15"):
+        RetroInfer(buffer=15)
     key, mean = (jax.ShapeDtypeStruct((1, 1, n, 4), jnp.float32) for n in (10, 1))
     used, count = jax.ShapeDtypeStruct((1, 10), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(ValueError, match="as many keys as centroids, got 10 keys and 11 centroids"):

@@ -1,4 +1,4 @@
-"""SentenceKV beyond the laws and the generic comparison: every mode, odd sentences, long decoding, boundary tables."""
+"""SentenceKV beyond the laws and the generic comparison: odd sentences, long decoding, boundary tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import EMPTY
-from tests.harness import drive, frequencies, oracle, padded, prompts, random_tokens, read, stored, tiny_params
+from tests.harness import drive, frequencies, oracle, random_tokens, read, small, stored
 from tests.kvjax.cases import STEPS, compare, drive_alike
 from tests.oracles.plain import rotate_all
 
@@ -37,7 +36,7 @@ def check(lengths, steps=STEPS, seed=0, fields=None, options=None, heads=2, grou
     lengths, knobs = np.array(lengths), {**KNOBS, **knobs}
     q, k, v = random_tokens(seed, len(lengths), heads, groups, int(lengths.max()) + steps, dim)
     inv_freq = frequencies(dim)
-    method = SentenceKV(**knobs, **(fields or {}))
+    method = small(SentenceKV, **knobs, **(fields or {}))
     if len(lengths) <= 4 and max(lengths) <= 40 and steps == STEPS:
         got = drive_alike(method, q, k, v, lengths, inv_freq, **(options or {}))
     else:
@@ -56,84 +55,43 @@ def positions(mask):
 # ---- against the oracle -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode, prefilter, segment, query",
-    list(
-        itertools.product(
-            ("paper", "code"), ("kv_head", "global"), ("sentence", "chunk"), ("mean", "current")
-        )
-    ),
-)
+@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
 @pytest.mark.thorough
-def test_every_combination_of_modes_equals_the_oracle(mode, prefilter, segment, query):
-    got = check((3, 25, 40), seed=1, mode=mode, prefilter=prefilter, segment=segment, query=query, chunk=6)
+def test_every_pool_equals_the_oracle(prefilter):
+    got = check((3, 25, 40), seed=1, prefilter=prefilter)
     sizes = got.attended[:, 2].sum(axis=-1)
     if prefilter == "global":  # one common set, if not one selection
         np.testing.assert_array_equal(got.kept[:, :, 0], got.kept[:, :, 1])
     np.testing.assert_array_equal(got.kept[:, 2].sum(axis=-1), np.arange(25, 35)[:, None] + [0, 0])
-    ended = {41, 47} if segment == "chunk" else {43, 45}
-    alone = {at + 1 for at in ended} | {40} if mode == "code" else set()
     for step in range(10):
-        assert sizes[step].tolist() == [25 + step if 40 + step in ended | alone else 12] * 2
+        assert sizes[step].tolist() == [25 + step if 40 + step in (43, 45) else 12] * 2
 
 
-@pytest.mark.parametrize(
-    "mode, prefilter, query",
-    [
-        ("paper", "global", "mean"),
-        pytest.param("paper", "kv_head", "finished", marks=pytest.mark.thorough),
-        pytest.param("code", "global", "current", marks=pytest.mark.thorough),
-        pytest.param("code", "kv_head", "mean", marks=pytest.mark.thorough),
-    ],
-)
-def test_query_heads_with_lists_of_their_own_equal_the_oracle(mode, prefilter, query):
-    """Each attends to its own budget; a KV head reads what both want, and the accounting counts a token once."""
-    got = check((3, 25, 40), seed=1, lists="q_head", mode=mode, prefilter=prefilter, query=query, boundary=FEW)
-    sizes, method = got.attended[-1].sum(axis=-1), SentenceKV(**{**KNOBS, "boundary": FEW}, lists="q_head", mode=mode)
-    assert (12 < sizes[2]).any() and (sizes[2] < 24).all()
-    np.testing.assert_array_equal(got.state.aux.found[2], sizes[2])
-    np.testing.assert_array_equal(method.count(got.state.cache, got.state.aux, None)[0][2], sizes[2])
-
-
-@pytest.mark.parametrize("mode", ["paper", pytest.param("code", marks=pytest.mark.thorough)])
-def test_the_finished_sentence_asks_until_the_next_one_ends(mode):
-    """Before a sentence is finished, the open one asks; then sentences are chosen anew only when one ends."""
-    knobs = {"mode": mode, "boundary": table([5, 9, 14, 22, 30, 43])}
-    got = check((40, 36), query="finished", **knobs)
-    mean = check((40, 36), **knobs)
-    np.testing.assert_array_equal(got.attended[:4, 0], mean.attended[:4, 0])  # position 43 ends the first
-    assert (got.attended[4:, 0] != mean.attended[4:, 0]).any()
-    assert (got.attended[:, 1, :, :44] == mean.attended[:, 1, :, :44])[:4].all()
-
-
-@pytest.mark.parametrize("mode", ["paper", pytest.param("code", marks=pytest.mark.thorough)])
-def test_sentence_longer_than_the_budget(mode):
+def test_sentence_longer_than_the_budget():
     """It takes all there is to take, from its start; the rest of it is left out."""
-    got = check((40,), mode=mode, boundary=table([29]))
+    got = check((40,), boundary=table([29]))
     for step, head in itertools.product(range(1, 10), range(2)):
         kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
-        recent = 3 if mode == "code" else min(max(3, step + 1), 10)
+        recent = min(max(3, step + 1), 10)
         assert len(attended) == 12 and attended[:2] == kept[:2] and attended[-recent:] == kept[-recent:]
         for sentence in (range(30), range(30, 40)):
             taken = [i for i in attended[2:-recent] if i in sentence]
             assert taken == [i for i in kept[2:-recent] if i in sentence][: len(taken)]
 
 
-@pytest.mark.parametrize("mode", ["paper", "code"])
-def test_sentences_of_one_token(mode):
+def test_sentences_of_one_token():
     """Of the prompt only, and of everything: each step then ends a sentence and attends to the whole pool."""
-    check((40, 17), mode=mode, boundary=table(range(40)))
-    got = check((40, 17), mode=mode, boundary=np.ones(512, bool))
+    check((40, 17), boundary=table(range(40)))
+    got = check((40, 17), boundary=np.ones(512, bool))
     np.testing.assert_array_equal(got.attended, got.kept)
 
 
-@pytest.mark.parametrize("mode", ["paper", "code"])
-def test_without_a_boundary_the_prompt_is_one_sentence(mode):
+def test_without_a_boundary_the_prompt_is_one_sentence():
     """The prompt is one sentence, of which the first tokens by position are taken; what follows never closes."""
-    got = check((40, 5), mode=mode, boundary=table([]))
+    got = check((40, 5), boundary=table([]))
     for step, head in itertools.product(range(1, 10), range(2)):
         kept, attended = positions(got.kept[step, 0, head]), positions(got.attended[step, 0, head])
-        recent = 3 if mode == "code" else min(max(3, step + 1), 10)
+        recent = min(max(3, step + 1), 10)
         assert attended == kept[: 12 - recent] + kept[-recent:]
 
 
@@ -145,15 +103,14 @@ def test_prompt_shorter_than_the_window(prefilter):
         assert got.kept[-1, row].sum(axis=-1).tolist() == [length + 10] * 2
 
 
-@pytest.mark.parametrize("mode, open_cap", [("code", 256), ("paper", 256), ("paper", 5), ("paper", 1)])
+@pytest.mark.parametrize("open_cap", [256, 5, 1])
 @pytest.mark.thorough
-def test_open_sentence_beyond_what_is_recent(mode, open_cap):
-    """The code loses sight of its older tokens; the paper's mode sees it up to the cap and up to the budget."""
-    got = check((40, 12), steps=20, mode=mode, open_cap=open_cap, boundary=table([4, 9, 16, 22, 30, 41]))
+def test_open_sentence_beyond_what_is_recent(open_cap):
+    """It is seen up to the cap and up to the budget."""
+    got = check((40, 12), steps=20, open_cap=open_cap, boundary=table([4, 9, 16, 22, 30, 41]))
     for step in range(3, 20):  # from position 43 on, the open sentence starts at 42
-        size = 40 + step - 41
         seen = [i for i in positions(got.attended[step, 0, 0]) if i >= 42]
-        count = min(size, 3 if mode == "code" else min(max(3, min(size, open_cap)), 10))
+        count = min(40 + step - 41, min(max(3, min(40 + step - 41, open_cap)), 10))
         assert seen == list(range(40 + step + 1 - count, 40 + step + 1))
 
 
@@ -168,45 +125,11 @@ def test_prompt_that_ends_with_a_sentence():
     check((12, 20, 24), boundary=table([3, 11, 17, 19, 23, 25, 29, 33]))
 
 
-def test_traced_budget_and_factor_below_what_is_allocated():
-    got = check((24, 40), fields={"capacity": 12, "pool": 24}, budget=10, keep_factor=1.5)
-    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]
-    got = check((40,), fields={"capacity": 12, "pool": 24}, keep_factor=1.25)
-    assert got.kept[0, 0].sum(axis=-1).tolist() == [16, 16]
-
-
-@pytest.mark.thorough
-def test_the_pool_is_what_the_factor_allocates():
-    got = check((24, 40), fields={"capacity": 20, "pool": 48}, budget=10, keep_factor=1.5)
-    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]
-    assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]
-
-
-@pytest.mark.thorough  # the contract shows it for one setting
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-def test_empty_slots_and_prompt_chunks(prefilter):
-    """NaN in empty slots and a prompt read in pieces change nothing."""
-    check((9, 23, 40), prefilter=prefilter, options={"poison": True, "chunk": 7})
-
-
-@pytest.mark.thorough  # the contract shows it for one setting
-@pytest.mark.parametrize(
-    "mode, prefilter, lists", [("code", "kv_head", "kv_head"), ("paper", "global", "kv_head"), ("paper", "global", "q_head")]
-)
-def test_mask_mode_equals_gather_mode(mode, prefilter, lists):
-    check((9, 40), mode=mode, prefilter=prefilter, lists=lists, fields={"implementation": "mask"})
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-@pytest.mark.thorough
-def test_equal_heads_of_a_group_are_one_head(prefilter, seed):
-    """Four equal query heads behave as one."""
-    q, k, v = random_tokens(seed, 1, 2, 1, 50, 16)
-    one = drive(SentenceKV(**KNOBS, prefilter=prefilter), q, k, v, [40], prompt=40)
-    four = drive(SentenceKV(**KNOBS, prefilter=prefilter), np.repeat(q, 4, axis=2), k, v, [40], prompt=40)
-    np.testing.assert_array_equal(one.attended, four.attended)
-    np.testing.assert_allclose(np.repeat(one.outputs, 4, axis=3), four.outputs, atol=1e-5)
+def test_the_pool_is_the_factor_times_the_budget():
+    """A traced budget below its capacity keeps what it would keep alone."""
+    got = check((24, 40), fields={"capacity": 12}, budget=10, keep_factor=1.5)
+    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]  # 15 of the prompt, and the step's token
+    assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]  # 15 of the prompt, and the step's token
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
@@ -221,7 +144,7 @@ def test_planted_needle_sentence_is_attended(prefilter):
     for row, spot in enumerate(spots):
         q[row, :, :, -8:] = direction  # the observation window and the decoded tokens
         k[row, :, spot] = 4 * direction
-    method = SentenceKV(**{**KNOBS, "boundary": table(ends), "prefilter": prefilter})
+    method = small(SentenceKV, **{**KNOBS, "boundary": table(ends), "prefilter": prefilter})
     sentences = np.searchsorted(ends, np.arange(prompt + STEPS))
     for four in (slice(0, 4), slice(4, 8)):
         got = drive_alike(method, q[four], k[four], v[four], [prompt] * 4, np.zeros(dim // 2, np.float32))
@@ -301,13 +224,12 @@ def sample(total=60, seed=3):
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", "global"])
-@pytest.mark.parametrize("segment", ["sentence", "chunk"])
 @pytest.mark.thorough
-def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter, segment):
+def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter):
     """`extend` closes sentences inside the question, and several of them; rows may bring fewer tokens."""
     data, lengths, ids = sample()
     ends = table([5, 9, 17, 24, 28, 31, 32, 35, 41])
-    method = SentenceKV(**{**KNOBS, "boundary": ends, "segment": segment, "chunk": 3, "prefilter": prefilter})
+    method = small(SentenceKV, **{**KNOBS, "boundary": ends, "prefilter": prefilter})
     state = prefilled(method, data, lengths, ids, prompt=30, room=30)
     at = lengths[:, None] + jnp.arange(9, dtype=jnp.int32)[None]
     at = at.at[1, 7:].set(EMPTY)
@@ -322,20 +244,6 @@ def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter, segment)
         one, apart = fed(method, apart, data, at, ids)
         two, together = fed(method, together, data, at, ids)
         np.testing.assert_allclose(one, two, atol=1e-5)
-
-
-@pytest.mark.thorough  # the tests of generation show it for a method that retrieves
-@pytest.mark.parametrize("mode", ["paper", "code"])
-def test_a_row_that_stands_still_does_not_change(mode):
-    data, lengths, ids = sample()
-    method = SentenceKV(**KNOBS, mode=mode)
-    state = prefilled(method, data, lengths, ids, prompt=30, room=30)
-    _, state = fed(method, state, data, lengths[:, None], ids)
-    for tokens in (1, 4):
-        at = jnp.full((2, tokens), EMPTY, jnp.int32)
-        at = at.at[0].set(31 + jnp.arange(tokens, dtype=jnp.int32))
-        _, after = fed(method, state, data, at, ids)
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y[1]), state, after)
 
 
 def rebuilt(state, number, closed):
@@ -370,7 +278,7 @@ def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
     ends[steps + 15 :] = False  # the last state has an open sentence
     data = tuple(jnp.asarray(x) for x in random_tokens(6, 2, 2, 2, total, 16))
     ids = jnp.arange(total, dtype=jnp.int32)
-    method = SentenceKV(**{**KNOBS, "boundary": ends, "prefilter": prefilter})
+    method = small(SentenceKV, **{**KNOBS, "boundary": ends, "prefilter": prefilter})
     number, rotated = [], rotate_all(np.asarray(data[0]), frequencies(16))
     for length in lengths:
         stops = ends.copy()
@@ -411,7 +319,7 @@ def test_ids_decide_not_positions():
     renamed[np.asarray(names)] = KNOBS["boundary"]
     states, outputs = [], []
     for ends, name in ((KNOBS["boundary"], ids), (renamed, names)):
-        method = SentenceKV(**{**KNOBS, "boundary": ends})
+        method = small(SentenceKV, **{**KNOBS, "boundary": ends})
         state = prefilled(method, data, lengths, name, prompt=30, room=30)
         steps = []
         for step in range(12):
@@ -429,75 +337,26 @@ def test_ids_decide_not_positions():
 @pytest.mark.parametrize("budget", [1, 5])
 def test_budget_must_exceed_the_fixed_part(budget):
     with pytest.raises(ValueError, match=rf"(?s)SentenceKV: budget.*6.*got {budget}"):
-        SentenceKV(**{**KNOBS, "budget": budget})
-    SentenceKV(**{**KNOBS, "budget": 6})
-
-
-def test_default_fixed_part_is_64_tokens():
-    with pytest.raises(ValueError, match=r"budget.*65.*got 64"):
-        SentenceKV(budget=64)
-
-
-@pytest.mark.parametrize(
-    "field, value, limit",
-    [
-        ("segment", "page", "'sentence', 'chunk'"),
-        ("query", "last", "'mean', 'finished', 'current'"),
-        ("lists", "group", "'kv_head', 'q_head'"),
-        ("prefilter", "q_head", "'kv_head', 'global'"),
-        ("mode", "fast", "'paper', 'code'"),
-        ("chunk", 0, "at least 1"),
-        ("obs_window", 0, "at least 1"),
-        ("num_sink", -1, "at least 0"),
-        ("num_recent", 0, "at least 1"),  # the step's own token
-        ("open_cap", 0, "at least 1"),
-        ("kernel", 4, "odd"),
-        ("kernel", -1, "odd"),
-        ("keep_factor", 0.5, "at least 1"),
-    ],
-)
-def test_knobs_beyond_their_limits_are_refused(field, value, limit):
-    with pytest.raises(ValueError, match=rf"SentenceKV: {field} must be .*{limit}.*got {value!r}"):
-        SentenceKV(**{**KNOBS, field: value})
+        small(SentenceKV, **{**KNOBS, "budget": budget})
+    small(SentenceKV, **{**KNOBS, "budget": 6})
 
 
 def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="budget must be at most capacity=8, got 12"):
-        SentenceKV(**KNOBS, capacity=8)
-    with pytest.raises(ValueError, match=r"at most pool=20 tokens, got 2.0 \* 12 = 24"):
-        SentenceKV(**KNOBS, pool=20)
-    with pytest.raises(ValueError, match=r"at least obs_window=30 .*got 2.0 \* 12 = 24"):
-        SentenceKV(**{**KNOBS, "obs_window": 30})
+        small(SentenceKV, **KNOBS, capacity=8)
+    with pytest.raises(ValueError, match=r"at least obs_window=30, got 2.0 \* 12 = 24"):
+        small(SentenceKV, **{**KNOBS, "obs_window": 30})
     with pytest.raises(ValueError, match="capacity .static. must be given"):
-        SentenceKV(**{**KNOBS, "budget": jnp.array([12, 13])})
-    with pytest.raises(ValueError, match="pool .static. must be given"):
-        SentenceKV(**{**KNOBS, "keep_factor": jnp.array([2.0, 3.0])})
+        small(SentenceKV, **{**KNOBS, "budget": jnp.array([12, 13])})
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(61, np.int32), np.zeros((61, 1), bool)])
 def test_a_table_that_is_none(wrong):
     with pytest.raises(ValueError, match=r"boundary must be a bool array \[V\], got"):
-        read(SentenceKV(**{**KNOBS, "boundary": wrong}))
+        read(small(SentenceKV, **{**KNOBS, "boundary": wrong}))
 
 
 def test_missing_table_says_how_to_make_one():
     """At the prompt, which is where the tokens are first cut into sentences."""
     with pytest.raises(ValueError, match="boundary_table"):
-        read(SentenceKV(**{**KNOBS, "boundary": None}))
-    chunks = SentenceKV(**{**KNOBS, "boundary": None, "segment": "chunk", "chunk": 4})
-    jax.eval_shape(lambda: read(chunks))  # needs none
-
-
-@pytest.mark.thorough  # the contract generates with it, and reads its prompts in chunks
-def test_a_model_generates_with_it():
-    """Token ids reach the method through the public calls, whole or in chunks, alike for a row alone."""
-    ends = np.zeros_like(KNOBS["boundary"])
-    ends[[3, 11, 20, 31, 42, 50]] = True
-    method = SentenceKV(**{**KNOBS, "boundary": ends})
-    want = kvjax.generate(tiny_params(), read(method), max_new_tokens=10, eos_token_ids=())
-    chunked = kvjax.generate(tiny_params(), read(method, chunk_size=16), max_new_tokens=10, eos_token_ids=())
-    np.testing.assert_array_equal(want.tokens, chunked.tokens)
-    other = SentenceKV(**{**KNOBS, "boundary": np.zeros_like(ends)})
-    other = kvjax.generate(tiny_params(), read(other), max_new_tokens=10, eos_token_ids=())
-    assert not np.allclose(other.cache.logits[0], want.cache.logits[0])
-    assert padded(prompts())[1].tolist() == [40, 23, 9]
+        read(small(SentenceKV, **{**KNOBS, "boundary": None}))

@@ -18,7 +18,7 @@ from kvjax.protocol.method import Method, declarations
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.wrappers.compose import Answer, answers, passes
-from tests.harness import WRAPPERS, example, read, stored, tiny_params
+from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
 from tests.kvjax.cases import ONE, N, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -45,7 +45,7 @@ def test_per_layer_picks_by_index_and_from_the_end():
 
 
 def test_per_layer_storage_differs_by_layer():
-    cache = shapes(lambda: read(kvjax.PerLayer(layers={0: StreamingLLM(budget=12, chunk=8)}, default=SNAP)))
+    cache = shapes(lambda: read(kvjax.PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=SNAP)))
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
@@ -199,7 +199,6 @@ def test_stages_answers_by_the_method_that_does_it():
 def test_what_a_wrapper_states_stays():
     """Class attributes, properties and fields are not replaced; `help` says where a declaration is explained."""
     assert kvjax.Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
-    assert kvjax.Twilight(method=QUEST, implementation="mask").implementation == "mask"
     assert kvjax.DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
     assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(kvjax.Twilight.evicts)
     assert inspect.getdoc(kvjax.Prefill.compress) == inspect.getdoc(SlotMethod.compress)

@@ -168,7 +168,7 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, text, message):
 
 
 def test_a_missing_or_empty_file_of_scores_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no head scores in .*heads.json: expected a file, which experiments.lab.insight"):
+    with pytest.raises(FileNotFoundError, match="no head scores in .*heads.json: expected a file"):
         kvjax.head_scores(tmp_path / "heads.json", CONFIG)
     table = tmp_path / "heads.tsv"
     table.write_text("1\t2\n3\n")

@@ -32,7 +32,7 @@ from kvjax.protocol.method import Inputs, LayerSpec, num_bytes, settle_due
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from tests.harness import example, frequencies, oracle, random_tokens
+from tests.harness import example, frequencies, oracle, random_tokens, small
 from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
@@ -41,10 +41,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS = np.array([40, 13, 6, 1])
 PROMPT, STEPS, DIM = 40, 14, 8
 ACTIVE = np.arange(STEPS)[:, None] % [STEPS + 1, 3, 5, 4] != 2  # [N, B], whether a row gets a token in a step
-SNAP = {"budget": 12, "obs_window": 5, "kernel": 3, "pooling": "avg"}
+SNAP = {"budget": 12, "obs_window": 5, "kernel": 3}
 HEADS = {**SNAP, "budget": 9, "beta": 1.25, "scores": ((1.0, 4.0), (2.0, 1.0))}
 ADA = {**SNAP, "budget": 9, "head_factor": 1.4, "safeguard": 0.5}
-EXPECTED = {"budget": 12, "num_sink": 2, "num_future": 7, "epsilon": 0.0}
+EXPECTED = {"budget": 12, "num_sink": 2, "num_future": 7}
 
 
 class Row:
@@ -85,9 +85,8 @@ def headkv_rule(row, tokens, t, budget, beta, scores, **window):
     return [best(own, size) for own, size in zip(found, sizes, strict=True)]
 
 
-def window_scores(row, tokens, t, obs_window, kernel, pooling, interval):
+def window_scores(row, tokens, t, obs_window, kernel, interval):
     """Tokens since the last eviction stand behind the longest head, so a shorter head has empty slots before them."""
-    assert pooling == "avg"
     longest = max(map(len, tokens))
     full = []
     for h, own in enumerate(tokens):
@@ -112,9 +111,9 @@ CASES = [
     (kvjax.Periodic(evict=SnapKV(**SNAP), interval=4), snapkv_rule, SNAP, {}, 4),
     (kvjax.Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), snapkv_rule, SNAP, {"budget": 7}, 2),
     (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
-    (kvjax.Periodic(evict=ExpectedAttention(**EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
-    (kvjax.Periodic(evict=AdaKV(**ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
-    (kvjax.Periodic(evict=HeadKV(**HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
+    (kvjax.Periodic(evict=small(ExpectedAttention, **EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
+    (kvjax.Periodic(evict=small(AdaKV, **ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
+    (kvjax.Periodic(evict=small(HeadKV, **HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
 ]
 ALONE = ("rkv", "triattention")  # are periodic by themselves
 
@@ -197,7 +196,7 @@ def test_redundancy_equals_the_oracle():
     key[:, :, 20:] = key[:, :, :20]
     valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
     for threshold in (0, 0.3, 0.9):
-        got = RKV(threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
+        got = small(RKV, threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
         for head in range(key.shape[1]):
             want = rkv.redundancy(np.asarray(key[0, head, :37], np.float64), threshold)
             np.testing.assert_allclose(got[0, head, :37], want, atol=1e-7)

@@ -14,7 +14,7 @@ from kvjax.attention.moments import add_queries, no_moments
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
 from kvjax.protocol.method import Inputs, LayerSpec, settle_due
 from kvjax.protocol.typing import EMPTY, pytree
-from tests.harness import frequencies, random_tokens
+from tests.harness import frequencies, random_tokens, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -73,7 +73,7 @@ RUN = jax.jit(blocks_of, static_argnums=0)
 
 @pytest.mark.parametrize("evict", [
         pytest.param(TriAttention(budget=9, interval=None), marks=pytest.mark.thorough),
-        ExpectedAttention(budget=9, num_sink=2),
+        small(ExpectedAttention, budget=9, num_sink=2),
     ],
 )
 def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
@@ -118,7 +118,7 @@ def test_metadata_of_a_step_is_a_share_of_what_an_eviction_reads():
     """The ring has 2 * interval - 1 queries, the moments a mean and lengths; a covariance counts where it is read."""
     for evict, floats in (
         (TriAttention(budget=9, interval=None), DIM + DIM // 2),
-        (ExpectedAttention(budget=9, num_sink=2), DIM + DIM // 2 + DIM * DIM),
+        (small(ExpectedAttention, budget=9, num_sink=2), DIM + DIM // 2 + DIM * DIM),
     ):
         method = kvjax.Periodic(evict=evict, interval=OFTEN)
         last = jax.eval_shape(functools.partial(blocks_of, method), *tokens_of_rows())[-1][1]

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import registry
 from kvjax.methods import (
-    H2O,
     SOCKET,
-    Chess,
     Full,
     MagicPIG,
     ParisKV,
@@ -150,13 +147,6 @@ def test_layers_that_the_method_leaves_dense_stay_dense():
     assert not mixed.for_layer(0, 2).selects and mixed.for_layer(1, 2).selects
 
 
-def test_every_method_says_whether_it_selects():
-    """Those that do have a field that says how attention over a selection is computed."""
-    for name, cls in registry.builtin().items():
-        if cls.composable:
-            assert cls.selects == ("implementation" in cls.__dataclass_fields__), name
-
-
 @pytree
 class Moving(Retrieval):
     """A method that says that it moves slots."""
@@ -178,17 +168,11 @@ class Moving(Retrieval):
     [
         (lambda: kvjax.Twilight(method="quest"), "Twilight: method must be a kvjax method, got the name 'quest'"),
         (lambda: kvjax.Twilight(method=TokenSelect()), "method must be a method that chooses cache slots .*, got Tok"),
-        (lambda: kvjax.Twilight(method=Chess()), "method must be a method that chooses cache slots .*, got Chess"),
         (lambda: kvjax.Twilight(method=MagicPIG()), "chooses cache slots .* with plain logits, got MagicPIG"),
         (lambda: kvjax.Twilight(method=RetroInfer()), "chooses cache slots .* attends to these alone, .*, got RetroInfer"),
         (lambda: kvjax.Twilight(method=Full()), "must select slots in each step, but Full attends to all"),
-        (lambda: kvjax.Twilight(method=SnapKV()), "must select slots in each step, but SnapKV attends to all"),
-        (lambda: kvjax.Twilight(method=H2O()), "must select slots in each step, but H2O attends to all"),
         (lambda: kvjax.Twilight(method=kvjax.Periodic(evict=SnapKV())), "but Periodic attends to all that it keeps"),
-        (lambda: kvjax.Twilight(method=kvjax.Stages(evict=SnapKV(), retrieve=Full())), "but Stages attends to all"),
         (lambda: kvjax.Twilight(method=Moving()), "Moving moves slots while decoding, .* leave the 4-bit keys stale"),
-        (lambda: kvjax.Twilight(method=Quest(), mass=0), "Twilight: mass must be .* above 0 and at most 1, got 0"),
-        (lambda: kvjax.Twilight(method=Quest(), mass=1.5), "Twilight: mass must be .* above 0 and at most 1, got 1.5"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):

@@ -17,7 +17,8 @@ from experiments.evaluation.folder import read_runs
 from experiments.lab.peers.quality import report
 from experiments.lab.peers.quality.prompts import find_weights, read_model, read_prompts
 from experiments.lab.peers.quality.settings import PeersCommand, PeersSettings
-from experiments.records import Results, check_torch, describe_device, table_file, the_device, write_bytes
+from experiments.lab.peers.torch_device import check_torch, describe_device, the_device
+from experiments.records import Results, table_file, write_bytes
 
 
 def _peers(settings: PeersSettings, command: PeersCommand) -> None:

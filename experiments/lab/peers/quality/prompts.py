@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 import models
-from experiments.answering import LoadedModel, budget_tokens, interval
+from experiments.answering import LoadedModel, budget_tokens
 from experiments.benchmarks import Encoded, encode_cell
 from experiments.cli import read_record
 from experiments.evaluation.cells import make_cells, make_reading
 from experiments.evaluation.comparison import BASELINE, Entry, load
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.lab.peers.quality.settings import METHODS, PeersSettings, beside
+from experiments.records import percent_interval
 from models.files import gguf as gguf_files
 from models.files.directories import locate_gguf, read_json
 
@@ -140,6 +141,6 @@ def scored(encoded: Encoded, scores: Sequence[float]) -> dict[str, Any]:
         "samples": len(scores),
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
-        "interval_95": interval(scores),
+        "interval_95": percent_interval(scores),
         "scores": dict(zip(encoded.keys, scores, strict=True)),
     }

@@ -14,7 +14,8 @@ from __future__ import annotations
 from experiments.cli import Against, Job
 from experiments.lab.peers.speed import report
 from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
-from experiments.records import Results, check_torch, describe_device, the_device
+from experiments.lab.peers.torch_device import check_torch, describe_device, the_device
+from experiments.records import Results
 from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
 

@@ -1,4 +1,4 @@
-"""Tables of the operations of `pallas_kernels`: what each computes, and which implementations run where."""
+"""Tables of what the packages hold: the operations of `pallas_kernels`, and the families of models that load."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import inspect
 
 import pallas_kernels
 from experiments.records import markdown_rows
+from models.files.tables import family_table
+from models.files.tables.families import MISSING
 from pallas_kernels.dispatch import XLA, Operation
 
 _PLATFORMS = {"gpu": "GPU", "tpu": "TPU"}
 
 
-def tables() -> str:
+def operations() -> str:
     """Make a table for each room, from the operations' docstrings and their tables of implementations."""
     lines: list[str] = []
     for room in pallas_kernels.ROOMS:
@@ -23,6 +25,15 @@ def tables() -> str:
             body.append((f"`{name}`", text.replace("|", "\\|").replace("``", "`"), _kernels(vars(module)[name.upper()])))
         lines += [f"## {room}", "", *markdown_rows([("operation", "what it computes", "kernels besides `xla`"), *body]), ""]
     return "\n".join(lines).rstrip()
+
+
+def families() -> str:
+    """Make a table of every ``model_type`` that loads, and one of those that are refused."""
+    head = ("`model_type`", "models", "parts beside Llama's", "refused")
+    rows = [(f"`{row.model_type}`", row.models, row.parts or "-", row.refused or "-") for row in family_table.rows()]
+    refused = [("refused `model_type`", "because this decoder does not have")]
+    refused += [(f"`{kind}`", part) for kind, part in MISSING.items()]
+    return "\n".join([*markdown_rows([head, *rows]), "", *markdown_rows(refused)])
 
 
 def _kernels(operation: Operation) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answering.ask import Shape, account, ask
-from experiments.answering.model import LoadedModel
+from experiments.answering import LoadedModel, Shape, account, ask
 from experiments.benchmarks import Encoded, score
-from experiments.records import bootstrap_interval
+from experiments.records import percent_interval
 from kvjax.protocol.method import Method
 
 DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
@@ -68,11 +67,6 @@ def generate(
     return Generated([answers[0] for answers in asked.ids], account(asked.stats, rows), asked.run_seconds)
 
 
-def interval(scores: Sequence[float], groups: Sequence[str] = ()) -> list[float]:
-    """Compute the 95 % bootstrap interval of the mean score in percent, see `experiments.records.bootstrap_interval`."""
-    return [round(100 * end, 2) for end in bootstrap_interval(scores, groups)]
-
-
 def measure(
     model: LoadedModel, encoded: Encoded, method: Method | str, *, rows: int, failures: int = 1
 ) -> dict[str, Any]:
@@ -115,7 +109,7 @@ def measure(
         "length": cell.length,
         "value": round(100 * float(np.mean(scores)), 2),
         "unit": "percent",
-        "interval_95": interval(scores),
+        "interval_95": percent_interval(scores),
         "scores": [round(float(value), 4) for value in scores],
         "samples": len(scores),
         "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in encoded.wholes])), 1),
