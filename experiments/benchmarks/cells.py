@@ -86,12 +86,7 @@ class Reading:
         """Put the chat template around an example.
 
         Args:
-            example: the example.
             follows: whether the example follows another question about its context.
-
-        Returns:
-            The text up to the question, the text from the question on, and how many characters of the first text the template
-            put before the context.
         """
         before, after = self.around if self.around and example.chat else ("", "")
         context, question = example.context, example.question
@@ -128,11 +123,7 @@ class Encoded:
 
 
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
-    """Encode the examples of a cell; generate them first if they are not given.
-
-    Raises:
-        ValueError: see `experiments.benchmarks.generated.examples`; or a context is too long and may not be truncated.
-    """
+    """Encode the examples of a cell; generate them first if they are not given."""
     file = reading.tokenizer_file
     tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
 

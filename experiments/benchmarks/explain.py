@@ -18,7 +18,6 @@ def explain(spec: str) -> str:
 
     Raises:
         ValueError: an unknown format, or a damaged file.
-        FileNotFoundError: the file does not exist.
     """
     examples = read(spec)
     by_task: dict[str, list[Example]] = collections.defaultdict(list)

@@ -25,20 +25,13 @@ def examples(
     Context i depends only on the task's name, the length, the seed, i and the depth.
 
     Args:
-        name: task name.
         length: tokens of a context, a question and its answer.
-        count: number of contexts.
-        seed: seed of the set.
-        count_tokens: text -> number of tokens.
         haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind.
         depth: where the first needle goes, 0 (start) to 1 (end); None draws the depth.
         questions: number of questions about each context.
 
     Returns:
         The examples. Several questions about a context follow each other and share a group.
-
-    Raises:
-        ValueError: see `experiments.tasks.make_document`.
     """
     documents = make_documents(
         name,
@@ -73,11 +66,7 @@ def examples(
 
 
 def score(example: Example, prediction: str) -> float:
-    """Score an answer as the example's suite does, in [0, 1].
-
-    Raises:
-        ValueError: the example's scorer is unknown.
-    """
+    """Score an answer as the example's suite does, in [0, 1]."""
     if example.scorer in TASKS:
         return get_task(example.scorer).score(prediction, example.answers)
     return scorers.score(example, prediction)

@@ -31,10 +31,6 @@ def read_harness(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: ``TASK``, or ``TASK=FILE``.
-        limit: most records to read.
-
-    Returns:
-        An example for each document; its reference is the document as JSON.
 
     Raises:
         ValueError: an unknown task, one that generates no text or runs code, or a file whose records the task cannot read.

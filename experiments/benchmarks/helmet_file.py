@@ -141,14 +141,6 @@ def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: the file, for example `data/kilt/nq-dev-multikilt_1000_k50_dep6.jsonl`.
-        limit: most lines to read.
-
-    Returns:
-        An example for each line, labelled with its number of demonstrations.
-
-    Raises:
-        ValueError: the file does not exist, or a line lacks the form of these tasks; the message names the file, the line,
-            what was found and what was expected.
     """
     examples, pool = [], _pool(path)
     for record in read_jsonl(path, limit):

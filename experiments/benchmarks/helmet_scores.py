@@ -28,7 +28,6 @@ def ndcg10(prediction: str, answers: Sequence[str]) -> float:
     """Compute NDCG at 10 of a ranking, as trec_eval does: a passage's relevance over the logarithm of its place.
 
     Args:
-        prediction: generated text.
         answers: the right ranking, and a JSON object of each passage's relevance.
     """
     relevance: dict[str, int] = json.loads(answers[1])

@@ -175,10 +175,6 @@ def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: the file, named after its task (`passkey.jsonl`).
-        limit: most lines to read.
-
-    Returns:
-        An example for each line.
 
     Raises:
         ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the

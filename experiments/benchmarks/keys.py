@@ -24,7 +24,6 @@ class Keys:
         """Make the next example's key.
 
         Args:
-            example: the example.
             head: template and context, before truncation.
             tail: question, the template's end and the answer's opening.
             ids: token ids that a model may read: of the head, of the tail, of both as one text; after truncation.

@@ -186,14 +186,8 @@ def read_kvpress(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: `.csv`, `.json` (a list of rows, or columns as pandas writes them), `.jsonl` or `.parquet`.
-        limit: most rows to read.
-
-    Returns:
-        An example for each row. Rows with the same task and context share a group, as kvpress prefills their context once.
 
     Raises:
-        ValueError: the file does not exist, its suffix is unknown, it has no rows, or a row lacks a column; the message names
-            the file, the line, what was found and what was expected.
         ModuleNotFoundError: the file is parquet, and pyarrow is not installed.
     """
     return grouped(path, [example_of(record, csv_cells=path.suffix == ".csv") for record in read_rows(path, limit)])

@@ -23,14 +23,6 @@ def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
     Args:
         path: `.json` (a list) or `.jsonl`. Records have `question, choice_A ... choice_D, answer, context,
             difficulty, length, domain`.
-        limit: most records to read.
-
-    Returns:
-        An example for each record, labelled with its difficulty (easy, hard), length (short, medium, long) and domain.
-
-    Raises:
-        ValueError: the file does not exist, or a record lacks LongBench v2's form; the message names the file, the line, what
-            was found and what was expected.
     """
     examples = []
     for record in (read_json_list if path.suffix == ".json" else read_jsonl)(path, limit):

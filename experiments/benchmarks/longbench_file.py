@@ -71,10 +71,6 @@ def read_longbench(path: Path, limit: int | None = None) -> list[Example]:
     Args:
         path: the file. Records have `input, context, answers, length, dataset, all_classes`; without
             `dataset` the file's name is the dataset.
-        limit: most lines to read.
-
-    Returns:
-        An example for each line, with LongBench-E's bucket as the label "length".
 
     Raises:
         ValueError: the file or the dataset does not exist, or a line lacks LongBench's form; the message names the file, the

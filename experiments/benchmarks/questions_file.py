@@ -22,12 +22,6 @@ def read_questions(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: `.csv`, `.json` (a list of rows, or columns as pandas writes them), `.jsonl` or `.parquet`.
-        limit: most rows to read.
-
-    Returns:
-        An example for each row; an empty line separates its question from its context. Without the further columns, the task
-        has the file's name, an answer has at most 64 tokens, and it is right if it contains a reference, whatever the case.
-        Rows with the same context share a group.
 
     Raises:
         ValueError: the file or a text of `context_file` does not exist, its suffix is unknown, it has no rows, or a row

@@ -42,9 +42,6 @@ def parse(spec: str) -> tuple[str, Path]:
     Args:
         spec: for example "longbench:data/qasper.jsonl".
 
-    Returns:
-        The format and the path.
-
     Raises:
         ValueError: the text has no colon or no path, or the format is unknown; the message then names the nearest format.
     """
@@ -63,9 +60,6 @@ def files_of(name: str, path: Path) -> list[Path]:
     Args:
         name: a format.
         path: a file or a folder.
-
-    Returns:
-        The paths in the order of their names, at least one.
 
     Raises:
         ValueError: the path does not exist, or the folder has no such file.
@@ -87,15 +81,10 @@ def read(spec: str, limit: int | None = None) -> list[Example]:
 
     Args:
         spec: "FORMAT:PATH", with a format of `READERS`; "lm-eval:TASK" or "lm-eval:TASK=FILE" for tasks of the harness.
-        limit: most records to read of each file (lines or rows; contexts for SCBench); None reads all records.
-
-    Returns:
-        The examples, in the order of the files and of the records in them.
 
     Raises:
         ValueError: the format is unknown, a file is missing, or a record lacks the format's form; the message names the file,
             the line, what was found and what was expected.
-        ModuleNotFoundError: the file needs an optional package that is not installed.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 record, got {limit}")

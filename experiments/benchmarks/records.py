@@ -45,9 +45,6 @@ class Record:
             kinds: the types that are allowed.
             expected: the allowed types in words, for the message.
 
-        Returns:
-            The value.
-
         Raises:
             ValueError: the field is missing or of another type.
         """
@@ -75,9 +72,6 @@ class Record:
         Args:
             name: the field.
             decimals: see `experiments.tasks.reference_text`.
-
-        Returns:
-            At least one text, each as `experiments.tasks.reference_text` gives it.
 
         Raises:
             ValueError: the field is missing, of another type, an empty list, or a text is blank.
@@ -130,18 +124,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
-    """Read a file that has a JSON object in each line; empty lines are skipped.
-
-    Args:
-        path: the file, in UTF-8.
-        limit: most records to read; later lines are not read.
-
-    Returns:
-        At least one record.
-
-    Raises:
-        ValueError: the file does not exist, it holds no record, or a line is not a JSON object in UTF-8.
-    """
+    """Read a file that has a JSON object in each line; empty lines are skipped."""
     check_file(path)
     records = list(itertools.islice(_json_lines(path), limit))
     if not records:
@@ -168,18 +151,7 @@ def _parsed(line: bytes, where: str) -> Record:
 
 
 def read_json_list(path: Path, limit: int | None = None) -> list[Record]:
-    """Read a file that is a JSON list of objects.
-
-    Args:
-        path: the file, in UTF-8.
-        limit: most records to return.
-
-    Returns:
-        At least one record.
-
-    Raises:
-        ValueError: the file does not exist, its JSON is damaged, or it is not a list of objects, or an empty list.
-    """
+    """Read a file that is a JSON list of objects."""
     check_file(path)
     try:
         entries = parse_json(path.read_bytes())

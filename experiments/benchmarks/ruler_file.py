@@ -137,10 +137,6 @@ def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
     Args:
         path: the file; the file or its folder is named after a task. If one of the three folders around it is named by a
             number, as in `4096/niah_single_1/validation.jsonl`, the number becomes the label "length".
-        limit: most lines to read.
-
-    Returns:
-        An example for each line.
 
     Raises:
         ValueError: the file or the task does not exist, or a line lacks RULER's form; the message names the file, the line,

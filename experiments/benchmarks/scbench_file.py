@@ -132,10 +132,6 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
             also have `repo`. Turns have `input, answer`, and also `options` (choice) or `task` (mixed files).
         limit: most lines to read; each line is a context with its questions.
 
-    Returns:
-        An example for each question, in the order of the file. Questions about the same context share their group and have
-        the label "turn" (0, 1, ...). Turns of mixed files have tasks like "scbench_repoqa_and_kv.scbench_kv".
-
     Raises:
         ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the
             line, what was found and what was expected.

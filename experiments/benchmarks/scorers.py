@@ -332,13 +332,6 @@ def _is_number(text: str) -> bool:
 def score(example: Example, prediction: str) -> float:
     """Score a model's text with the example's own scorer.
 
-    Args:
-        example: the example.
-        prediction: generated text, without the answer prefix.
-
-    Returns:
-        Score in [0, 1].
-
     Raises:
         ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
         ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.

@@ -65,18 +65,7 @@ def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Compute LongBench's ROUGE-L: F of the package `rouge`, at summary level, with sentences that end at full stops.
-
-    Args:
-        prediction: generated text, words separated by spaces.
-        reference: reference text, words separated by spaces.
-
-    Returns:
-        F measure; 0 for an empty text.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
+    """Compute LongBench's ROUGE-L: F of the package `rouge`, at summary level, with sentences that end at full stops."""
     scorer = _package("rouge", "rouge").Rouge(metrics=["rouge-l"])
     try:
         return scorer.get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
@@ -94,16 +83,9 @@ def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bo
     """Compute F of the package `rouge-score`, the best over references.
 
     Args:
-        prediction: generated text.
         references: reference texts.
         kind: "rouge1", "rougeL" or "rougeLsum" (sentences are lines).
         stem: whether words are reduced to their stems first.
-
-    Returns:
-        F measure.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
     """
     return float(_google_rouge(kind, stem).score_multi(references, prediction)[kind].fmeasure)
 
@@ -115,16 +97,9 @@ def repeats_function(prediction: str, function: str, candidates: Sequence[str], 
     text around the function inside the block lowers the score.
 
     Args:
-        prediction: generated text; its first fenced code block counts, or the whole text if it has no such block.
         function: the wanted function.
         candidates: all functions of the repository that questions ask for, with or without `function`.
         threshold: the least BLEU that counts (SCBench reports 0.8).
-
-    Returns:
-        1.0 or 0.0.
-
-    Raises:
-        ModuleNotFoundError: nltk is not installed.
     """
     bleu = _package("nltk.translate.bleu_score", "nltk")
     smoothing = bleu.SmoothingFunction().method4

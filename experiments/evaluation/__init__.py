@@ -2,6 +2,7 @@
 
 from experiments.evaluation.ahead import CompileAhead as CompileAhead
 from experiments.evaluation.comparison import BASELINE as BASELINE
+from experiments.evaluation.comparison import COUNTED as COUNTED
 from experiments.evaluation.comparison import Compared as Compared
 from experiments.evaluation.comparison import Entry as Entry
 from experiments.evaluation.comparison import averages as averages
@@ -11,17 +12,8 @@ from experiments.evaluation.folder import Folder as Folder
 from experiments.evaluation.folder import read_predictions as read_predictions
 from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.knobs import set_knobs as set_knobs
-from experiments.evaluation.order import COUNTED as COUNTED
-from experiments.evaluation.order import SOLVED as SOLVED
-from experiments.evaluation.order import Change as Change
-from experiments.evaluation.order import Difference as Difference
-from experiments.evaluation.order import changes as changes
-from experiments.evaluation.order import kendall_tau as kendall_tau
-from experiments.evaluation.order import mean_scores as mean_scores
-from experiments.evaluation.order import solved as solved
 from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
-from experiments.evaluation.readings import other_reading as other_reading
 from experiments.evaluation.runner import Runner as Runner
 from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings

@@ -64,11 +64,9 @@ def make_batches(
     Generated cells of one length get one shape, whatever their tasks, if they get the same ``samples`` and ``room``.
 
     Args:
-        encoded: the cell.
         question: where the question stands: "prefill", "extend" or "turns".
         batch_tokens: rows x length of a batch, at most.
         limit: the most tokens that the model can take; None if there is no limit.
-        new_tokens: most tokens of an answer; None takes the examples' own.
         samples: the most contexts of any generated cell of the run; they decide the number of rows.
         room: the least room for answers, in tokens.
         groups: the rows of a batch are a multiple of this number (`LoadedModel.groups`).
@@ -148,13 +146,10 @@ def answer_cell(
     """Answer and score a cell.
 
     Args:
-        model: the model.
-        encoded: the cell.
         methods: the methods, which prefill the contexts together.
         question: where the question stands.
         batches: see `make_batches`.
         clock: counts compilation.
-        new_tokens: most tokens of an answer; None takes the examples' own.
         tell: is called with "reading" or "asking", the part of the cell's work that is done, 0 to 1, and a text that says
             which of the cell's prompts, and under which method.
         ready: is called with the index of a batch and a number of its programs, and waits until they are compiled; see
@@ -229,10 +224,7 @@ def predict(
     """Decode and score the answers of a cell.
 
     Args:
-        model: the model.
-        encoded: the cell.
         ids: generated token ids of each example.
-        new_tokens: most tokens of an answer; None takes the examples' own.
 
     Returns:
         A JSON object for each example.

@@ -54,7 +54,6 @@ def make_reading(
     """Say how the texts of the settings' cells become tokens.
 
     Args:
-        settings: the settings.
         tokenizer_file: tokenizer.json of the model.
         template: the model's chat template; None puts no template around the texts.
         limit: most tokens of prompt and answer that the model takes.

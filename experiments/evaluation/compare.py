@@ -27,7 +27,6 @@ class CompareCommand:
 
     Attributes:
         folders: result folders of eval; or one or two records of another experiment
-        papers: also show the scores that papers print for the same model and tasks
         fields: comma-separated, the columns of the table of a record (default: those that tell rows apart)
         format: markdown; csv, a line for each cell or row with plain numbers; or latex, for the package booktabs (default:
             what the ending of --out says, .csv or .tex, else markdown)
@@ -35,7 +34,6 @@ class CompareCommand:
     """
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
-    papers: bool = False
     fields: tuple[str, ...] = ()
     format: str | None = option(None, choices=(None, *_FORMATS))
     out: pathlib.Path | None = None
@@ -49,10 +47,6 @@ class CompareCommand:
 def _compare(command: CompareCommand) -> None:
     record = read_record(command.folders[0])
     by_example = record["experiment"] == "eval" and not command.fields
-    if command.papers and (not by_example or command.written_as != "markdown"):
-        raise ValueError(
-            f"--papers is a table in Markdown of tasks, got {command.folders[0]} as {command.written_as}"
-        )
     text = _examples(command) if by_example else _records(command, record)
     if command.out is None:
         print(text, end="")
@@ -62,9 +56,7 @@ def _compare(command: CompareCommand) -> None:
 
 
 def _examples(command: CompareCommand) -> str:
-    if command.written_as == "markdown":
-        return report(command.folders, papers=command.papers)
-    return {"csv": csv_report, "latex": latex_report}[command.written_as](command.folders)
+    return {"markdown": report, "csv": csv_report, "latex": latex_report}[command.written_as](command.folders)
 
 
 def _records(command: CompareCommand, record: Mapping[str, Any]) -> str:

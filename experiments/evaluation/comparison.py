@@ -23,6 +23,7 @@ _COMMON = (
 )  # fmt: skip
 _LATER = ("weights", "eos_token_ids")  # settings that the folders of the first versions lack
 BASELINE = "full"
+COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
 FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
 
 
@@ -33,8 +34,8 @@ class Entry:
     Attributes:
         folder: the folder that holds the row.
         row: the metric.
-        scores: by the example's key, 0 to 1 (perplexity, in records of earlier versions: negative log-likelihood per token).
-        answers: digests of the predictions, equal for equal texts, by the example's key; empty for perplexity.
+        scores: by the example's key, 0 to 1.
+        answers: digests of the predictions, equal for equal texts, by the example's key.
         groups: names of the groups of examples that share a context, by the example's key.
     """
 
@@ -57,9 +58,9 @@ class Compared:
     Attributes:
         row: the metric.
         baseline: Full's value.
-        difference: the row's score less Full's, in points; for perplexity the ratio to Full's, less 1, in percent.
+        difference: the row's score less Full's, in points.
         interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
-        same: percent of examples answered word for word as under Full; None for perplexity.
+        same: percent of examples answered word for word as under Full.
         contexts: number of the examples' contexts; an example that shares no context counts as one.
     """
 
@@ -67,7 +68,7 @@ class Compared:
     baseline: float
     difference: float
     interval_95: tuple[float, float]
-    same: float | None
+    same: float
     contexts: int
 
     @property
@@ -97,12 +98,12 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
         first = told | first
         for row, lines in read_examples(folder, record["metrics"]):
-            keys = numbered(line["key"] for line in lines)  # earlier versions gave examples of one prompt one key
+            keys = numbered(line["key"] for line in lines)
             scores = {key: line["score"] for key, line in zip(keys, lines, strict=True)}
-            answers = {key: line["answer"] for key, line in zip(keys, lines, strict=True) if line["answer"] is not None}
+            answers = {key: line["answer"] for key, line in zip(keys, lines, strict=True)}
             groups = {key: line["group"] for key, line in zip(keys, lines, strict=True)}
-            if not lines or (row["unit"] == "percent" and len(answers) < len(scores)):
-                raise ValueError(f"{folder / row['predictions']} lacks predictions: got {len(answers)} of {len(scores)}")
+            if not lines:
+                raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
             made.append(Entry(folder, row, scores, answers, groups))
     check_library([entry.row for entry in made], " and ".join(map(str, folders)))
     check_alike(entry.row for entry in made)
@@ -160,9 +161,6 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
     Returns:
         An item for each row, Full's own included. Methods keep the order of their first rows. The rows of a method stand
         together: first the setting without knobs, then the other settings by the bytes that a decode step reads.
-
-    Raises:
-        ValueError: a row without a row of Full on the same examples.
     """
     full: dict[tuple, Entry] = {}
     for entry in entries:
@@ -200,12 +198,11 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    if entry.scores.keys() != base.scores.keys() or entry.answers.keys() != base.answers.keys():
+    if entry.scores.keys() != base.scores.keys():
         raise ValueError(
             f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
-            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both, and "
-            f"{len(entry.answers.keys() ^ base.answers.keys())} have an answer in only one of them; a key holds the prompt, "
-            "the references, the scorer and the limits"
+            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both; a key holds the prompt, the references, "
+            "the scorer and the limits"
         )
     keys = list(base.scores)
     mine = np.asarray([entry.scores[key] for key in keys])
@@ -213,28 +210,22 @@ def _against(entry: Entry, base: Entry) -> Compared:
     difference = float((mine - theirs).mean())
     groups = [base.groups[key] for key in keys]
     low, high = interval(mine - theirs, groups)
-
-    def shown(value: float) -> float:
-        return round(100 * (float(np.expm1(value)) if not base.answers else value), 2)
-
-    same = None
-    if base.answers:
-        same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
+    same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
-    return Compared(entry.row, base.row["value"], shown(difference), (shown(low), shown(high)), same, contexts)
+    points = [round(100 * value, 2) for value in (difference, low, high)]
+    return Compared(entry.row, base.row["value"], points[0], (points[1], points[2]), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Average scores over tasks (without perplexity), for each method, way of asking the question, and length.
+    """Average scores over tasks, for each method, way of asking the question, and length.
 
     If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
     the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
     ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
-    scores = [item for item in compared if item.row["unit"] == "percent"]
-    apart = _sets_differ([item.row for item in scores])
-    for item in scores:
+    apart = _sets_differ([item.row for item in compared])
+    for item in compared:
         drawn = _set_text(_set(item.row)) if apart else ""
         groups.setdefault((item.row["method"], item.row["question"], item.row.get("length"), drawn), []).append(item)
     cells: dict[Any, set] = {}

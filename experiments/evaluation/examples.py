@@ -18,15 +18,9 @@ FILE = "examples.npz"
 
 
 def brief(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce a prediction to "key", "group", "score" and "answer", a 32-bit digest of its text.
-
-    The digest is None for perplexity, which earlier versions measured.
-    """
-    answer = None
-    if "prediction" in line:
-        answer = int(hashlib.sha256(line["prediction"].encode()).hexdigest()[:8], 16)
-    score = line["score"] if "score" in line else line["nll_per_token"]
-    return {"key": line["key"], "group": line.get("group", ""), "score": float(score), "answer": answer}
+    """Reduce a prediction to "key", "group", "score" and "answer", a 32-bit digest of its text."""
+    answer = int(hashlib.sha256(line["prediction"].encode()).hexdigest()[:8], 16)
+    return {"key": line["key"], "group": line.get("group", ""), "score": float(line["score"]), "answer": answer}
 
 
 def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
@@ -43,21 +37,16 @@ def packed(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
         file,
         cell=np.asarray([name.encode() for name in names]),
         count=np.asarray([len(cells[name]) for name in names], np.int32),
-        answered=np.asarray([all(x["answer"] is not None for x in cells[name]) for name in names], bool),
         key=np.asarray([x["key"].encode() for x in lines]),
         group=np.asarray([x["group"].encode() for x in lines]),
         score=np.asarray([x["score"] for x in lines], np.float64),
-        answer=np.asarray([x["answer"] or 0 for x in lines], np.uint32),
+        answer=np.asarray([x["answer"] for x in lines], np.uint32),
     )
     return file.getvalue()
 
 
 def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """Read the examples of a file that `packed` wrote, by the name of their file of predictions; {} if there is no file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the examples of a file that `packed` wrote, by the name of their file of predictions; {} if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -70,11 +59,11 @@ def _unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     with path.open("rb") as stream, np.load(stream) as file:  # NumPy leaves a damaged file that it opened itself open
         arrays = {name: file[name] for name in file.files}
     cells, start = {}, 0
-    for name, count, answered in zip(arrays["cell"], arrays["count"], arrays["answered"], strict=True):
+    for name, count in zip(arrays["cell"], arrays["count"], strict=True):
         each = slice(start, start + int(count))
         start = each.stop
         cells[name.decode()] = [
-            {"key": key.decode(), "group": group.decode(), "score": score, "answer": answer if answered else None}
+            {"key": key.decode(), "group": group.decode(), "score": score, "answer": answer}
             for key, group, score, answer in zip(
                 *(arrays[name][each].tolist() for name in ("key", "group", "score", "answer")), strict=True
             )

@@ -135,11 +135,7 @@ class Folder:
 
 
 def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
     file = path / "meta.json"
     return read_meta(file) if file.is_file() else []
 

@@ -28,9 +28,6 @@ def memory(rows: Sequence[Row]) -> Any:
     """Plot resident bytes per row against tokens of prompt and answer, a line for each setting of each method.
 
     A setting has a point for each length: the means over its tasks. A flat line needs no more memory for a longer answer.
-
-    Raises:
-        ValueError: all rows have the same length.
     """
     if len({row.get("length") for row in rows}) < 2:
         raise ValueError("a plot of memory needs rows of several lengths: run eval with --lengths 2048,4096")

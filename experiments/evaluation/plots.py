@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
-from experiments.evaluation.comparison import BASELINE, place_of, told_apart
+from experiments.evaluation.comparison import BASELINE, COUNTED, place_of, told_apart
 from experiments.evaluation.memory_plot import memory
-from experiments.evaluation.order import COUNTED
-from experiments.evaluation.readings import other_reading
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
@@ -38,6 +36,7 @@ from experiments.tasks import GROUPS
 Row = Mapping[str, Any]
 _SCORES = range(0, 101, 20)  # ticks of scores
 _BEST = 8  # baselines in the figure of the main table
+_READINGS = ("centred=", "hierarchy=", "prefilter=")  # knobs of other readings of a paper
 _TOP = 104  # upper end of the axis of scores: room for the marks at 0 and 100
 
 
@@ -100,11 +99,7 @@ def _score_axis(panel: Any) -> None:
 
 
 def needle(rows: Sequence[Row]) -> Any:
-    """Plot scores by depth of the needle and length, a panel for each method.
-
-    Raises:
-        ValueError: no row has a depth.
-    """
+    """Plot scores by depth of the needle and length, a panel for each method."""
     rows = [row for row in rows if row.get("depth") is not None and row["unit"] == "percent"]
     if not rows:
         raise ValueError("a needle heatmap needs rows with depths: run eval with --depths 0,0.25,0.5,0.75,1")
@@ -160,7 +155,6 @@ def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_
     """Plot scores against a quantity, a panel for each length: few methods with colours and names, all others in grey.
 
     Args:
-        rows: the rows.
         x: the quantity of a row.
         xlabel: what the quantity is.
         figure_of: what the figure is of, for an error.
@@ -264,11 +258,7 @@ def resident(rows: Sequence[Row]) -> Any:
 
 
 def tasks(rows: Sequence[Row]) -> Any:
-    """Plot the scores of every method in every task, a panel for each length.
-
-    Raises:
-        ValueError: no row has a score.
-    """
+    """Plot the scores of every method in every task, a panel for each length."""
     rows = _by_question(_scored(rows, "tasks"))
     methods, names, lengths = _methods(rows), list(dict.fromkeys(row["name"] for row in rows)), _lengths(rows)
     figure = new_figure(2.5 + 0.62 * len(names) * len(lengths) + 1.2 * len(lengths), 1.4 + 0.34 * len(methods))
@@ -289,9 +279,6 @@ def turns(rows: Sequence[Row]) -> Any:
     """Plot the score against the number of the question about a context, a panel for each length.
 
     The figure shows what is lost while a cache is used.
-
-    Raises:
-        ValueError: no row has several questions about a context.
     """
     rows = _by_question([row for row in rows if "turn" in row.get("by", {})])
     if not rows:
@@ -339,13 +326,11 @@ def solved(rows: Sequence[Row]) -> Any:
 
     A task counts at a length if Full scores at least `COUNTED` and its text is no code. A baseline ranks by its best setting.
     Settings that read a paper in another way than the default are left out, so that a line shows budgets alone.
-
-    Raises:
-        ValueError: no task counts.
     """
     full = [row for row in rows if row["method"] == BASELINE and row["unit"] == "percent"]
     counted = {(x["name"], x["length"]) for x in full if x["value"] >= COUNTED and x["name"] not in GROUPS["code"]}
-    mine = [row for row in rows if (row["name"], row["length"]) in counted and not other_reading(row["method"])]
+    mine = [row for row in rows if (row["name"], row["length"]) in counted]
+    mine = [row for row in mine if not any(knob in row["method"] for knob in _READINGS)]
     best = {name: max(point.score for point in along) for (name, _), along in _points(mine, lambda row: 0.0).items()}
     ranked = sorted((name for name in best if name in BASELINES), key=lambda name: -best[name])
     shown = {BASELINE, *PAPERS, *ranked[:_BEST]}

@@ -42,7 +42,6 @@ def evaluate_methods(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: unknown names or values out of range.
         TypeError: ``model`` is something else.
     """
     _check_model(model, settings)

@@ -50,8 +50,8 @@ _ROW_MAY: dict[str, _Kind] = {
 _RECORD: dict[str, _Kind] = {"device": _OBJECT, "versions": _OBJECT, "date": _TEXT, "commit": _TEXT_OR_NULL}
 _RUN: dict[str, _Kind] = {"date": _TEXT, "commit": _TEXT_OR_NULL}
 _RUN_MAY: dict[str, _Kind] = {"cells": _WHOLE}
-_LINE: dict[str, _Kind] = {"key": _TEXT}
-_LINE_MAY: dict[str, _Kind] = {"group": _TEXT, "prediction": _TEXT, "score": _NUMBER, "nll_per_token": _NUMBER}
+_LINE: dict[str, _Kind] = {"key": _TEXT, "prediction": _TEXT, "score": _NUMBER}
+_LINE_MAY: dict[str, _Kind] = {"group": _TEXT}
 
 
 def check_rows(record: Mapping[str, Any], where: pathlib.Path) -> None:
@@ -81,11 +81,7 @@ def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
 
 
 def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the runs in a folder's meta.json.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the runs in a folder's meta.json."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -99,11 +95,7 @@ def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the predictions in a file, in the order of its lines.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the predictions in a file, in the order of its lines."""
     made = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line:
@@ -113,8 +105,6 @@ def read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is damaged in line {number}: {error}") from error
         _check(found, _LINE, _LINE_MAY, f"{file}, line {number}")
-        if "score" not in found and "nll_per_token" not in found:
-            raise ValueError(f"{file}, line {number}: expected a score, got the fields {', '.join(found)}")
         made.append(found)
     return made
 

@@ -11,7 +11,6 @@ from experiments.cli import read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
 from experiments.evaluation.flat import flat
 from experiments.evaluation.folder import read_runs
-from experiments.evaluation.printed import beside
 from experiments.evaluation.stored import check_shown
 from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
 
@@ -25,31 +24,20 @@ _LEGEND = (
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
-_PERPLEXITY = "Perplexity: per token, lower is better; against Full in percent."  # in records of earlier versions
 
 
-def report(folders: Sequence[pathlib.Path], *, papers: bool = False) -> str:
+def report(folders: Sequence[pathlib.Path]) -> str:
     """Format the tables of some folders as one Markdown text.
-
-    Args:
-        folders: result folders.
-        papers: whether to show the papers' printed scores beside ours.
 
     Raises:
         ValueError: a folder does not record what made its numbers, or an error of `experiments.evaluation.comparison`.
     """
     compared = beside_full(load(folders))
     about = "How well each method answers, beside Full on the same examples."
-    units = {item.row["unit"] for item in compared}
-    legend = f"{_LEGEND} {_PERPLEXITY}" if "perplexity" in units else _LEGEND
-    legend += _ACCEPTED * any(_accepted(item.row) for item in compared)
+    legend = _LEGEND + _ACCEPTED * any(_accepted(item.row) for item in compared)
     title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
     parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
-    if "percent" in units:
-        parts += ["## Means over tasks", summary_table(compared)]
-        parts += left_out(compared)
-    if papers:
-        parts += ["## Beside the papers", beside(compared, read_record(folders[0])["settings"]["model"])]
+    parts += ["## Means over tasks", summary_table(compared), *left_out(compared)]
     return "\n\n".join([*parts, "## Every cell", cell_table(compared), *cut_short(compared)]) + "\n"
 
 
@@ -61,25 +49,20 @@ def csv_report(folders: Sequence[pathlib.Path]) -> str:
 def latex_report(folders: Sequence[pathlib.Path]) -> str:
     """Format tables for the LaTeX package booktabs: the means over tasks, then the scores of each task.
 
-    Where rows have no scores to average, as perplexity, the table has every cell. Comments say what made the numbers.
+    Comments say what made the numbers.
     """
     compared = beside_full(load(folders))
-    means = any(item.row["unit"] == "percent" for item in compared)
-    legend = _LEGEND.replace(_OF_CELLS, "") if means else _LEGEND
+    legend = _LEGEND.replace(_OF_CELLS, "")
     about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
-    if means:
-        parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
-        about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
-    else:
-        parts = [latex_table(_cell_cells(compared))]
+    about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
+    parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
     return "\n".join(about) + "\n\n" + "\n".join(parts)
 
 
 def _task_cells(compared: Sequence[Compared]) -> list[list[list[str]]]:
     """Make a table for each length and way of asking the question: a row for each method, a column for each task."""
     made: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for item in (item for item in compared if item.row["unit"] == "percent"):
-        row = item.row
+    for row in (item.row for item in compared):
         table = made.setdefault((_length(row), row["question"]), {})
         depth = "" if row.get("depth") is None else f", depth {row['depth']:.0%}"
         table.setdefault(_method(row), {})[row["name"] + depth] = f"{row['value']:.1f}"
@@ -139,8 +122,7 @@ def left_out(compared: Sequence[Compared]) -> list[str]:
 def cut_short(compared: Sequence[Compared]) -> list[str]:
     """Count the answers of each method that may have been cut before they were right, in a list of one sentence.
 
-    These answers reached their limit of tokens and scored below 100. [] if there are none, or if the rows do not tell it, as
-    rows of earlier versions.
+    These answers reached their limit of tokens and scored below 100. [] if there are none, or if the rows do not tell it.
     """
     counts: dict[str, list[int]] = {}
     for row in (item.row for item in compared if "cut_below_100" in item.row):
@@ -153,7 +135,7 @@ def cut_short(compared: Sequence[Compared]) -> list[str]:
 
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:
     kept = {(mean["method"], mean["question"], mean["length"]) for mean in averages(compared)}
-    rows = (item.row for item in compared if item.row["unit"] == "percent")
+    rows = (item.row for item in compared)
     keys = dict.fromkeys((row["method"], row["question"], row.get("length")) for row in rows)
     left = (key for key in keys if key not in kept)
     return [f"{method_title(method)} ({question}, {_length({'length': length})})" for method, question, length in left]
@@ -184,7 +166,7 @@ def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
                 row["question"],
                 f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
                 "" if full else _change(item),
-                "" if item.same is None else f"{item.same:.0f} %",
+                f"{item.same:.0f} %",
                 *([_trace(row)] * long),
                 *([_accepted(row)] * drafts),
                 f"{row['attended_tokens']:,.0f}",
@@ -216,7 +198,7 @@ def _accepted(row: Mapping[str, Any]) -> str:
 
 def _change(item: Compared) -> str:
     interval = _interval(item.interval_95, item.contexts, "+.1f")
-    text = f"{item.difference:+.1f}{' %' if item.same is None else ''} {interval}"
+    text = f"{item.difference:+.1f} {interval}"
     return f"**{text}**" if item.beyond_noise else text
 
 

@@ -144,7 +144,7 @@ class Task:
 
     Attributes:
         name: registry name.
-        generate: `generate(request)` -> `Document`.
+        generate: `generate(request)` -> `Document`; `TooShort` if the request's length leaves no room for the task.
         score: `score(prediction, answers)` -> float in [0, 1].
         haystack: kind of haystack in the suite: "noise", "prose", "" (the task makes its own), or "squad" or "hotpotqa"
             (the questions come from a file in this format, which the user brings).

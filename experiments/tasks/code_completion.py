@@ -40,19 +40,7 @@ _KNOWN = frozenset((*keyword.kwlist, *dir(builtins)))
 
 
 def code_completion(name: str, new_names: bool, request: Request) -> Document:
-    """Generate a document with a single question, which is the next line.
-
-    Args:
-        name: registry name.
-        new_names: whether identifiers are renamed.
-        request: what to generate; `haystack` holds the files.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short, or longer than all files together, or no line fits.
-    """
+    """Generate a document with a single question, which is the next line."""
     rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
     for _ in range(_TRIES):
         file = rng.choice(library.files)

@@ -67,14 +67,7 @@ def code_files(split: str) -> tuple[CodeFile, ...]:
 
     The name of a module or package decides its split, so a package is never in both. Evaluation gets about half of them.
 
-    Args:
-        split: "train" or "eval".
-
-    Returns:
-        The files.
-
     Raises:
-        ValueError: unknown split.
         FileNotFoundError: this Python has no sources of its standard library.
     """
     check_split(split)
@@ -111,9 +104,6 @@ def library_origin() -> dict[str, Any]:
 
     Returns:
         {"python": version, "files": number of files, "sha256": digest of their paths and texts}.
-
-    Raises:
-        FileNotFoundError: see `code_files`.
     """
     files, digest = code_files("eval"), hashlib.sha256()
     for file in files:

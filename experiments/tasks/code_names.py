@@ -51,15 +51,8 @@ def new_names(files: Sequence[CodeFile], rng: random.Random) -> dict[str, str]:
     A new name has the case and the leading underscores of the old name, and as many words, at most three. No word of
     the files is a new name, and no new name is drawn twice.
 
-    Args:
-        files: the files.
-        rng: the source of randomness.
-
     Returns:
         New names by old names, sorted by the old names.
-
-    Raises:
-        ModuleNotFoundError: see `experiments.tasks.words.every_word`.
     """
     own = {}
     for file in files:

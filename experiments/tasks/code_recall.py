@@ -82,19 +82,7 @@ class Fact:
 
 
 def code_recall(name: str, new_names: bool, request: Request) -> Document:
-    """Generate files of code with questions about different functions.
-
-    Args:
-        name: registry name.
-        new_names: whether identifiers are renamed.
-        request: what to generate; `haystack` holds the files.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short or longer than all files together, or the files have too few functions to ask for.
-    """
+    """Generate files of code with questions about different functions."""
     rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
     header = count_tokens(RECALL_CONTEXT.format(context=""))
     seen = request.length - header - RECALL_TOKENS - request.num_questions * _QUESTION_ROOM

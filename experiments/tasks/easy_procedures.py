@@ -72,10 +72,6 @@ _LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 def score_lines(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the right lines that an answer has in their order; other lines cost nothing.
 
-    Args:
-        prediction: generated text.
-        answers: the right lines in order.
-
     Returns:
         0 to 1: the length of the longest common subsequence of lines / the number of right lines.
     """
@@ -108,13 +104,6 @@ def score_sums(prediction: str, answers: Sequence[str]) -> float:
 
     A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and
     not the bookings behind it.
-
-    Args:
-        prediction: generated text.
-        answers: the right lines in order.
-
-    Returns:
-        0 to 1.
     """
     return sum(right_sums(prediction, answers)) / len(answers)
 
@@ -138,13 +127,6 @@ def score_walk(prediction: str, answers: Sequence[str]) -> float:
 
     So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once, and numbers do not
     matter.
-
-    Args:
-        prediction: generated text.
-        answers: the right assignments in order.
-
-    Returns:
-        0 to 1.
     """
     return sum(right_edges(prediction, answers)) / len(answers)
 
@@ -177,13 +159,6 @@ def merge(level: int, request: Request) -> Document:
     """Draw two lists of assignments to be merged: in turn (1), or by number with at most two of a list behind each other (2).
 
     The first lines of the merged list are given.
-
-    Args:
-        level: 1 or 2.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
     """
     nouns = nouns_of(request)
 
@@ -207,15 +182,7 @@ def merge(level: int, request: Request) -> Document:
 
 
 def table(level: int, request: Request) -> Document:
-    """Draw a table of three or five columns, to be written as TSV with all of them.
-
-    Args:
-        level: 1 or 2.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw a table of three or five columns, to be written as TSV with all of them."""
     words = request.words
     columns = ("name", "city", "price") if level == 1 else ("name", "colour", "city", "number", "price")
 
@@ -240,13 +207,6 @@ def walk(level: int, request: Request) -> Document:
     """Draw a circle of assignments, to be followed all around; at level 2 as many assignments lie beside it.
 
     The first lines of the answer are given.
-
-    Args:
-        level: 1 or 2.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
     """
     nouns = nouns_of(request)
 
@@ -265,15 +225,7 @@ def walk(level: int, request: Request) -> Document:
 
 
 def ledger(level: int, request: Request) -> Document:
-    """Draw bookings of one digit on one or two accounts; balances stay between 100 and 999.
-
-    Args:
-        level: 1 or 2, the number of accounts.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw bookings of one digit on one or two accounts; balances stay between 100 and 999."""
     nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
@@ -295,11 +247,7 @@ def ledger(level: int, request: Request) -> Document:
 
 
 def lookup(request: Request) -> Document:
-    """Draw a dictionary of numbers, half of whose keys are asked for in an order of their own.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw a dictionary of numbers, half of whose keys are asked for in an order of their own."""
     nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:

@@ -43,9 +43,6 @@ def file_turns(request: Request) -> Document:
 
     Question 1 names a section. Later ones name another section, ask about the section before, or about the section of an
     earlier question, which is drawn. No key of a section is asked for twice.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng = request.rng
     names, section = _sections(request, _nouns(request))
@@ -72,9 +69,6 @@ def file_turns_1(request: Request) -> Document:
 
     A question that names a section for the first time gives it a label. Later ones ask for another value of it or for the
     label, or name another section. Nothing is asked for twice.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng, nouns = request.rng, _nouns(request)
     labels = rng.sample(nouns, request.num_questions)

@@ -31,9 +31,6 @@ def fit(request: Request, build: Callable[[int], Document], fixed: int, room: in
         fixed: tokens of everything except the haystack, `room` included.
         room: tokens that are reserved for the answers.
 
-    Returns:
-        The document.
-
     Raises:
         ValueError: the needles and the question alone are longer than `request.length`.
     """

@@ -81,12 +81,8 @@ def source_text(kind: str) -> str:
     Args:
         kind: "prose" or "file:PATH".
 
-    Returns:
-        The text with paragraphs separated by blank lines.
-
     Raises:
         ValueError: unknown kind, or a file in an encoding that it does not name, see `experiments.tasks.texts`.
-        FileNotFoundError: the file does not exist.
     """
     if kind == "prose":
         return prose_text()
@@ -103,11 +99,6 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
 
     Args:
         sentences: all sentences of a source, in order.
-        split: "train" or "eval".
-
-    Returns:
-        Consecutive sentences. Evaluation gets a twentieth of the characters, at least 120,000 characters (more than 32K
-        tokens), but never more than 30 % of the characters.
     """
     check_split(split)
     total = sum(len(s) for s in sentences)
@@ -149,11 +140,7 @@ class Haystack:
         """Draw consecutive sentences of at most `tokens` tokens from a random start; the text repeats after its end.
 
         Args:
-            rng: chooses the start.
             tokens: upper limit in tokens.
-
-        Returns:
-            The sentences; empty if no sentence fits.
         """
         total, size = self._ends[-1], len(self.sentences)
         # Start at a sentence from which the span reaches no end of the text, if there is one.
@@ -170,15 +157,6 @@ def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> 
     Args:
         kind: "noise", "prose" (default of the suites here), "code" (files of Python's standard library, see
             `experiments.tasks.code_files`) or "file:PATH".
-        count_tokens: text -> number of tokens.
-        split: "train" or "eval": the span of the text (noise has a single sentence and no split).
-
-    Returns:
-        The haystack.
-
-    Raises:
-        ValueError: unknown kind or split.
-        FileNotFoundError: the file does not exist.
     """
     check_split(split)
     if kind == "noise":

@@ -47,18 +47,11 @@ def _hidden_number(
     """Build a document that hides one number.
 
     Args:
-        request: what to generate; a single question is asked.
         task: registry name.
         value: the number.
         header: context template.
         texts: needle template, question and answer prefix.
         limit: most tokens of the answer.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
     """
     count_tokens, haystack, depth = request.count_tokens, request.haystack, request.depth
     needle, question, prefix = texts

@@ -56,10 +56,6 @@ def score_in_order(prediction: str, answers: Sequence[str]) -> float:
     skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
     Words that are no reference cost nothing, so numbers and remarks are harmless.
 
-    Args:
-        prediction: generated text.
-        answers: references in order, each a single word.
-
     Returns:
         Length of the longest common subsequence over the number of references, in [0, 1].
     """
@@ -77,18 +73,7 @@ def score_in_order(prediction: str, answers: Sequence[str]) -> float:
 
 
 def listing(spec: ListingSpec, request: Request) -> Document:
-    """Hide records in prose, as many as fill the wanted share with answers; each question has records of its own name.
-
-    Args:
-        spec: how long the answers are.
-        request: what to generate.
-
-    Returns:
-        The document; `max_new_tokens` follows from its longest answer.
-
-    Raises:
-        ValueError: the length is too short for a record for each question.
-    """
+    """Hide records in prose, as many as fill the wanted share with answers; each question has records of its own name."""
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     names: dict[str, None] = {}
     while len(names) < request.num_questions:

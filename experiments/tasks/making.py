@@ -29,10 +29,6 @@ def make_document(
     """Make a context with its questions.
 
     Args:
-        name: task name.
-        rng: the only source of randomness.
-        length: limit in tokens on context + questions + generated tokens.
-        count_tokens: text -> number of tokens.
         haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file; see
             `haystack_for`.
         words: keys and values of a split.
@@ -40,9 +36,6 @@ def make_document(
         num_questions: number of questions about this context; more questions bring more needles.
         training: see `Request`.
         index: see `Request`.
-
-    Returns:
-        The document.
 
     Raises:
         ValueError: the task is unknown, the depth lies outside [0, 1] or the task takes none, the number of questions is
@@ -78,23 +71,10 @@ def make_documents(
     Document i depends only on i and the arguments other than `count`.
 
     Args:
-        name: task name.
-        length: limit in tokens on context + questions + generated tokens.
-        count: number of documents.
-        seed: seed of the set.
-        count_tokens: text -> number of tokens.
         haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
             need "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
         split: "eval" (held-out keys, values and prose) or "train".
-        depth: see `make_document`.
         num_questions: number of questions about each context.
-
-    Returns:
-        The documents.
-
-    Raises:
-        ValueError: see `make_document` and `haystack_for`.
-        FileNotFoundError: the file does not exist.
     """
     stack = haystack_for(name, haystack, count_tokens, split)
     words = Words(split)
@@ -127,21 +107,8 @@ def make_samples(
     Sample i depends only on i and the arguments other than `count`.
 
     Args:
-        name: task name.
-        length: limit in tokens on prompt + generated tokens.
-        count: number of samples.
-        seed: seed of the set.
-        count_tokens: text -> number of tokens.
         haystack: see `make_documents`.
         split: "eval" (held-out keys, values and prose) or "train".
-        depth: see `make_document`.
-
-    Returns:
-        The samples.
-
-    Raises:
-        ValueError: see `make_documents`.
-        FileNotFoundError: the file does not exist.
     """
     documents = make_documents(
         name,
@@ -160,17 +127,7 @@ def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int]
     """Load the material that a task is made from: a haystack, the questions of a file, or files of code.
 
     Args:
-        name: task name.
         kind: "noise", "prose", "code" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
-        count_tokens: text -> number of tokens.
-        split: "train" or "eval"; the questions of a file are not split.
-
-    Returns:
-        The haystack; for tasks whose questions come from a file, the file's questions; for tasks of code, its files.
-
-    Raises:
-        ValueError: the task, kind or split is unknown, or the file is not in the task's format.
-        FileNotFoundError: the file does not exist.
     """
     task = get_task(name)
     if task.load is not None:

@@ -63,17 +63,7 @@ def _bounds(rng: random.Random, kinds: list[str]) -> tuple[int, int]:
 
 
 def math_find(request: Request) -> Document:
-    """Build a list of integers; every question asks for another of `MATH_KINDS`.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Build a list of integers; every question asks for another of `MATH_KINDS`."""
     rng, count_tokens = request.rng, request.count_tokens
     kinds = rng.sample(MATH_KINDS, request.num_questions)
     low, high = _bounds(rng, kinds)

@@ -74,10 +74,6 @@ def steps_of(text: str) -> list[str]:
 def score_steps(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the steps that are right before the first wrong one.
 
-    Args:
-        prediction: generated text.
-        answers: the right steps in order, each a line.
-
     Returns:
         0 to 1; steps behind the last right one cost nothing.
     """
@@ -118,11 +114,7 @@ def nouns_of(request: Request) -> list[str]:
 
 
 def merge(request: Request) -> Document:
-    """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other."""
     nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
@@ -142,11 +134,7 @@ def merge(request: Request) -> Document:
 
 
 def table(request: Request) -> Document:
-    """Draw a table of five columns, to be written as TSV with three of them.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw a table of five columns, to be written as TSV with three of them."""
     words = request.words
 
     def build(rng: random.Random, count: int) -> Document:
@@ -164,11 +152,7 @@ def table(request: Request) -> Document:
 
 
 def walk(request: Request) -> Document:
-    """Draw a graph with one edge from each node, to be walked; as many edges again lie off the path.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw a graph with one edge from each node, to be walked; as many edges again lie off the path."""
     nouns = nouns_of(request)
     single = request.length <= _NOUNS_UP_TO
 
@@ -186,11 +170,7 @@ def walk(request: Request) -> Document:
 
 
 def ledger(request: Request) -> Document:
-    """Draw bookings on four accounts; balances stay between 100 and 999.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Draw bookings on four accounts; balances stay between 100 and 999."""
     nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:

@@ -100,16 +100,7 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
     """Read a question file.
 
     Args:
-        kind: "squad" or "hotpotqa".
         source: "file:PATH".
-        count_tokens: text -> number of tokens.
-
-    Returns:
-        The questions and documents.
-
-    Raises:
-        ValueError: no file is named, or the file is not in the format.
-        FileNotFoundError: the file does not exist.
     """
     if source is None or not source.startswith("file:"):
         raise ValueError(

@@ -18,9 +18,6 @@ def reference_text(value: Any, *, decimals: bool = False) -> str:
         value: a text or a number. A whole number in a float is written without a point, and no number with an exponent.
         decimals: whether a whole number in a float keeps its point, for scorers that tell 7 from 7.0.
 
-    Returns:
-        The text, which has a visible character.
-
     Raises:
         ValueError: the value is blank, an absent value of a table, a number that lost digits, or neither text nor number.
     """

@@ -168,9 +168,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 def expand(names: Iterable[str]) -> tuple[str, ...]:
     """Replace the names of groups by the names of their tasks.
 
-    Args:
-        names: names of tasks or of `GROUPS`.
-
     Returns:
         The tasks in the order named, without repeats.
 
@@ -191,11 +188,7 @@ def expand(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def get_task(name: str) -> Task:
-    """Return the task called `name`.
-
-    Raises:
-        ValueError: the name is unknown; the message names the nearest known name.
-    """
+    """Return the task called `name`."""
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}")
@@ -206,7 +199,6 @@ def reads_library(name: str, haystack: str | None) -> bool:
     """Tell whether a task's text comes from Python's standard library, so that a result records `library_origin`.
 
     Args:
-        name: task name.
         haystack: kind; None takes the task's own.
     """
     task = get_task(name)
@@ -214,14 +206,5 @@ def reads_library(name: str, haystack: str | None) -> bool:
 
 
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:
-    """Score an output with the suite's own scorer.
-
-    Args:
-        name: task name.
-        prediction: generated text.
-        answers: references of the sample.
-
-    Returns:
-        Score in [0, 1].
-    """
+    """Score an output with the suite's own scorer."""
     return get_task(name).score(prediction, answers)

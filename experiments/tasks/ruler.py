@@ -99,13 +99,6 @@ def niah(spec: NiahSpec, request: Request) -> Document:
 
     Args:
         spec: the needle task.
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     context_text, question_text, prefix_text, kind = _niah_texts(spec)
@@ -192,15 +185,6 @@ def variable_tracking(request: Request) -> Document:
     """Build a variable-tracking document with a chain for each question.
 
     The task takes no depth, because a chain is spread over the whole text.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
     chains = []

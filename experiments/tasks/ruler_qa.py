@@ -30,10 +30,6 @@ def qa(name: str, request: Request) -> Document:
 
     Args:
         name: "qa_1" or "qa_2".
-        request: what to generate; `haystack` holds the questions.
-
-    Returns:
-        The document.
 
     Raises:
         ValueError: the file has fewer questions than requested, or the length is too short for their documents.

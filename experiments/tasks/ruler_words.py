@@ -59,17 +59,7 @@ def _word_list(rng: random.Random, common: list[str], others: list[str], repeats
 
 
 def common_words(request: Request) -> Document:
-    """Build a cwe document with a single question.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short, or longer than the word lists can fill.
-    """
+    """Build a cwe document with a single question."""
     rng, count_tokens = request.rng, request.count_tokens
     short = request.length < CWE_SHORT
     repeats = CWE_SHORT_REPEATS if short else CWE_REPEATS
@@ -119,17 +109,7 @@ def zeta_counts(total: int, size: int) -> list[int]:
 
 
 def frequent_words(request: Request) -> Document:
-    """Build a fwe document of coded words under a Zeta law; its single question asks for ranks 2 to 4.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short for ranks 4 and 5 to differ in frequency.
-    """
+    """Build a fwe document of coded words under a Zeta law; its single question asks for ranks 2 to 4."""
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
     coded: dict[str, None] = {}
     while len(coded) < max(5, (request.length - FWE_TOKENS) // FWE_VOCABULARY):

@@ -68,11 +68,7 @@ def kept(prediction: str, rule: str) -> bool:
     """Tell whether a note keeps a rule.
 
     Args:
-        prediction: the note.
         rule: ``KIND: TEXT``.
-
-    Raises:
-        ValueError: the rule has an unknown kind.
     """
     kind, _, text = rule.partition(": ")
     lines = [line.strip().strip("*").strip() for line in prediction.splitlines() if line.strip()]
@@ -117,10 +113,6 @@ def rules(count: int, request: Request) -> Document:
 
     Args:
         count: number of rules, at least 3.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng, words = request.rng, request.words
     nouns = [noun for noun in words.nouns if noun.isalpha()]
@@ -161,10 +153,6 @@ def easy_rules(count: int, request: Request) -> Document:
 
     Args:
         count: number of rules, at least 5.
-        request: what to generate.
-
-    Raises:
-        ValueError: the length is too short.
     """
     rng = request.rng
     nouns = [noun for noun in request.words.nouns if noun.isalpha()]

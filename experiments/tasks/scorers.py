@@ -8,15 +8,7 @@ from collections.abc import Sequence
 
 
 def score_all(prediction: str, answers: Sequence[str]) -> float:
-    """Compute RULER's `string_match_all`: the share of references contained in the output, case-insensitive.
-
-    Args:
-        prediction: generated text; control characters count as line breaks, as in the suite.
-        answers: references, whose control characters count as line breaks too.
-
-    Returns:
-        Mean over references, in [0, 1].
-    """
+    """Compute RULER's `string_match_all`: the share of references contained in the output, case-insensitive."""
     return sum(_contained(prediction, answers)) / len(answers)
 
 
@@ -65,7 +57,6 @@ def code_similarity(prediction: str, reference: str) -> float:
 
     Args:
         prediction: a line of code.
-        reference: a line of code.
 
     Returns:
         0, 0.01, ... 1; equal lines give 1, an empty line and another line give 0.

@@ -40,17 +40,7 @@ SHOT_PREFIX = "\nLabel:"
 
 
 def prefix_suffix(request: Request) -> Document:
-    """Build a list of strings; each prefix and each suffix occurs many times, but each pair of both only once.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Build a list of strings; each prefix and each suffix occurs many times, but each pair of both only once."""
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
     # A line is more than 4 tokens, so there are more pairs than lines.
     pool = math.isqrt(request.length // 4) + 2 + request.num_questions
@@ -108,17 +98,7 @@ def _distinct_letters(rng: random.Random, count: int) -> list[str]:
 
 
 def many_shot(request: Request) -> Document:
-    """Build a list of numbers labelled by two hidden thresholds, and ask for labels of other numbers.
-
-    Args:
-        request: what to generate.
-
-    Returns:
-        The document.
-
-    Raises:
-        ValueError: the length is too short.
-    """
+    """Build a list of numbers labelled by two hidden thresholds, and ask for labels of other numbers."""
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
     thresholds = [rng.randint(*span) for span in THRESHOLDS]
     names: dict[str, None] = {}

@@ -15,9 +15,6 @@ def held_out(text: str) -> bool:
 
     Args:
         text: the word, number, uuid or variable name.
-
-    Returns:
-        True for evaluation, False for training.
     """
     return zlib.crc32(text.encode()) % 10 == 0
 

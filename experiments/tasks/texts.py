@@ -36,9 +36,6 @@ def decode_text(data: bytes, where: str) -> str:
     Args:
         data: the bytes.
         where: name of the text, for the error.
-
-    Raises:
-        ValueError: see `read_text`.
     """
     encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
     try:

@@ -47,7 +47,6 @@ def transcript(rng: random.Random, functions: int, mark: str = "reviewed") -> Tr
     A function's name is defined once in its file, so the search finds one line.
 
     Args:
-        rng: the only source of randomness.
         functions: number of functions, each of which takes four turns.
         mark: the comment.
 

@@ -128,15 +128,7 @@ def answers_of(text: str) -> dict[int, str]:
 
 
 def score_problems(prediction: str, answers: Sequence[str]) -> float:
-    """Compute the share of the problems whose answer is right.
-
-    Args:
-        prediction: generated text.
-        answers: the answer of problem 1, 2, ...
-
-    Returns:
-        0 to 1.
-    """
+    """Compute the share of the problems whose answer is right."""
     return sum(right_problems(prediction, answers)) / len(answers)
 
 
@@ -159,11 +151,7 @@ def word_problems(request: Request, single: bool = False) -> Document:
     """Draw a sheet of word problems.
 
     Args:
-        request: what to generate.
         single: whether each problem needs one operation alone.
-
-    Raises:
-        ValueError: the length is too short.
     """
     seed = request.rng.getrandbits(64)
     templates, sheet = (_SINGLE, SINGLE_SHEET) if single else (_TEMPLATES, SHEET)

@@ -108,14 +108,6 @@ class Words:
 
         Args:
             kind: "words", "numbers" or "uuids".
-            count: number of strings.
-            rng: the source of randomness.
-
-        Returns:
-            The strings in the order drawn.
-
-        Raises:
-            ValueError: unknown kind.
         """
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
         if kind not in draws:

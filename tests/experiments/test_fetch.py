@@ -37,7 +37,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.lab.training.adapter": [],
 }
 WITHOUT_OUT = {"experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers"}
-NO_LOADER = {"experiments.evaluation.chance"}  # it needs a tokenizer only
+NO_LOADER = {"experiments.lab.chance"}  # it needs a tokenizer only
 
 
 @pytest.fixture

@@ -47,7 +47,8 @@ TASKS = {
     "ifeval": (
         {"key": 1, "prompt": "Write, please.", "instruction_id_list": ["punctuation:no_comma", "language:response_language"],
          "kwargs": [{}, {"language": "de", "relation": None}]}, "Write, please.",
-        {"Das ist ein alter Baum im Wald.": 1, "Ja, das ist ein alter Baum im Wald.": 0.5, "This is an old tree.": 0.5, "": 0},
+        {"Das ist ein alter Baum im Wald.": 1, "Ja, das ist ein alter Baum im Wald.": 0.5, "This is an old tree.": 0.5,
+         "": 0},
     ),
     "longproc_countdown_0.5k": (
         longproc("# Search Procedure\nx\nNow we have found the target", nums=[9, 16, 6, 18], target=12), "[ANSWER]",

@@ -1,4 +1,4 @@
-"""Do models put the methods in the same order? `python -m experiments.evaluation.agreement FOLDER FOLDER ...`.
+"""Do models put the methods in the same order? `python -m experiments.lab.agreement FOLDER FOLDER ...`.
 
 Each result folder stands for a model. Two models are compared on the tasks that Full solves under both, each at its own
 shortest length, so lengths and numbers of samples may differ.
@@ -10,12 +10,14 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from scipy import stats
 
 from experiments.cli import Job, option, read_record
-from experiments.evaluation.comparison import BASELINE, Entry, load
-from experiments.evaluation.order import COUNTED, Change, changed_places, difference, kendall_tau, mean_scores
-from experiments.records import markdown_rows
+from experiments.evaluation.comparison import BASELINE, COUNTED, Entry, load
+from experiments.records import bootstrap_interval, markdown_rows
 from kvjax import registry
 
 
@@ -30,6 +32,46 @@ class AgreementCommand:
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
     least: float = COUNTED
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The mean difference of two methods over cells.
+
+    Attributes:
+        mean: the mean difference, in points of the score.
+        plus_minus: half of the mean's 95 % interval, paired bootstrap over the examples of each cell; cells are independent.
+    """
+
+    mean: float
+    plus_minus: float
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return abs(self.mean) > self.plus_minus
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Two methods that change places.
+
+    Attributes:
+        better: the method that scores higher on the first model.
+        worse: the method that scores lower on the first model.
+        first: `better` less `worse` on the first model.
+        second: `better` less `worse` on the second model.
+    """
+
+    better: str
+    worse: str
+    first: Difference
+    second: Difference
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether both intervals leave out zero."""
+        return self.first.beyond_noise and self.second.beyond_noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +117,53 @@ def agreement(first: Sequence[Entry], second: Sequence[Entry], least: float = CO
     def gaps(better: str, worse: str) -> tuple:
         return tuple(difference(mine, better, worse, at) for mine, at in zip(rows, cells, strict=True))
 
-    tau = kendall_tau(*([mine[name] for name in methods] for mine in scores))
+    tau = float(stats.kendalltau(*([mine[name] for name in methods] for mine in scores)).statistic)
     return Agreement(tasks, methods, tau, tuple(changed_places(*scores, gaps)))
+
+
+def mean_scores(entries: Sequence[Entry], cells: Sequence[tuple]) -> dict[str, float]:
+    """Average the scores of each method over the cells, for the methods that have all of the cells."""
+    values: dict[str, dict[tuple, float]] = {}
+    for entry in entries:
+        if entry.cell in cells:
+            values.setdefault(entry.row["method"], {}).setdefault(entry.cell, entry.row["value"])
+    return {method: float(np.mean(list(x.values()))) for method, x in values.items() if len(x) == len(set(cells))}
+
+
+def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[tuple]) -> Difference:
+    """Compute the mean of ``one`` less ``other`` over cells that both methods have."""
+    by_key = {(entry.row["method"], entry.cell): entry for entry in reversed(entries)}
+    means, halves = [], []
+    for cell in cells:
+        a, b = by_key[one, cell], by_key[other, cell]
+        keys = list(a.scores)
+        points = 100 * np.asarray([a.scores[key] - b.scores[key] for key in keys])
+        low, high = bootstrap_interval(points, [a.groups[key] for key in keys])
+        means.append(points.mean())
+        halves.append((high - low) / 2)
+    return Difference(float(np.mean(means)), float(np.sqrt(np.sum(np.square(halves)))) / len(cells))
+
+
+def changed_places(
+    first: Mapping[str, float],
+    second: Mapping[str, float],
+    gaps: Callable[[str, str], tuple[Difference, Difference]],
+) -> list[Change]:
+    """List the pairs of names whose order differs between two lists of scores, pairs beyond noise first.
+
+    A tie in a list is no change of order.
+
+    Args:
+        first: scores by name.
+        second: scores by name; only names that both lists have are compared.
+        gaps: returns, for the better and the worse name of ``first``, the better less the worse in each list.
+    """
+    made = []
+    for pair in itertools.combinations([name for name in first if name in second], 2):
+        better, worse = sorted(pair, key=lambda name: -first[name])
+        if first[better] > first[worse] and second[better] < second[worse]:
+            made.append(Change(better, worse, *gaps(better, worse)))
+    return sorted(made, key=lambda change: (not change.beyond_noise, -change.first.mean))
 
 
 def _at_shortest(entries: Sequence[Entry]) -> list[Entry]:

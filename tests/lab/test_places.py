@@ -8,8 +8,9 @@ import shutil
 import pytest
 
 from experiments import tasks
-from experiments.evaluation import examples, places
+from experiments.evaluation import examples
 from experiments.evaluation.folder import read_predictions
+from experiments.lab import places
 from tests.experiments.test_long_tasks import sample
 
 METHODS = {"full": 1.0, "half": 0.5, "late": -0.5}  # the share of its lines that an answer has; negative: the last lines

@@ -1,4 +1,4 @@
-"""What a task gives for no work: `python -m experiments.evaluation.chance --config docs/settings/qwen-16k.yaml`.
+"""What a task gives for no work: `python -m experiments.lab.chance --config docs/settings/qwen-16k.yaml`.
 
 Scores an empty answer and the best constant answer on the samples of the settings' tasks, without a model. The constant
 answers that are tried are the references of the samples, so on a task whose answers all differ the best has one sample right.

@@ -1,4 +1,4 @@
-"""Scores by place in the answer: `python -m experiments.evaluation.places runs/long-answers`.
+"""Scores by place in the answer: `python -m experiments.lab.places runs/long-answers`.
 
 A method that loses quality while it generates has fewer right steps in later quarters of its answers. Full's own share may
 fall too, because later steps are harder. So the measure of drift is the difference to Full in the last quarter less the
