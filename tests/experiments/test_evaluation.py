@@ -698,7 +698,7 @@ def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
     for sinks, value in ((1, 10.0), (2, 20.0)):
         identity = {"method": "m", "knobs": {"num_sink": sinks}, "question": "prefill", "task": "t"}
         assert made.find(identity) is None
-        made.add({**row, **identity, "value": value}, identity, [{"key": "k", "score": value}])
+        made.add({**row, **identity, "value": value}, identity, [{"key": "k", "prediction": "p", "score": value}])
     (kept,) = made.rows
     assert kept["value"] == 20.0 and [line["score"] for line in read_predictions(tmp_path, kept)] == [20.0]
     assert len(list((tmp_path / "predictions").iterdir())) == 1
