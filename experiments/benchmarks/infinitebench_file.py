@@ -1,110 +1,21 @@
 """InfiniteBench (Zhang et al. 2024, arXiv:2402.13718): a jsonl file for each task.
 
-Records are `id, context, input, answer, options`. Templates are the suite's `yarn_mistral_templates` for base models
-(OpenBMB/InfiniteBench @88b3daa, `src/prompt.py`, MIT), which other projects use too. The cue at the end of each template is
+Records are `id, context, input, answer, options`. Templates are the suite's `yarn_mistral_templates` for base models, which
+other projects use too; they are in formats.json. The cue at the end of each template is
 the answer prefix, so that it follows the assistant tag of a chat template.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
+from experiments.benchmarks.formats import task_formats
 from experiments.benchmarks.records import Record, read_jsonl
 
-
-@dataclasses.dataclass(frozen=True)
-class TaskFormat:
-    """A task's template in three parts, its generation length and its scorer."""
-
-    context: str
-    question: str
-    answer_prefix: str
-    max_new_tokens: int
-    scorer: str
-
-
-OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
-TASKS: dict[str, TaskFormat] = {
-    "passkey": TaskFormat(
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
-        "I will quiz you about the important information.\n\n{context}",
-        "\n\n{input}",
-        "\n\nThe pass key is",
-        6,
-        "infinitebench_first_integer",
-    ),
-    "number_string": TaskFormat(
-        "There is an important info hidden inside a lot of irrelevant text. Find it. "
-        "I will quiz you about the important information there.\n\n{context}",
-        "\n\n{input}",
-        "\n\nThe sequence of digits is",
-        12,
-        "infinitebench_first_integer",
-    ),
-    "kv_retrieval": TaskFormat(
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}",
-        "\n\n{input}",
-        "",
-        50,
-        "infinitebench_kv",
-    ),
-    "longbook_sum_eng": TaskFormat(
-        "Summarize the book below.\n\n{context}", "", "\n\nSummary:", 1200, "infinitebench_summary"
-    ),
-    "longbook_choice_eng": TaskFormat(
-        "Read the book and answer the question.\n\n{context}",
-        "\n\nQuestion: {input}\n" + OPTIONS,
-        "\n\nThe letter of the correct answer is",
-        40,
-        "infinitebench_choice",
-    ),
-    "longbook_qa_eng": TaskFormat(
-        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
-        "\n\nQuestion: {input}",
-        "\nAnswer:",
-        40,
-        "infinitebench_f1",
-    ),
-    "longbook_qa_chn": TaskFormat(
-        "阅读以下书籍然后回答问题。\n\n{context}", "\n\n问题：{input}", "\n答案：", 40, "infinitebench_f1_zh"
-    ),
-    "longdialogue_qa_eng": TaskFormat(
-        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", '
-        "and you should try to guess who that character is.\n\n{context}",
-        "",
-        "\n\nThe name that has been replaced with $$MASK$$ is likely",
-        40,
-        "infinitebench_dialogue",
-    ),
-    "math_find": TaskFormat("{prefix}\n\n{context}", "\n\n{input}", "", 3, "infinitebench_math_find"),
-    "math_calc": TaskFormat(
-        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
-        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}",
-        "",
-        "\nValues:",
-        30000,
-        "infinitebench_math_calc",
-    ),
-    "code_run": TaskFormat(
-        "There is a function called {func} in the following Python code.\n\n{context}",
-        "\n\nPlease compute the exact value of {func_call}.",
-        " The value of {func_call} is",
-        5,
-        "infinitebench_code_run",
-    ),
-    "code_debug": TaskFormat(
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error "
-        "that makes it crash.\n\n{context}",
-        "\n\nOptions:\n" + OPTIONS,
-        "\n\nThe correct option is:",
-        5,
-        "infinitebench_code_debug",
-    ),
-}
+TASKS = task_formats("infinitebench")
 CHOICES = ("longbook_choice_eng", "code_debug")
 KV_CUE = "\nThe value associated with the specified key is: "  # the field `input` of kv_retrieval ends with it
 

@@ -1,6 +1,6 @@
 """SCBench (Li et al. 2024, arXiv:2412.10319): a jsonl file for each task, with several questions about each context.
 
-Templates are the suite's multi-turn templates (microsoft/MInference @fb56c91, `scbench/eval_utils.py`, MIT). Every question
+Templates are the suite's multi-turn templates, in formats.json. Every question
 has its first-turn form, so that a context is prefilled once and each question can be asked of a copy of the cache.
 """
 
@@ -14,63 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
+from experiments.benchmarks.formats import TaskFormat, task_formats
 from experiments.benchmarks.infinitebench_file import choice_answers, option_texts
 from experiments.benchmarks.records import Record, read_jsonl
 
-
-@dataclasses.dataclass(frozen=True)
-class TaskFormat:
-    """A task's template in two parts, its generation length and its scorer."""
-
-    max_new_tokens: int
-    scorer: str
-    context: str = "{context}"
-    question: str = "\n\n{input}"
-
-
-_JSON = "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}"
-TASKS: dict[str, TaskFormat] = {
-    "scbench_kv": TaskFormat(150, "scbench_contains", _JSON),
-    "scbench_kv_hard": TaskFormat(150, "scbench_contains", _JSON),
-    "scbench_kv_compressible": TaskFormat(
-        150,
-        "scbench_contains",
-        "Extract the value corresponding to the specified key in the following passage.\n\n{context}",
-    ),
-    "scbench_prefix_suffix": TaskFormat(150, "scbench_contains"),
-    "scbench_hashhop": TaskFormat(150, "scbench_contains"),
-    "scbench_vt": TaskFormat(30, "scbench_vt"),
-    "scbench_passkey": TaskFormat(
-        15,
-        "infinitebench_first_integer",
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
-        "I will quiz you about the important information.\n\n{context}",
-    ),
-    "scbench_qa_eng": TaskFormat(
-        40,
-        "scbench_any",
-        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
-        "\n\nQuestion: {input}\nAnswer:",
-    ),
-    "scbench_qa_chn": TaskFormat(
-        40, "infinitebench_f1_zh", "阅读以下书籍然后回答问题。\n\n{context}", "\n\n问题：{input}\n答案："
-    ),
-    "scbench_choice_eng": TaskFormat(
-        40,
-        "infinitebench_choice",
-        "Read the book and answer the question.\n\n{context}",
-        "\n\nQuestion: {input}\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\nThe the correct answer is",
-    ),
-    "scbench_many_shot": TaskFormat(10, "scbench_any"),
-    "scbench_mf": TaskFormat(5, "infinitebench_math_find"),
-    "scbench_summary": TaskFormat(200, "infinitebench_summary"),
-    "scbench_repoqa": TaskFormat(
-        1024,
-        "scbench_repoqa",
-        "Based on the function description and code context, please retrieve and repeat the exact described function "
-        "from the code context in a code block wrapped by ```:\n\n{context}",
-    ),
-}
+TASKS = task_formats("scbench")
 # In these files a turn's field `task` names the turn's task. The generation lengths differ from the lengths in other files.
 MIXED: dict[str, dict[str, int]] = {
     "scbench_summary_with_needles": {"scbench_summary": 800, "scbench_passkey": 15},

@@ -12,140 +12,53 @@ from experiments.tasks.code_files import KIND
 from experiments.tasks.code_tasks import CODE_TASKS
 from experiments.tasks.long_tasks import EASY_PROCEDURES, EASY_RULES, LONG_TASKS, PROCEDURES, RULES
 
-_NIAH_ABOUT = {
-    "niah_single_1": "a number, hidden in a repeated sentence",
-    "niah_single_2": "a number, hidden in prose",
-    "niah_single_3": "a uuid, hidden in prose",
-    "niah_multikey_1": "a number by its key, beside three other keys in prose",
-    "niah_multikey_2": "a number by its key, among nothing but other keys",
-    "niah_multikey_3": "a uuid by its uuid, among nothing but other uuids",
-    "niah_multivalue": "the four numbers of a key, hidden in prose",
-    "niah_multiquery": "the numbers of four keys, hidden in prose",
-}
-
-_ALL = (
-    *(
-        Task(
-            spec.name,
-            functools.partial(ruler.niah, spec),
-            scorers.score_all,
-            "" if spec.haystack == "needles" else spec.haystack,
-            ruler.NIAH_TOKENS,
-            about=_NIAH_ABOUT[spec.name],
-        )
-        for spec in ruler.NIAH_SPECS
-    ),
-    Task(
-        "vt",
-        ruler.variable_tracking,
-        scorers.score_all,
-        "noise",
-        ruler.VT_TOKENS,
-        takes_depth=False,
-        about="all variables that a chain of assignments gives a value to",
-    ),
-    Task(
-        "cwe",
-        ruler_words.common_words,
-        scorers.score_all,
-        "",
-        ruler_words.CWE_TOKENS,
-        takes_depth=False,
-        max_questions=1,
-        about="the ten most common words of a list",
-    ),
-    Task(
-        "fwe",
-        ruler_words.frequent_words,
-        scorers.score_all,
-        "",
-        ruler_words.FWE_TOKENS,
-        takes_depth=False,
-        max_questions=1,
-        about="the three most frequent words of a coded text",
-    ),
-    Task(
-        "qa_1",
-        functools.partial(ruler_qa.qa, "qa_1"),
-        scorers.score_any,
-        "squad",
-        ruler_qa.QA_TOKENS,
-        about="a question of a SQuAD file, answered by a document among many",
-    ),
-    Task(
-        "qa_2",
-        functools.partial(ruler_qa.qa, "qa_2"),
-        scorers.score_any,
-        "hotpotqa",
-        ruler_qa.QA_TOKENS,
-        takes_depth=False,
-        about="a question of a HotpotQA file, answered by several documents among many",
-    ),
-    Task(
-        "passkey",
-        infinitebench.passkey,
-        scorers.score_first_integer,
-        "noise",
-        infinitebench.PASSKEY_TOKENS,
-        max_questions=1,
-        about="a key of five digits, hidden in a repeated sentence",
-    ),
-    Task(
-        "number_string",
-        infinitebench.number_string,
-        scorers.score_first_integer,
-        "noise",
-        infinitebench.NUMBER_STRING_TOKENS,
-        max_questions=1,
-        about="ten digits with repeats, hidden in a repeated sentence",
-    ),
-    Task(
-        "kv_retrieval",
-        infinitebench.kv_retrieval,
-        scorers.score_value_among_words,
-        "",
-        infinitebench.KV_TOKENS,
-        about="a uuid by its key in a JSON object of uuids",
-    ),
-    Task(
-        "math_find",
-        math_find.math_find,
-        scorers.score_first_number,
-        "",
-        math_find.MATH_TOKENS,
-        takes_depth=False,
-        max_questions=len(math_find.MATH_KINDS),
-        about="a number of a list by its rank, such as the second largest, or the median",
-    ),
-    Task(
-        "prefix_suffix",
-        shared.prefix_suffix,
-        scorers.score_value_among_words,
-        "",
-        shared.PREFIX_SUFFIX_TOKENS,
-        about="a string of a list by its beginning and its end",
-    ),
-    Task(
-        "many_shot",
-        shared.many_shot,
-        scorers.score_first_word,
-        "",
-        shared.MANY_SHOT_TOKENS,
-        takes_depth=False,
-        about="the class of a number, learned from hundreds of examples",
-    ),
-    Task(
-        "listing",
-        functools.partial(listing.listing, listing.LISTING),
-        listing.score_in_order,
-        "prose",
-        listing.LISTING.most,
-        takes_depth=False,
-        about="the values of all records in a text, in their order",
-    ),
-    *CODE_TASKS,
-    *LONG_TASKS,
+_NIAH_ABOUT = (
+    "a number, hidden in a repeated sentence",
+    "a number, hidden in prose",
+    "a uuid, hidden in prose",
+    "a number by its key, beside three other keys in prose",
+    "a number by its key, among nothing but other keys",
+    "a uuid by its uuid, among nothing but other uuids",
+    "the four numbers of a key, hidden in prose",
+    "the numbers of four keys, hidden in prose",
 )
+_ONE = {"max_questions": 1}
+_PLACELESS = {"takes_depth": False}
+
+# A row: name, generator, scorer, haystack, most tokens of an answer, what the task asks for, what is special.
+_ROWS = (
+    *(
+        (spec.name, functools.partial(ruler.niah, spec), scorers.score_all,
+         "" if spec.haystack == "needles" else spec.haystack, ruler.NIAH_TOKENS, about, {})
+        for spec, about in zip(ruler.NIAH_SPECS, _NIAH_ABOUT, strict=True)
+    ),
+    ("vt", ruler.variable_tracking, scorers.score_all, "noise", ruler.VT_TOKENS,
+     "all variables that a chain of assignments gives a value to", _PLACELESS),
+    ("cwe", ruler_words.common_words, scorers.score_all, "", ruler_words.CWE_TOKENS,
+     "the ten most common words of a list", _PLACELESS | _ONE),
+    ("fwe", ruler_words.frequent_words, scorers.score_all, "", ruler_words.FWE_TOKENS,
+     "the three most frequent words of a coded text", _PLACELESS | _ONE),
+    ("qa_1", functools.partial(ruler_qa.qa, "qa_1"), scorers.score_any, "squad", ruler_qa.QA_TOKENS,
+     "a question of a SQuAD file, answered by a document among many", {}),
+    ("qa_2", functools.partial(ruler_qa.qa, "qa_2"), scorers.score_any, "hotpotqa", ruler_qa.QA_TOKENS,
+     "a question of a HotpotQA file, answered by several documents among many", _PLACELESS),
+    ("passkey", infinitebench.passkey, scorers.score_first_integer, "noise", infinitebench.PASSKEY_TOKENS,
+     "a key of five digits, hidden in a repeated sentence", _ONE),
+    ("number_string", infinitebench.number_string, scorers.score_first_integer, "noise", infinitebench.NUMBER_STRING_TOKENS,
+     "ten digits with repeats, hidden in a repeated sentence", _ONE),
+    ("kv_retrieval", infinitebench.kv_retrieval, scorers.score_value_among_words, "", infinitebench.KV_TOKENS,
+     "a uuid by its key in a JSON object of uuids", {}),
+    ("math_find", math_find.math_find, scorers.score_first_number, "", math_find.MATH_TOKENS,
+     "a number of a list by its rank, such as the second largest, or the median",
+     _PLACELESS | {"max_questions": len(math_find.MATH_KINDS)}),
+    ("prefix_suffix", shared.prefix_suffix, scorers.score_value_among_words, "", shared.PREFIX_SUFFIX_TOKENS,
+     "a string of a list by its beginning and its end", {}),
+    ("many_shot", shared.many_shot, scorers.score_first_word, "", shared.MANY_SHOT_TOKENS,
+     "the class of a number, learned from hundreds of examples", _PLACELESS),
+    ("listing", functools.partial(listing.listing, listing.LISTING), listing.score_in_order, "prose", listing.LISTING.most,
+     "the values of all records in a text, in their order", _PLACELESS),
+)  # fmt: skip
+_ALL = (*(Task(*row, about=about, **more) for *row, about, more in _ROWS), *CODE_TASKS, *LONG_TASKS)
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 _NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
 # "trained" has the order of the shipped model's training rows: new tasks never join it.
