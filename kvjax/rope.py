@@ -39,7 +39,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, lon
     Args:
         head_dim: size D of a head, an even number.
         theta: base of the frequencies.
-        scaling: None, or the rule: an object with ``rope_type`` and the rule's parameters (`models.sizes.rope_scaling`). "llama3":
+        scaling: None, or the rule: an object with ``rope_type`` and the rule's parameters
+            (`models.sizes.rope_scaling`). "llama3":
             slow frequencies are divided by ``factor``, fast frequencies stay, and frequencies between are interpolated.
             "yarn": the same with other bounds. "linear": all frequencies are divided. "longrope": each frequency has its own
             divisor. "dynamic": no frequency changes here, see `prepare`.

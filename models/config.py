@@ -93,7 +93,10 @@ class ModelConfig(Architecture):
         """
         if not isinstance(hf, dict):
             raise TypeError(f"expected the dict of a config.json, got {type(hf).__name__} (from_pretrained reads a folder)")
-        return cls(**hf_config.read(hf) | ({} if dtype is None else {"dtype": dtype}))
+        fields = hf_config.read(hf)
+        if dtype is not None:
+            fields["dtype"] = dtype
+        return cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
         """Return a dict for ``config.json`` that ``transformers`` and `from_hf` can read.

@@ -1,7 +1,8 @@
 """The cache of latent attention: one array, whose rows are the keys and the values (`LatentCache`).
 
 In latent attention (MLA) all heads share a key, and a value is the part of the same vector that does not rotate. A model says
-so by ``value_is_key`` (`kvjax.protocol.typing.Model`): attention sums the stored keys, and the model reads the channels that it needs
+so by ``value_is_key`` (`kvjax.protocol.typing.Model`): attention sums the stored keys, and the model reads the channels
+that it needs
 of the sum. A row of an offloaded cache in host memory is such a key, too. Only ``divided``, and ``offload`` with all keys on
 the device, store the keys a second time, as values.
 """

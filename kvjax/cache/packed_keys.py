@@ -6,8 +6,8 @@ Other reads of a step, of chosen slots and the newest key, get a zero for each d
 (`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots in this form (`ThinCache.resident`).
 
 Slots are counted over both parts, older slots first. Between the parts are empty slots, more in rows with shorter prompts. So
-a method that selects from a `ThinCache` declares its block size (`kvjax.protocol.slots.SlotAttention.thin_block`), and the newer slots
-begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
+a method that selects from a `ThinCache` declares its block size (`kvjax.protocol.slots.SlotAttention.thin_block`), and
+the newer slots begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
 """
 
 from __future__ import annotations

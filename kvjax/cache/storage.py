@@ -43,7 +43,7 @@ class LayerSpec:
 
 @pytree
 class Older:
-    """The tokens of a `kvjax.cache.packed_keys.ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
+    """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
 
     key: Array  # [B, H, N, E], the C channels, then zeros; see `kvjax.cache.packed_keys`
     value: Array  # [B, H, N, D]

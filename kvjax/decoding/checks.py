@@ -194,7 +194,8 @@ def check_model(config: Any) -> None:
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}{hint}")
     if lacking:
         raise ValueError(
-            f"config must describe a model (kvjax.protocol.typing.Model), but {type(config).__name__} has no {', '.join(lacking)}"
+            "config must describe a model (kvjax.protocol.typing.Model), but "
+            f"{type(config).__name__} has no {', '.join(lacking)}"
         )
 
 

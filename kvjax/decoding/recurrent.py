@@ -1,7 +1,7 @@
 """Layers without keys: instead of a cache that grows they keep a few arrays of a fixed size, which every token changes.
 
-A model says in its member ``recurrent`` (`kvjax.protocol.typing.Model`) which layers are recurrent, and the shapes of what they keep
-of a row. Its `apply` calls ``attend(layer, state, advance)`` there, with a function of its own:
+A model says in its member ``recurrent`` (`kvjax.protocol.typing.Model`) which layers are recurrent, and the shapes of
+what they keep of a row. Its `apply` calls ``attend(layer, state, advance)`` there, with a function of its own:
 
     ``advance(arrays, real) -> (out, arrays)``
 

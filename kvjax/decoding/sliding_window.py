@@ -1,6 +1,7 @@
 """Layers with a sliding window: their model attends only to the newest tokens there, so only these tokens are stored.
 
-A model says in its member ``windows`` (`kvjax.protocol.typing.Model`) which layers have a window. In a layer with a window of W
+A model says in its member ``windows`` (`kvjax.protocol.typing.Model`) which layers have a window. In a layer with a
+window of W
 tokens, the query at position i sees the keys at positions j with ``i - W < j <= i``. Such a layer runs `SlidingWindow`,
 whatever the method: the method applies only to layers without a window. The storage is a ring of W slots in which the token
 at position p is in slot ``p mod W``, so a new token takes the place of the token that has just left the window.

@@ -5,8 +5,8 @@ kernel; every other field is a traced leaf, which `jax.vmap` can sweep. The prot
 
 * `Method` is for the whole model: it says which `LayerMethod` runs in which layer, and keeps state that all layers share.
 * `LayerMethod` is for one layer: its storage and its attention. Subclass it for a method with storage or logits of its own.
-* `kvjax.protocol.slots.SlotMethod` attends exactly to some slots of a `LayerCache`. It asks for four hooks: ``compress``, ``select``,
-  ``update`` and ``count``. With `kvjax.protocol.families` most methods need only one or two functions.
+* `kvjax.protocol.slots.SlotMethod` attends exactly to some slots of a `LayerCache`. It asks for four hooks: ``compress``,
+  ``select``, ``update`` and ``count``. With `kvjax.protocol.families` most methods need only one or two functions.
 * `kvjax.protocol.slots.BoundedSlots` is for methods that bound their storage from the first token of the prompt on.
 """
 
@@ -151,8 +151,8 @@ class Method(abc.ABC):
     def check(self) -> None:
         """Refuse fields that do not fit each other, and fill fields in from others.
 
-        Each field alone has been checked, and ``budget`` has its ``capacity``. `kvjax.protocol.fields.number` of a traced value is
-        None. JAX rebuilds a method without these checks.
+        Each field alone has been checked, and ``budget`` has its ``capacity``. `fields.number` of a traced value is None.
+        JAX rebuilds a method without these checks.
         """
         return None
 
@@ -368,11 +368,7 @@ def check_method(role: str, value: Any) -> Method:
 def declarations(kind: type[Method]) -> tuple[str, ...]:
     """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
 
-    The attributes of `Method`, `LayerMethod` and `kvjax.protocol.slots` are the only list. A wrapper answers each of them; see
-    `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class and are not asked of a method.
-
-    Args:
-        kind: a class of methods; an attribute that none of its bases has is no declaration.
+    A wrapper answers each of them; see `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class.
     """
     bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
     named = {name: value for base in bases for name, value in vars(base).items()}

@@ -337,7 +337,7 @@ def cost_of_all(cache: LayerStorage) -> Cost:
 
 
 def check_budget(method: Any, least: int, needs: str) -> None:
-    """Refuse a ``budget`` of fewer than ``least`` tokens; a traced budget becomes ``least``. For `kvjax.protocol.method.Method.check`.
+    """Refuse a ``budget`` of fewer than ``least`` tokens; a traced budget becomes ``least``. For `Method.check`.
 
     Args:
         method: has a field ``budget``.

@@ -185,7 +185,7 @@ def _misfits(flat: Mapping[str, Any], factors: Mapping[str, Any], num_layers: in
     return problems
 
 
-def stretched(config: Architecture, factor: float) -> Architecture:
+def stretched[Config: Architecture](config: Config, factor: float) -> Config:
     """Stretch a model's context: divide its slow rotary frequencies by a factor, so that no angle is new to the model.
 
     The rule is Llama 3's (`RopeScaling`), with its own bounds: frequencies with four or more turns in the old context stay.
@@ -201,9 +201,9 @@ def stretched(config: Architecture, factor: float) -> Architecture:
     return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=int(old * factor))
 
 
-def apply_adapter(
-    params: Mapping[str, Any], config: Architecture, directory: str | os.PathLike
-) -> tuple[dict[str, Any], Architecture]:
+def apply_adapter[Config: Architecture](
+    params: Mapping[str, Any], config: Config, directory: str | os.PathLike
+) -> tuple[dict[str, Any], Config]:
     """Apply the adapter in a directory to a model.
 
     Args:

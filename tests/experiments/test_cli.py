@@ -199,7 +199,8 @@ def test_generate_under_a_wrapper(directory, prompt, capsys):
 
 
 def test_answers_are_a_line_each(directory, prompt, capsys, fails):
-    words = [str(prompt), "--model", str(directory), "--question", "What?", "--question", "Which one?", "--max-new-tokens", "4"]
+    questions = ["--question", "What?", "--question", "Which one?"]
+    words = [str(prompt), "--model", str(directory), *questions, "--max-new-tokens", "4"]
     assert main(["answer", *words, "--method", "quest", "--set", "budget=1/4", "--set", "num_dense_layers=0"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 2 and "tokens attended" in err

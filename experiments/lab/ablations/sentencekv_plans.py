@@ -45,8 +45,8 @@ def sentences(lab: Lab) -> list[Table]:
         "Each row differs from the first of its tau in what it names. chunks: equal parts as long as a sentence is on "
         "average; current query: of the newest token instead of the open sentence's mean; code mode: the released code's "
         "treatment of the open sentence; pooling: the maximum over neighbouring tokens' votes for the pool; r: prompt tokens "
-        "kept, over tau. SnapKV averages over as many tokens, and at 2 tau keeps as many as r 2, for each KV head. It attends "
-        "to all that it keeps."
+        "kept, over tau. SnapKV averages over as many tokens, and at 2 tau keeps as many as r 2, for each KV head. It "
+        "attends to all that it keeps."
     )
     return [table(lab, "SentenceKV: unit, query, pool, mode", text, tasks, arms)]
 

@@ -1,6 +1,7 @@
 """Where does a method lose attention? `python -m experiments.lab.insight --methods quest,snapkv`.
 
-Every method answers the same prompts. In each layer, KV head and decode step, `experiments.lab.insight.recall.Watched` compares
+Every method answers the same prompts. In each layer, KV head and decode step, `experiments.lab.insight.recall.Watched`
+compares
 the tokens that the method attends to with exact attention of the method's own queries and keys. Two shares are measured: the
 share of the attention mass on the chosen tokens, and the share of the k best tokens that was chosen.
 

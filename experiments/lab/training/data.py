@@ -1,7 +1,8 @@
 """Training batches: task documents, tokenised exactly as inference sees them, made by worker processes.
 
 A row is `context, question 1, answer 1, <eos>, question 2, ...`, from position 0, padded on the right, with the texts of a
-chat template between the parts (`experiments.lab.training.mixture.Form`). Context, question with prefix, and answer are encoded
+chat template between the parts (`experiments.lab.training.mixture.Form`). Context, question with prefix, and answer are
+encoded
 apart and concatenated, because inference generates the answer token by token after the encoded prompt. A batch depends on
 (seed, step) only, not on the number of workers.
 """

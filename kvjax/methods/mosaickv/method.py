@@ -2,8 +2,8 @@
 
 Stored per KV head: two bases R for each segment of the prompt, whose rows are the eigenvectors of the second moment of the
 segment's rotated keys and of its values; for every key, value and block mean the r largest channels in that basis and a
-bitmap of their numbers (`pallas_kernels.formats.packed_vectors`); up to ``buffer`` of the newest tokens, unchanged. The exact prompt
-is not kept.
+bitmap of their numbers (`pallas_kernels.formats.packed_vectors`); up to ``buffer`` of the newest tokens, unchanged. The
+exact prompt is not kept.
 
 Score of block p of segment s for KV head h::
 

@@ -66,9 +66,9 @@ def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
     arch = architecture(file)
     try:
         hf = _declared(file, arch, FAMILIES[arch])
-        if dtype is None:
-            dtype = "bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32"
-        return Architecture(**hf_config.read(hf) | {"dtype": dtype})
+        fields = hf_config.read(hf)
+        fields["dtype"] = dtype or ("bfloat16" if file.tensors[EMBEDDING].kind.name == "BF16" else "float32")
+        return Architecture(**fields)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
 

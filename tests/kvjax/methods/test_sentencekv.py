@@ -128,8 +128,8 @@ def test_prompt_that_ends_with_a_sentence():
 def test_the_pool_is_the_factor_times_the_budget():
     """A traced budget below its capacity keeps what it would keep alone."""
     got = check((24, 40), fields={"capacity": 12}, budget=10, keep_factor=1.5)
-    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]  # 15 of the prompt, and the step's token
-    assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]  # 15 of the prompt, and the step's token
+    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]  # with the step's
+    assert check((40,), keep_factor=1.25).kept[0, 0].sum(axis=-1).tolist() == [16, 16]  # with the step's
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])

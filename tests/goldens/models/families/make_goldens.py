@@ -1,4 +1,4 @@
-"""Golden outputs of the ``transformers`` PyTorch classes on tiny random models of the families in `models.files.tables.families`.
+"""Golden outputs of the ``transformers`` PyTorch classes on tiny random models of our families.
 
 Run with torch and transformers installed, from any directory::
 
