@@ -239,7 +239,7 @@ def test_a_length_beyond_the_window_is_refused(directory, tmp_path, capsys):
 def test_traced_knobs_share_programs(model, tmp_path):
     """Compiling costs more than running: what a table varies under one capacity must not compile again."""
     lab = make_lab(model, tmp_path / "r.json")
-    programs = {"votes": 4, "theta": 2, "chunk": 5, "extrapolate": 28, "sentences": 9, "channels": 4, "strategy": 6,
+    programs = {"votes": 4, "theta": 2, "chunk": 5, "extrapolate": 28, "sentences": 12, "channels": 4, "strategy": 4,
                 "hashing": 3}  # fmt: skip
     for name, expected in programs.items():
         arms = [arm for table in ABLATIONS[name](lab) for arm in table.arms]
