@@ -67,7 +67,7 @@ def test_every_method_decodes_offloaded_and_resident(command, capsys):
     assert again and all(line.endswith("from the record") for line in again)
     with pytest.raises(SystemExit):
         command(*arguments, "--share", 1.5)
-    assert "expected 'fit' or a number above 0 and at most 1, got '1.5'" in capsys.readouterr().err
+    assert "share must be 'fit' or a number above 0 and at most 1, got 1.5" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
