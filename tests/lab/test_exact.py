@@ -162,7 +162,7 @@ def test_codes_of_weights_are_measured_and_help_names_drafts(tmp_path, capsys, m
     def loaded(name, dtype, **options):
         raise ValueError(f"loads {name} with {options}")
 
-    monkeypatch.setattr("experiments.lab.exact.__main__.load_model", loaded)
+    monkeypatch.setattr("experiments.answering.model.load_model", loaded)
     assert main(["--weight-dtype", "int4", "--no-cache", "--out", str(tmp_path / "exact.json")]) == 2
     assert "loads builtin with {'offline': False, 'weight_dtype': 'int4'}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
