@@ -50,7 +50,8 @@ def load(name: str, records: Sequence[Mapping[str, Any]]) -> Any:
         (task,) = manager.load([name])["tasks"].values()
     if task.OUTPUT_TYPE != "generate_until":
         raise ValueError(
-            f"expected a task that generates text, got {name!r} of {task.OUTPUT_TYPE}; `python -m experiments.lm_eval` runs it"
+            f"expected a task that generates text, got {name!r} of {task.OUTPUT_TYPE}; "
+            "`python -m experiments.lm_eval` runs it"
         )
     if task.config.unsafe_code and (not name.startswith("longproc_") or "pseudo_to_code" in name):
         raise ValueError(f"expected a task that does not run what a model writes, got {name!r}")
