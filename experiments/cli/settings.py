@@ -138,10 +138,14 @@ def parse(
         file.add_argument("--config", type=pathlib.Path)
         path = file.parse_known_args(argv)[0].config
         values, where = ({}, where) if path is None else (read_yaml(path), str(path))
-    for name in values:
+    hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+    for name, value in values.items():
         if name not in fields:
             known = f"{nearest(str(name), fields)}, expected some of {', '.join(fields)}"
             raise ValueError(f"{where}: unknown setting {name!r}{known}")
+        # jsonargparse takes None for a value that is not given
+        if value is None and option_of(fields[name]).read is None and types.NoneType not in _parts(hints[name]):
+            raise ValueError(f"{where}: {name} must have a value, got none")
     try:
         before = parser.parse_object(dict(values))
         parsed = parser.parse_args(argv, namespace=before.clone())

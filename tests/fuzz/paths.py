@@ -36,6 +36,8 @@ _PIECES = (
 )  # fmt: skip
 _BYTES = 255  # the longest name of Linux's file systems
 
+_PREDICTIONS = [{"key": "k", "prediction": "p", "score": 1.0}]
+
 
 class Paths:
     """Random names for all that is written and read.
@@ -131,12 +133,12 @@ class Paths:
         """The folder of `kvjax eval --out`, whose second run finds the cell of the first."""
         key = {"name": "a task", "length": 64, "method": "full", "budget": None}
         row = {**key, "value": 1.0, "unit": "percent", "question": "after", "seconds": 0.5, "compile_seconds": 0.0}
-        Folder(target, "eval", {"model": "m"}, "model: m\n", {}).add(row, key, [{"key": "k", "score": 1.0}])
+        Folder(target, "eval", {"model": "m"}, "model: m\n", {}).add(row, key, _PREDICTIONS)
         again = Folder(target, "eval", {"model": "m"}, "model: m\n", {})
         found = again.find(key)
         if found is None or found["value"] != 1.0:
             return "the finished cell was not found"
-        return None if read_predictions(target, found) == [{"key": "k", "score": 1.0}] else "other predictions were read"
+        return None if read_predictions(target, found) == _PREDICTIONS else "other predictions were read"
 
     def _table(self, target: pathlib.Path) -> str | None:
         """A file of `kvjax eval --files`, in a folder of this name."""
