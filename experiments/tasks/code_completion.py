@@ -39,9 +39,9 @@ _TRIES = 400  # draws of files
 _KNOWN = frozenset((*keyword.kwlist, *dir(builtins)))
 
 
-def code_completion(name: str, new_names: bool, request: Request) -> Document:
+def code_completion(new_names: bool, request: Request) -> Document:
     """Generate a document with a single question, which is the next line."""
-    rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
+    rng, library = request.rng, request.haystack
     for _ in range(_TRIES):
         file = rng.choice(library.files)
         others = [other for other in rng.sample(library.files, len(library.files)) if other is not file]
@@ -56,14 +56,8 @@ def code_completion(name: str, new_names: bool, request: Request) -> Document:
     lines = changed.files[-1].lines[: line - 1]
     answer = changed.files[-1].lines[line - 1].strip()
     asked = Question("\n" + "\n".join(lines[-QUESTION_LINES:]) + "\n", "", (answer,), answer)
-    tail = Tail(changed.files, request.length, count_tokens, last=line - 1 - QUESTION_LINES)
-    room = request.answer_room([asked], COMPLETION_TOKENS)
-    fixed = room + request.question_tokens([asked])
-
-    def build(budget: int) -> Document:
-        return Document(name, tail.text(budget)[0], (asked,), COMPLETION_TOKENS)
-
-    return fit(request, build, fixed, room)
+    tail = Tail(changed.files, request.length, request.count_tokens, last=line - 1 - QUESTION_LINES)
+    return fit(request, [asked], COMPLETION_TOKENS, 0, tail.text)
 
 
 def _drawn_line(files: Sequence[CodeFile], request: Request) -> int | None:

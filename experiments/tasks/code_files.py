@@ -138,8 +138,8 @@ class Library:
     """The files of a split with their token counts, which are counted once and only for the files that are used.
 
     Args:
-        split: "train" or "eval".
         count_tokens: text -> number of tokens.
+        split: "train" or "eval".
 
     Attributes:
         files: see `code_files`.
@@ -149,11 +149,6 @@ class Library:
         FileNotFoundError: see `code_files`.
     """
 
-    def __init__(self, split: str, count_tokens: Callable[[str], int]) -> None:
+    def __init__(self, count_tokens: Callable[[str], int], split: str) -> None:
         self.files = code_files(split)
         self.tokens = functools.cache(lambda file: count_tokens(file.text))
-
-
-def load_library(count_tokens: Callable[[str], int], split: str) -> Library:
-    """Load the material of the tasks of code; see `Library`."""
-    return Library(split, count_tokens)

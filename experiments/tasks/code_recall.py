@@ -81,7 +81,7 @@ class Fact:
         return Question(text, prefix, (self.answer,), self.answer + (")`" if self.kind == "parameters" else "`"))
 
 
-def code_recall(name: str, new_names: bool, request: Request) -> Document:
+def code_recall(new_names: bool, request: Request) -> Document:
     """Generate files of code with questions about different functions."""
     rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
     header = count_tokens(RECALL_CONTEXT.format(context=""))
@@ -102,14 +102,11 @@ def code_recall(name: str, new_names: bool, request: Request) -> Document:
         raise TooShort(
             f"length {request.length} is too short: expected {request.num_questions} functions to ask for, got {len(facts)}"
         )
-    questions = tuple(fact.question() for fact in facts)
-    room = request.answer_room(questions, RECALL_TOKENS)
-    fixed = header + room + request.question_tokens(questions)
 
-    def build(budget: int) -> Document:
-        return Document(name, RECALL_CONTEXT.format(context=tail.text(budget)[0]), questions, RECALL_TOKENS)
+    def build(budget: int) -> str:
+        return RECALL_CONTEXT.format(context=tail.text(budget))
 
-    return fit(request, build, fixed, room)
+    return fit(request, [fact.question() for fact in facts], RECALL_TOKENS, header, build)
 
 
 def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start: int) -> Iterator[tuple[int, Fact]]:
