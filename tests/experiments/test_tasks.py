@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import models
 from experiments import tasks
 from experiments.lab.training.mixture import BUILTIN, ROW_TASKS
-from experiments.tasks import haystack, splits, words
+from experiments.tasks import haystack, ruler_words, splits, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 GENERATED, CODE, LONG = (tasks.GROUPS[name] for name in ("generated", "code", "long"))
@@ -137,12 +137,13 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
     monkeypatch.setattr(words, "held_out", lambda text: len(text) % 2 == 0 or text[-1] in "acegikmoqs02468")
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
-    monkeypatch.setattr(tasks.ruler_words, "every_word", words.every_word)
+    monkeypatch.setattr(ruler_words, "every_word", words.every_word)
     digests = {}
     for name in (*GENERATED, *LONG):
         kind = "noise" if tasks.get_task(name).haystack == "prose" else None
         options = {"count_tokens": coarse, "haystack": kind}
-        drawn = [*documents(name, 1500, 2, **options), *documents(name, 3000, num_questions=3 if name in SHARED else 1, **options)]
+        drawn = documents(name, 1500, 2, **options)
+        drawn += documents(name, 3000, num_questions=3 if name in SHARED else 1, **options)
         digests[name] = hashlib.sha256(repr(drawn).encode()).hexdigest()[:12]
     assert digests == json.loads(DIGESTS.read_text()), json.dumps(digests, indent=0)
 
