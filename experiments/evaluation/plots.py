@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, COUNTED, place_of, told_apart
-from experiments.evaluation.memory_plot import memory
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
@@ -22,7 +21,6 @@ from experiments.records import (
     chosen,
     error_bars,
     heat_map,
-    label_lines,
     line_style,
     method_title,
     name_curves,
@@ -151,26 +149,27 @@ def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, s
     return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in made.items()}
 
 
-def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_of: str, frontier: str) -> Any:
+def curves(quantity: str, rows: Sequence[Row]) -> Any:
     """Plot scores against a quantity, a panel for each length: few methods with colours and names, all others in grey.
 
+    The dashed line is Full, the broad line the Pareto frontier.
+
     Args:
-        x: the quantity of a row.
-        xlabel: what the quantity is.
-        figure_of: what the figure is of, for an error.
-        frontier: the explanation of the Pareto frontier; "" for none.
+        quantity: a key of `_QUANTITIES`.
+        rows: the metrics.
     """
-    rows = _scored(rows, figure_of)
+    x, xlabel, frontier = _QUANTITIES[quantity]
+    rows = _scored(rows, quantity)
     lengths = _lengths(rows)
     questions = {row["question"] for row in rows}
     groups = [[row for row in rows if row.get("length") == length] for length in lengths]
-    curves = [_points(here, x) for here in groups]
-    order = _in_colour(curves)
+    points_of = [_points(here, x) for here in groups]
+    order = _in_colour(points_of)
     figure = new_figure(1 + 5.2 * len(lengths), 4.6)
     panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     named: list[tuple[Any, list[Curve], list[tuple[float, float]]]] = []
     quiet: dict[str, None] = {}
-    for panel, length, here, points in zip(panels, lengths, groups, curves, strict=True):
+    for panel, length, here, points in zip(panels, lengths, groups, points_of, strict=True):
         shown, plain = [], []
         for (name, question), along in points.items():
             label = method_title(name) + (f" ({question})" if len(questions) > 1 else "")
@@ -238,23 +237,20 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def budget(rows: Sequence[Row]) -> Any:
-    """Plot the score against the share of tokens that a decode step attends to; the dashed line is Full."""
-    xlabel = "% of tokens attended"
-    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", "")
-
-
-def bytes_read(rows: Sequence[Row]) -> Any:
-    """Plot the score against bytes read per decode step; the broad line is the Pareto frontier."""
-    frontier = "frontier: no setting reads fewer bytes and scores as high"
-    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", frontier)
-
-
-def resident(rows: Sequence[Row]) -> Any:
-    """Plot the score against resident bytes per row; the broad line is the Pareto frontier."""
-    xlabel = "MB of KV cache resident per row"
-    frontier = "frontier: no setting holds fewer bytes and scores as high"
-    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", frontier)
+# The figures of scores over a quantity: the quantity of a row, what it is, and what the frontier says; "" for none.
+_QUANTITIES: dict[str, tuple[Callable[[Row], float], str, str]] = {
+    "budget": (lambda row: 100 * row["attended_tokens"] / row["length_tokens"], "% of tokens attended", ""),
+    "pareto": (
+        lambda row: row["bytes_read_per_step"] / 1e6,
+        "MB read per decode step",
+        "frontier: no setting reads fewer bytes and scores as high",
+    ),
+    "resident": (
+        lambda row: row["resident_bytes_per_row"] / 1e6,
+        "MB of KV cache resident per row",
+        "frontier: no setting holds fewer bytes and scores as high",
+    ),
+}
 
 
 def tasks(rows: Sequence[Row]) -> Any:
@@ -275,6 +271,41 @@ def tasks(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def memory(rows: Sequence[Row]) -> Any:
+    """Plot resident bytes per row against tokens of prompt and answer, a line for each setting of each method.
+
+    A setting has a point for each length: the means over its tasks. A flat line needs no more memory for a longer answer.
+    """
+    if len({row.get("length") for row in rows}) < 2:
+        raise ValueError("a plot of memory needs rows of several lengths: run eval with --lengths 2048,4096")
+    settings: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        settings.setdefault(row["method"].partition("(")[0], {}).setdefault(row["method"], []).append(row)
+    others = [name for name in settings if name != BASELINE]
+    order = chosen(others, [*(name for name in PAPERS if name in others), *others])
+    figure = new_figure(6.5, 4.6)
+    panel = figure.subplots()
+    named, values = [], []
+    for name, mine in settings.items():
+        style = QUIET if name != BASELINE else {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
+        style = line_style(order.index(name)) if name in order else style
+        lines = []
+        for cells in mine.values():
+            at_lengths = [[row for row in cells if row.get("length") == length] for length in _lengths(cells)]
+            points = sorted(
+                (_mean(at, "length_tokens"), _mean(at, "resident_bytes_per_row") / 1e6) for at in at_lengths
+            )
+            panel.plot(*zip(*points, strict=True), **style)
+            values += [held for _, held in points]
+            lines.append(points)
+        if style is not QUIET:
+            named.append(Curve(method_title(name), style["color"], max(lines, key=lambda points: points[-1][1])))
+    amount_axis(panel, values)
+    tidy(panel, "memory of a row", "tokens of prompt and answer", "MB of KV cache resident per row")
+    name_curves(panel, named)
+    return figure
+
+
 def turns(rows: Sequence[Row]) -> Any:
     """Plot the score against the number of the question about a context, a panel for each length.
 
@@ -290,10 +321,10 @@ def turns(rows: Sequence[Row]) -> Any:
     order = chosen(others, [*papers, *sorted(others, key=lambda method: -means[method])])
     figure = new_figure(1 + 4.6 * len(lengths), 4.2)
     panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
-    ends: list[list[tuple[float, float, str, str]]] = []
+    named: list[list[Curve]] = []
     for panel, length in zip(panels, lengths, strict=True):
         here = [row for row in rows if row.get("length") == length]
-        ends.append([])
+        named.append([])
         for method in methods:
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
@@ -303,15 +334,16 @@ def turns(rows: Sequence[Row]) -> Any:
             style = {"color": REFERENCE, "linestyle": "--"} if method not in others else QUIET
             if method in order:
                 style = line_style(order.index(method))
-            panel.plot([turn + 1 for turn in asked], scores, label=_asked_title(method), **style)
+            line = [(turn + 1, score) for turn, score in zip(asked, scores, strict=True)]
+            panel.plot(*zip(*line, strict=True), label=_asked_title(method), **style)
             if style is not QUIET:
-                ends[-1].append((asked[-1] + 1, scores[-1], _asked_title(method), style["color"]))
+                named[-1].append(Curve(_asked_title(method), style["color"], line))
         panel.xaxis.get_major_locator().set_params(integer=True)
         _score_axis(panel)
         tidy(panel, _length_title(length), "question about the context", "score")
     _explain(figure, panels, [_asked_title(method) for method in others if method not in order], "")
-    for panel, mine in zip(panels, ends, strict=True):
-        label_lines(panel, mine)
+    for panel, mine in zip(panels, named, strict=True):
+        name_curves(panel, mine)
     return figure
 
 
@@ -322,7 +354,7 @@ def _asked_title(method: str) -> str:
 
 
 def solved(rows: Sequence[Row]) -> Any:
-    """Plot as `bytes_read`, over the tasks that count in the main table, with the papers' methods and the best baselines.
+    """Plot the bytes read, over the tasks that count in the main table, with the papers' methods and the best baselines.
 
     A task counts at a length if Full scores at least `COUNTED` and its text is no code. A baseline ranks by its best setting.
     Settings that read a paper in another way than the default are left out, so that a line shows budgets alone.
@@ -334,15 +366,13 @@ def solved(rows: Sequence[Row]) -> Any:
     best = {name: max(point.score for point in along) for (name, _), along in _points(mine, lambda row: 0.0).items()}
     ranked = sorted((name for name in best if name in BASELINES), key=lambda name: -best[name])
     shown = {BASELINE, *PAPERS, *ranked[:_BEST]}
-    return bytes_read([row for row in mine if row["method"].partition("(")[0] in shown])
+    return curves("pareto", [row for row in mine if row["method"].partition("(")[0] in shown])
 
 
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "tasks": tasks,
-    "budget": budget,
-    "pareto": bytes_read,
+    **{quantity: functools.partial(curves, quantity) for quantity in _QUANTITIES},
     "solved": solved,
-    "resident": resident,
     "memory": memory,
     "needle": needle,
     "turns": turns,

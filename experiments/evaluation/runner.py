@@ -120,7 +120,7 @@ class Runner:
             "max_new_tokens": settings.max_new_tokens,
             "decoding": "greedy",
         }
-        self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
+        self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
         self._settings: dict[tuple[str, int], Setting] = {}
         self.cells = make_cells(settings) if cells is None else cells

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from models.files.directories import leaves_folder
@@ -13,27 +14,20 @@ from models.files.directories import leaves_folder
 _Kind = tuple[Callable[[Any], bool], str]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _typed(expected: str, *types: type) -> _Kind:
+    """Describe values of some types; a number must be finite, and a truth value is no number."""
+    return lambda value: type(value) in types and (type(value) is not float or math.isfinite(value)), expected
 
 
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-_TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
-_NUMBER: _Kind = (_is_number, "a number")
-_WHOLE: _Kind = (lambda value: type(value) is int, "a whole number")
-_POSITIVE: _Kind = (lambda value: _is_number(value) and value > 0, "a number above 0")
-_BOOL: _Kind = (lambda value: type(value) is bool, "true or false")
-_OBJECT: _Kind = (lambda value: isinstance(value, dict), "an object")
+_TEXT, _TEXT_OR_NULL = _typed("a text", str), _typed("a text or null", str, NoneType)
+_NUMBER, _NUMBER_OR_NULL = _typed("a number", int, float), _typed("a number or null", int, float, NoneType)
+_WHOLE, _WHOLE_OR_NULL = _typed("a whole number", int), _typed("a whole number or null", int, NoneType)
+_BOOL, _OBJECT = _typed("true or false", bool), _typed("an object", dict)
+_POSITIVE: _Kind = (lambda value: _NUMBER[0](value) and value > 0, "a number above 0")
 _PAIR: _Kind = (
-    lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(_NUMBER[0], value)),
     "a list of two numbers",
 )
-_TEXT_OR_NULL: _Kind = (_or_none(_TEXT[0]), "a text or null")
-_NUMBER_OR_NULL: _Kind = (_or_none(_is_number), "a number or null")
-_WHOLE_OR_NULL: _Kind = (_or_none(_WHOLE[0]), "a whole number or null")
 
 _ROW: dict[str, _Kind] = {
     "name": _TEXT, "value": _NUMBER, "unit": _TEXT, "method": _TEXT, "question": _TEXT, "predictions": _TEXT,

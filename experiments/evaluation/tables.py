@@ -8,8 +8,7 @@ from typing import Any
 
 from experiments.answering import budget_of, without_effect
 from experiments.cli import read_record
-from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
-from experiments.evaluation.flat import flat
+from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, flat, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.stored import check_shown
 from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit

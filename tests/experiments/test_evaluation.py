@@ -27,7 +27,6 @@ from experiments.evaluation import (
     answers,
     cells,
     comparison,
-    flat,
     plan,
     plots,
     progress,
@@ -550,7 +549,7 @@ def test_a_table_with_long_answers_tells_their_length(tiny):
     head, _, *body = tables.cell_table(compared).split("\n")
     assert "| same answer | answer tokens | tokens attended |" in head
     assert [line.split(" | ")[8] for line in body] == ["1,500", "", "4,000 (6 unfinished)"]
-    assert [flat.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
+    assert [comparison.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
     assert "answer tokens" not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
 
 
@@ -669,9 +668,9 @@ def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
         identity = {"method": method, "knobs": {}, "question": "prefill", "task": "t"}
         made.add({**row, **identity}, identity, [{"key": "k", "score": 1.0}])
 
-    add(Folder(tmp_path, "eval", {"a": 1}, written("full"), {}), "full")
+    add(Folder(tmp_path, {"a": 1}, written("full"), {}), "full")
     (tmp_path / "mine.png").write_text("not ours")
-    again = Folder(tmp_path, "eval", {"a": 2}, written("quest"), {}, force=True)
+    again = Folder(tmp_path, {"a": 2}, written("quest"), {}, force=True)
     assert again.rows == [] and [x["method"] for x in read_record(tmp_path)["metrics"]] == ["full"]
     assert "full" in (tmp_path / "config.yaml").read_text()
     add(again, "quest")
@@ -693,7 +692,7 @@ def test_a_method_with_other_knobs_joins_the_settings():
 
 
 def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
-    made = Folder(tmp_path, "sweep", {}, written("m"), {})
+    made = Folder(tmp_path, {}, written("m"), {})
     row = {"name": "t", "value": 1.0, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0}
     for sinks, value in ((1, 10.0), (2, 20.0)):
         identity = {"method": "m", "knobs": {"num_sink": sinks}, "question": "prefill", "task": "t"}
@@ -706,7 +705,7 @@ def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
 
 def test_two_processes_fill_one_folder(tmp_path):
     """What stands for them here are two folders that were opened before either had a cell."""
-    first, second = (Folder(tmp_path, "eval", {}, written(name), {}) for name in ("full", "quest"))
+    first, second = (Folder(tmp_path, {}, written(name), {}) for name in ("full", "quest"))
     for task in "tu":
         for made, method in ((first, "full"), (second, "quest")):
             row = {"name": task, "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
@@ -723,7 +722,7 @@ def test_two_processes_fill_one_folder(tmp_path):
 
 def test_the_settings_of_a_method_stand_together_by_what_they_read(tmp_path):
     """In whatever order processes finished them."""
-    folder = Folder(tmp_path, "eval", {}, written("full"), {})
+    folder = Folder(tmp_path, {}, written("full"), {})
     wide, narrow = "quest(budget=1/4)", "quest(budget=1/16)"
     for method, read in (("full", 9.0), (wide, 4.0), ("snapkv", 1.0), (narrow, 1.0), ("quest", 2.0)):
         row = {"name": "t", "unit": "percent", "seconds": 1.0, "compile_seconds": 0.0, "value": 1.0}
@@ -736,7 +735,7 @@ def test_the_settings_of_a_method_stand_together_by_what_they_read(tmp_path):
 
 def test_folders_of_other_settings_are_not_compared(tmp_path):
     for name, cut in (("a", "middle"), ("b", "head")):
-        Folder(tmp_path / name, "eval", {"model": "m", "truncation": cut}, "", {}).results.write()
+        Folder(tmp_path / name, {"model": "m", "truncation": cut}, "", {}).results.write()
     with pytest.raises(ValueError, match="same settings.*truncation.*middle.*head"):
         comparison.load([tmp_path / "a", tmp_path / "b"])
 
@@ -787,7 +786,7 @@ def test_a_method_looks_alike_in_every_panel():
     rows = [entry("full", [1.0, 1.0], length=length) for length in (256, 512)]
     rows += [entry(name, [1.0, 0.0], length=256) for name in ("quest", "h2o")]
     rows += [entry(name, [1.0, 0.0], length=512) for name in ("h2o", "keydiff", "quest")]
-    figure = plots.bytes_read([one.row for one in rows])
+    figure = plots.curves("pareto", [one.row for one in rows])
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes]
     for name in ("Quest", "H2O"):
         assert colours[0][name] == colours[1][name]
@@ -801,7 +800,7 @@ def test_a_method_looks_alike_in_every_panel():
 def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
     """The other curves are grey, the legend names them and says what the frontier is."""
     rows = read_record(RECORDS / "results" / name)["metrics"]
-    figure = plots.bytes_read(rows)
+    figure = plots.curves("pareto", rows)
     figure.draw_without_rendering()
     methods = {row["method"].partition("(")[0] for row in rows}
     for panel in figure.axes:
@@ -827,7 +826,7 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
     rows += [entry("quest", [score, score], name=name, question=question)
              for question, score in (("prefill", 0.0), ("extend", 1.0)) for name in "ab"]  # fmt: skip
     rows = [one.row for one in [*rows, entry("h2o", [1.0, 1.0], name="a")]]
-    lines = {line.get_label(): line.get_ydata() for line in plots.bytes_read(rows).axes[0].lines}
+    lines = {line.get_label(): line.get_ydata() for line in plots.curves("pareto", rows).axes[0].lines}
     assert lines["Quest (prefill)"] == [0.0] and lines["Quest (extend)"] == [100.0]
     assert not any("H2O" in label for label in lines)
     named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]

@@ -133,8 +133,8 @@ class Paths:
         """The folder of `kvjax eval --out`, whose second run finds the cell of the first."""
         key = {"name": "a task", "length": 64, "method": "full", "budget": None}
         row = {**key, "value": 1.0, "unit": "percent", "question": "after", "seconds": 0.5, "compile_seconds": 0.0}
-        Folder(target, "eval", {"model": "m"}, "model: m\n", {}).add(row, key, _PREDICTIONS)
-        again = Folder(target, "eval", {"model": "m"}, "model: m\n", {})
+        Folder(target, {"model": "m"}, "model: m\n", {}).add(row, key, _PREDICTIONS)
+        again = Folder(target, {"model": "m"}, "model: m\n", {})
         found = again.find(key)
         if found is None or found["value"] != 1.0:
             return "the finished cell was not found"
