@@ -21,6 +21,7 @@ from experiments.records import (
     chosen,
     error_bars,
     heat_map,
+    label_lines,
     line_style,
     method_title,
     name_curves,
@@ -285,11 +286,11 @@ def memory(rows: Sequence[Row]) -> Any:
     order = chosen(others, [*(name for name in PAPERS if name in others), *others])
     figure = new_figure(6.5, 4.6)
     panel = figure.subplots()
-    named, values = [], []
+    ends, values = [], []
     for name, mine in settings.items():
         style = QUIET if name != BASELINE else {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
         style = line_style(order.index(name)) if name in order else style
-        lines = []
+        last = []
         for cells in mine.values():
             at_lengths = [[row for row in cells if row.get("length") == length] for length in _lengths(cells)]
             points = sorted(
@@ -297,12 +298,12 @@ def memory(rows: Sequence[Row]) -> Any:
             )
             panel.plot(*zip(*points, strict=True), **style)
             values += [held for _, held in points]
-            lines.append(points)
+            last.append(points[-1])
         if style is not QUIET:
-            named.append(Curve(method_title(name), style["color"], max(lines, key=lambda points: points[-1][1])))
+            ends.append((*max(last, key=lambda point: point[1]), method_title(name), style["color"]))
     amount_axis(panel, values)
     tidy(panel, "memory of a row", "tokens of prompt and answer", "MB of KV cache resident per row")
-    name_curves(panel, named)
+    label_lines(panel, ends)
     return figure
 
 
@@ -321,10 +322,10 @@ def turns(rows: Sequence[Row]) -> Any:
     order = chosen(others, [*papers, *sorted(others, key=lambda method: -means[method])])
     figure = new_figure(1 + 4.6 * len(lengths), 4.2)
     panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
-    named: list[list[Curve]] = []
+    ends: list[list[tuple[float, float, str, str]]] = []
     for panel, length in zip(panels, lengths, strict=True):
         here = [row for row in rows if row.get("length") == length]
-        named.append([])
+        ends.append([])
         for method in methods:
             mine = [row["by"]["turn"] for row in here if row["method"] == method]
             asked = sorted({int(turn) for scores in mine for turn in scores})
@@ -337,13 +338,13 @@ def turns(rows: Sequence[Row]) -> Any:
             line = [(turn + 1, score) for turn, score in zip(asked, scores, strict=True)]
             panel.plot(*zip(*line, strict=True), label=_asked_title(method), **style)
             if style is not QUIET:
-                named[-1].append(Curve(_asked_title(method), style["color"], line))
+                ends[-1].append((*line[-1], _asked_title(method), style["color"]))
         panel.xaxis.get_major_locator().set_params(integer=True)
         _score_axis(panel)
         tidy(panel, _length_title(length), "question about the context", "score")
     _explain(figure, panels, [_asked_title(method) for method in others if method not in order], "")
-    for panel, mine in zip(panels, named, strict=True):
-        name_curves(panel, mine)
+    for panel, mine in zip(panels, ends, strict=True):
+        label_lines(panel, mine)
     return figure
 
 

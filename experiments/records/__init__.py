@@ -11,6 +11,7 @@ from experiments.records.library import check_library as check_library
 from experiments.records.names_on_lines import QUIET as QUIET
 from experiments.records.names_on_lines import Curve as Curve
 from experiments.records.names_on_lines import chosen as chosen
+from experiments.records.names_on_lines import label_lines as label_lines
 from experiments.records.names_on_lines import name_curves as name_curves
 from experiments.records.names_on_lines import quiet_label as quiet_label
 from experiments.records.plotting import COLORS as COLORS

@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 from experiments.records.plotting import text_color
 
 MOST = 7  # curves of a panel that have a colour and a name: as many as there are colours
@@ -51,6 +54,45 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
     for text, curve in zip(texts, curves, strict=True):
         ends = zip(curve.points[-1], text.get_position(), strict=True)
         panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
+
+
+def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
+    """Write the name of each line (x, y, name, colour) at its right end, in the panel, which is widened.
+
+    Close names move apart. Call it when the panel has its final limits. ``gap`` is the least distance of two names, as a
+    share of its height.
+    """
+    if not ends:
+        return
+    figure, scale = panel.get_figure(root=True), panel.xaxis.get_transform()
+    figure.draw_without_rendering()  # the layout decides how much of a panel a name takes
+    letters, across = max(len(name) for _, _, name, _ in ends), panel.get_window_extent().width / figure.dpi * 72
+    free = min(0.62 * _SMALL * letters / across + 0.05, 0.6)  # of the panel; a letter is about 0.62 of its size wide
+    left, right = scale.transform(panel.get_xlim())
+    panel.set_xlim(right=float(scale.inverted().transform([left + (right - left) / (1 - free)])[0]))
+    to_share = panel.transData + panel.transAxes.inverted()
+    at = to_share.transform([(x, y) for x, y, _, _ in ends])
+    heights = gap / 2 + (1 - gap) * spread((at[:, 1] - gap / 2) / (1 - gap), gap / (1 - gap))
+    for (x, y, name, color), height in zip(ends, heights.tolist(), strict=True):
+        panel.annotate(
+            name,
+            xy=(x, y),
+            xytext=(at[:, 0].max() + 0.025, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=_SMALL,
+            color=text_color(color),
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
+        )
+
+
+def spread(wanted: Sequence[float], gap: float) -> np.ndarray:
+    """Move numbers as little as possible until they are at least ``gap`` apart, in [0, 1] if all fit; their order stays."""
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(order))
+    moved = np.empty(len(order))
+    moved[order] = np.clip(isotonic_regression(np.asarray(wanted)[order] - steps).x, 0, max(1 - steps[-1], 0)) + steps
+    return moved
 
 
 def quiet_label(names: Sequence[str], most: int = 90) -> str:

@@ -27,7 +27,7 @@ from experiments.records import (
     write_bytes,
     write_record,
 )
-from experiments.records.names_on_lines import Curve, name_curves
+from experiments.records.names_on_lines import label_lines, spread
 from experiments.records.plotting import amount_axis, line_style, token_axis, token_label
 from kvjax import registry
 
@@ -81,17 +81,15 @@ def test_figures_are_the_same_bytes_whenever_they_are_drawn(kind, begin):
     assert kind != "png" or made[0][25] == 3, "a palette: a third or a quarter of the size"
 
 
-def test_names_near_the_ends_of_lines_are_inside_of_the_panel_and_apart():
-    panel = new_figure(4, 3).subplots()
+def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
+    figure = new_figure(4, 3)
+    panel = figure.subplots()
     token_axis(panel, [1024, 131072])
     panel.set_ylim(0, 10)
-    names = ("a very long name of a method", "another", "a third")
-    name_curves(panel, [Curve(name, "#0072b2", [(131072, 9.9 - at / 10)]) for at, name in enumerate(names)])
-    panel.get_figure().draw_without_rendering()
+    label_lines(panel, [(131072, 9.9, "a very long name of a method", "#0072b2"), (131072, 9.8, "another", "#d55e00")])
+    figure.draw_without_rendering()
     outer, boxes = panel.get_window_extent(), [text.get_window_extent() for text in panel.texts]
-    assert [text.get_text() for text in panel.texts] == [*names]
     assert all(outer.x0 <= box.x0 and box.x1 <= outer.x1 and box.y1 <= outer.y1 + 1 for box in boxes)
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_every_method_has_a_name_as_in_its_paper():
@@ -132,6 +130,13 @@ def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, text):
         Results(path, "eval", {})
 
 
+def test_names_beside_lines_do_not_overlap():
+    assert spread([0.5, 0.9, 0.1], 0.05).tolist() == pytest.approx([0.5, 0.9, 0.1])
+    close = spread([0.50, 0.51, 0.49, 0.02, 0.0, 1.0], 0.1).tolist()
+    assert sorted(close) == pytest.approx([0.0, 0.1, 0.4, 0.5, 0.6, 1.0])
+    assert close.index(max(close[:3])) == 1 and close[3] > close[4]  # the order stays
+
+
 def test_tokens_have_short_names():
     assert [token_label(count) for count in (200, 1024, 8000, 131072)] == ["200", "1K", "8,000", "128K"]
 
@@ -151,7 +156,7 @@ def test_a_single_length_has_an_axis_too():
     panel = figure.subplots()
     panel.plot([4096], [2.0], **line_style(9))
     token_axis(panel, [4096])
-    name_curves(panel, [Curve("alone", "#f0e442", [(4096, 2.0)])])
+    label_lines(panel, [(4096, 2.0, "alone", "#f0e442")])
     assert save(figure).startswith(b"\x89PNG") and [text.get_text() for text in panel.get_xticklabels()] == ["4K"]
 
 
