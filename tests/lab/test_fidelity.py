@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import random
 import re
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
 from experiments.lab.fidelity import fidelity_tables, plots, texts
@@ -22,6 +24,7 @@ from experiments.lab.fidelity.report import difference, table, turns_table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import along, by_turn, summary, tokens_per_pass
+from experiments.lab.plot import PACKAGES
 from experiments.tasks import code_files, tool_turns
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
@@ -30,6 +33,7 @@ from tests.kvjax.cases import model as tiny_model
 from tests.tiny_models import SHIPPED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+ROOT = pathlib.Path(models.__file__).parents[1]
 STEPS = 10
 COUNTS = np.array([STEPS, 4, 7], np.int32)  # tokens that are fed to each row
 FORCED = np.random.default_rng(7).integers(0, 60, (3, STEPS + 1)).astype(np.int32)
@@ -313,13 +317,27 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     assert len(joined["notes"]["runs"]) == 2 and {row["stream"] for row in joined["metrics"]} == {"prose", "answers"}
     assert said.out.count("| StreamingLLM(budget=1/8) | 48 |") == 2 and "frontier" in said.out and "| accepted |" in said.out
     assert (out / "table.md").read_text() == fidelity_tables(joined)
-    assert [name for name, _ in figures(out, [])] == ["fidelity", "along"]
+    assert [name for name, _ in figures(out, [], PACKAGES)] == ["fidelity", "along"]
     for name in ("fidelity", "along"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert run(directory, out, "--seed", 1, "--no-plot") == 2
     assert "holds cells with seed=0, got 1" in capsys.readouterr().err
     assert run(directory, out, "--weight-dtype", "int8", "--no-plot") == 2
     assert "holds cells with dtype='float32', got 'float32, weights int8'" in capsys.readouterr().err
+
+
+FILES = [x for x in (ROOT / "docs" / "settings").glob("*.yaml") if "experiments.lab.fidelity" in x.read_text()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_settings_of_the_documentation_load(file):
+    settings = FidelitySettings.from_yaml(file)
+    assert f"python -m experiments.lab.fidelity --config docs/settings/{file.name}" in file.read_text()
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    for choice in settings.choices:
+        thresholds = {"tau_entropy": 1.0, "tau_varentropy": 1.0} if choice.name == "chess" else {}
+        choice.at(min(settings.lengths), tokenizer, models.shapes.qwen25_1_5b(), thresholds)
+    assert FILES
 
 
 @pytest.mark.parametrize(

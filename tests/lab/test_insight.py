@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import LoadedModel
-from experiments.lab.insight import Watched, coverage, readings
+from experiments.lab.insight import Watched, WatchedLayer, coverage, readings
 from experiments.lab.insight.__main__ import main
-from experiments.lab.insight.run import answer_length, watch
+from experiments.lab.insight.run import answer_length, run_methods, watch
 from experiments.lab.insight.settings import InsightSettings
 from kvjax.protocol.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
 from tests.kvjax.cases import ONE
+from tests.kvjax.wrappers.test_compose import check_answers
 from tests.oracles.plain import rotate_all, softmax
 from tests.tiny_models import SHIPPED, write_model
 
@@ -151,6 +152,17 @@ def test_wrong_settings_are_refused():
         InsightSettings(methods=("qest",))
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         InsightSettings(methods=("quest",), samples=0)
+
+
+@pytest.mark.parametrize("kind", [Watched, WatchedLayer])
+def test_watched_methods_answer_every_declaration(kind):
+    check_answers(kind)
+
+
+def test_prompts_beyond_the_positions_are_refused_before_they_are_made():
+    model = LoadedModel("small", {}, SHIPPED, None, pathlib.Path("nowhere"))
+    with pytest.raises(ValueError, match="--length must be at most 2048 tokens, the positions of small, got 2049"):
+        run_methods(InsightSettings(length=2049), model, None, {})
 
 
 def test_an_answer_ends_with_its_end_token():

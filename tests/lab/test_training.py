@@ -22,7 +22,7 @@ from experiments.lab.training.checkpoints import Checkpoints
 from experiments.lab.training.course import Course
 from experiments.lab.training.curriculum import Curriculum
 from experiments.lab.training.loss import choose, forward, initial_state, losses, make_step, optimizer, schedule
-from experiments.lab.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, chat_mixture
+from experiments.lab.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, ROW_TASKS, chat_mixture
 from experiments.lab.training.subject import Adapter, WholeModel, stack_layers
 from experiments.lab.training.tokenizer import save_tokenizer, train_tokenizer
 from experiments.tasks import GROUPS, Words
@@ -383,3 +383,7 @@ def test_training_refuses_an_attention_that_it_does_not_compute(part):
     config = dataclasses.replace(FAMILIES["llama"], **part)
     with pytest.raises(ValueError, match="training computes attention without sink logits and soft cap"):
         forward(config, {}, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32), None)
+
+
+def test_rows_name_the_trained_tasks_prose_and_copies():
+    assert ROW_TASKS == (*GROUPS["trained"], "prose", "copy") and {*ROW_TASKS} == {*BUILTIN.recipes}
