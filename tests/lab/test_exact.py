@@ -12,9 +12,10 @@ import pytest
 
 import kvjax
 from experiments.lab.exact import figures
-from experiments.lab.exact.__main__ import ExactSettings, main
+from experiments.lab.exact.__main__ import main
 from experiments.lab.exact.measure import same_share
 from experiments.lab.exact.report import bytes_per_token, tokens_per_pass
+from experiments.lab.exact.settings import ExactSettings
 from experiments.speed.samplers import ByRow, Forced
 from experiments.speed.verified_cache import verified_cache
 from kvjax.decoding.sampling import Sampler

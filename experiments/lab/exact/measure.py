@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 import kvjax
 import models
 from experiments.answering import LoadedModel, needs_thresholds, pad
+from experiments.lab.exact.settings import TEXTS, ExactSettings
 from experiments.lab.fidelity import FidelitySettings, answers, passages, shared_room
 from experiments.records import Results, knobs_of
 from experiments.speed.samplers import ByRow, Forced
@@ -30,10 +31,6 @@ from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from kvjax.protocol.method import Method
 
-if TYPE_CHECKING:
-    from experiments.lab.exact.__main__ import ExactSettings
-
-TEXTS = ("prose", "code")  # running text; every other kind of text is a task
 _BLOCK = 128  # tokens; prompts are padded to a multiple of this
 _SHOWN = 500  # letters of an error
 _PRECISION = "highest"
