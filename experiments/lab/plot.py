@@ -9,7 +9,7 @@ from experiments.cli.plot import PlotCommand, plot
 
 PACKAGES = {
     "fidelity": "experiments.lab.fidelity", "exact": "experiments.lab.exact", "insight": "experiments.lab.insight",
-    "drift": "experiments.lab.ablations", "ablation": "experiments.lab.ablations",
+    "drift": "experiments.lab.ablations",
 }  # fmt: skip
 
 

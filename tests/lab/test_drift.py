@@ -12,7 +12,7 @@ import pytest
 
 from experiments.answering import LoadedModel
 from experiments.lab.ablations import cluster_search as search
-from experiments.lab.ablations import figures, jobs
+from experiments.lab.ablations import figures
 from experiments.lab.ablations.__main__ import main
 from experiments.lab.ablations.cluster_drift import CLUSTERS, Course, make_text
 from experiments.records import save
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def test_drift_records_its_course(directory, capsys, tmp_path, monkeypatch):
     course = Course(prompt_tokens=320, new_tokens=64, every=32, k=10, num_sink=4, num_local=16, seed=3)
     asked = []
-    monkeypatch.setattr(jobs.Course, "within", lambda *given: asked.append(given) or course)
+    monkeypatch.setattr(Course, "within", lambda *given: asked.append(given) or course)
     assert main(["drift", "--model", str(directory), "--seed", "3", "--out", str(tmp_path)]) == 0
     assert asked == [(2048, 3)]
     said = capsys.readouterr().out

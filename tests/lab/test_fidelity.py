@@ -18,8 +18,7 @@ from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
 from experiments.lab.fidelity import fidelity_tables, plots, texts
 from experiments.lab.fidelity.__main__ import main
-from experiments.lab.fidelity.distance import Distance, distance, follow_text
-from experiments.lab.fidelity.programs import Programs, shared_room
+from experiments.lab.fidelity.distance import Distance, distance, follow_text, shared_room
 from experiments.lab.fidelity.report import difference, table, turns_table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
@@ -138,10 +137,10 @@ def test_budgets_share_a_program_and_nothing_else(name):
     assert room == large
     roomy = [example(name, budget=method.budget, capacity=room) for method in methods]
     config = tiny_model(name)
-    with Programs(tiny_params(), config) as programs:
-        assert programs.wait(roomy[1], tiny_texts()) > 0
-        logits, stats = programs.run(roomy[0], tiny_texts())
-        assert programs.wait(roomy[0], tiny_texts()) == 0, "the program of the larger budget"
+    follow(roomy[1], config)
+    programs = follow_text._cache_size()
+    logits, stats = follow(roomy[0], config)
+    assert follow_text._cache_size() == programs, "the program of the larger budget"
     alone, alone_stats = follow(methods[0], config)
     np.testing.assert_allclose(np.asarray(logits), alone, rtol=1e-4, atol=1e-4)
     for read_stat in ("attended", "bytes_read", "full_bytes_read", "length"):
@@ -169,18 +168,18 @@ def words(model, ids):
 
 def test_prose_goes_on_where_its_context_ends(model):
     settings = FidelitySettings(samples=5, tokens=40, lengths=(300,))
-    made = texts.prose(model, settings, 300)
-    assert len(made) == 5 and made.prompts.shape == (5, 384)
-    assert (made.lengths == 260).all() and (made.counts == 40).all()
-    np.testing.assert_array_equal(made.forced[:, 1:], made.targets[:, :-1])
+    cut = texts.passages(model, settings, 300, "prose")
+    assert len(cut) == 5 and cut.prompts.shape == (5, 384)
+    assert (cut.lengths == 260).all() and (cut.counts == 40).all()
+    np.testing.assert_array_equal(cut.forced[:, 1:], cut.targets[:, :-1])
     whole = " ".join(texts.held_out_text("prose").split())
-    said = words(model, [*made.prompts[2, 200:260], *made.forced[2], made.targets[2, -1]])
+    said = words(model, [*cut.prompts[2, 200:260], *cut.forced[2], cut.targets[2, -1]])
     assert " ".join(said.split()) in whole, "a passage of the held-out text, without a gap"
-    assert len({tuple(row) for row in made.forced.tolist()}) == 5
-    everywhere = texts.prose(model, dataclasses.replace(settings, haystack="prose:whole"), 300)
+    assert len({tuple(row) for row in cut.forced.tolist()}) == 5
+    everywhere = texts.passages(model, settings, 300, "prose:whole")
     assert words(model, everywhere.prompts[0, :200]).strip() not in whole, "a passage of all prose"
-    again = texts.prose(model, dataclasses.replace(settings, seed=1), 300)
-    assert (again.prompts != made.prompts).any()
+    again = texts.passages(model, dataclasses.replace(settings, seed=1), 300, "prose")
+    assert (again.prompts != cut.prompts).any()
 
 
 def test_answers_stand_behind_the_template_and_the_question(model):

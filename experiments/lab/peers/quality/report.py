@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from experiments.lab.peers.quality.settings import METHODS, beside
+from experiments.lab.peers.torch_device import run_line
 from experiments.records import bootstrap_interval, markdown_rows
+from experiments.speed.rows import Row, failure
 
-Row = Mapping[str, Any]
 _LEGEND = (
     "Scores are 0 to 100, of kvpress first and of kvjax second, on the same prompts and samples; the difference is kvpress "
     "less kvjax. The mean is over the tasks, and its difference has a 95 % paired bootstrap interval over all samples. Full "
@@ -23,8 +24,8 @@ def line(row: Row) -> str:
     """Format a row as a printed line."""
     begin = f"{row['library']:12s} {row['method']:18s} {row['name']:18s}"
     if row["error"] is not None:
-        return f"{begin} FAILED: {_problem(row)}"
-    return f"{begin} {row['value']:6.2f}  kept {row['kept_tokens']:.1f}  decoded in {row['decode_seconds']:.1f} s"
+        return f"{begin} FAILED: {failure(row)}"
+    return f"{begin} {row['value']:6.2f}  kept {row['kept_tokens']:.1f}  {row['seconds']:.1f} s"
 
 
 def peer_scores(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
@@ -41,13 +42,8 @@ def peer_scores(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     lines += [_LEGEND, ""]
     if about := notes.get("beside"):
         lines.append(f"kvjax: {about['model']} in {about['dtype']}, {about['device']}, commit {about['commit']}.")
-    for run, about in notes.get("runs", {}).items():
-        known = ", ".join(f"{name} {about['versions'][name]}" for name in _NAMED if name in about["versions"])
-        lines.append(f"Run {run}: {about['device']}, {known}, commit {about['commit']}.")
+    lines += [run_line(run, about) for run, about in notes.get("runs", {}).items()]
     return "\n".join(lines) + "\n"
-
-
-_NAMED = ("torch", "transformers", "kvpress", "flash-attn")
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -57,15 +53,11 @@ def _table(rows: Sequence[Row]) -> list[str]:
         theirs = {row["name"]: row for row in rows if row["library"] != "kvjax" and row["method"] == method}
         if not theirs:
             continue
-        labels = [
-            row["method"]
-            for base in beside(method)
-            for row in rows
-            if row["library"] == "kvjax" and row["base"] == base
-        ]
+        ours = [row for base in beside(method) for row in rows if (row["library"], row["base"]) == ("kvjax", base)]
+        labels = [row["method"] for row in ours]
         for label in dict.fromkeys(labels or [""]):
-            ours = {row["name"]: row for row in rows if row["library"] == "kvjax" and row["method"] == label}
-            cells.append([method, label, *_scores(tasks, theirs, ours)])
+            mine = {row["name"]: row for row in ours if row["method"] == label}
+            cells.append([method, label, *_scores(tasks, theirs, mine)])
     return markdown_rows(cells)
 
 
@@ -75,7 +67,7 @@ def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, 
     for task in tasks:
         a, b = theirs.get(task), ours.get(task)
         if a is not None and a["error"] is not None:
-            notes.append(f"{task}: {_problem(a)}")
+            notes.append(f"{task}: {failure(a)}")
         a = a if a is not None and a["error"] is None else None
         paired = a is not None and b is not None and a["scores"].keys() == b["scores"].keys()
         gaps = [a["scores"][key] - b["scores"][key] for key in a["scores"]] if paired else []
@@ -96,7 +88,3 @@ def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, 
 
 def _value(row: Row | None) -> str:
     return "-" if row is None else f"{row['value']:.1f}"
-
-
-def _problem(row: Row) -> str:
-    return (row["error"].splitlines() or [""])[0][:200].replace("|", "/")
