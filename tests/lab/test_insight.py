@@ -137,7 +137,7 @@ def test_rows_that_stand_still_and_steps_beyond_the_room_are_not_measured():
     ("change", "message"),
     [
         ({"method": "quest"}, "method must be a kvjax method, got the name 'quest': kvjax.make it"),
-        ({"method": kvjax.make("verified", draft=kvjax.make("quest"))}, "method must choose tokens in every step"),
+        ({"method": kvjax.Verified(draft=kvjax.make("quest"))}, "method must choose tokens in every step"),
         ({"top": (4, 0)}, "top must be a tuple of whole numbers, each of at least 1, got (4, 0)"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
     ],

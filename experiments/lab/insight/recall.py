@@ -154,7 +154,7 @@ class Watched(Method):
     def check(self) -> None:
         check_method("Watched: method", self.method)
         if self.method.drafts:
-            raise ValueError("Watched: method must choose tokens in every step, got Verified, whose draft can be watched alone")
+            raise ValueError("Watched: method must choose tokens in every step, got Verified: watch its draft")
         if not self.top:
             raise ValueError(f"Watched: top must be whole numbers of tokens from 1 on, got {self.top}")
 
