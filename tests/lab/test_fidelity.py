@@ -375,7 +375,7 @@ def test_coded_weights_are_compared_with_the_numbers_of_a_reference(directory, m
     assert main([*flags, "--no-plot", "--quiet"]) == 0
     record = json.loads((tmp_path / "metrics.json").read_text())
     coded = load_model(directory, weight_dtype="int8")
-    made = texts.prose(model, FidelitySettings(lengths=(96,), tokens=8, samples=2), 96)
+    made = texts.passages(model, FidelitySettings(lengths=(96,), tokens=8, samples=2), 96, "prose")
     arrays = [jnp.asarray(x) for x in (made.prompts, made.lengths, made.forced, made.counts)]
     full, logits = (follow_text(one.params, Full(), *arrays, model=one.config)[0] for one in (model, coded))
     kl = [exact(*np.asarray((full[step, row], logits[step, row])), 0)[0] for step, row in np.ndindex(8, 2)]

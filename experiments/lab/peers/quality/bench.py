@@ -19,11 +19,11 @@ import transformers
 from experiments.answering import LoadedModel
 from experiments.benchmarks import score
 from experiments.evaluation.answers import answer_text
-from experiments.lab.peers.quality import report
 from experiments.lab.peers.quality.prompts import Asked, scored
 from experiments.lab.peers.quality.settings import PRESSES, PeersSettings
 from experiments.lab.peers.torch_device import begin_run, free_memory, make_press
 from experiments.records import Results
+from experiments.speed.rows import failure
 
 
 class Bench:
@@ -70,7 +70,7 @@ class Bench:
         }
         known = self.results.find(_identity(row))
         if known is not None and known["error"] is None and known["scores"].keys() == set(encoded.keys):
-            print(f"{report.line(known)}, from the record", flush=True)
+            print(f"{_line(known)}, from the record", flush=True)
             return
         begun = time.monotonic()
         try:
@@ -82,7 +82,7 @@ class Bench:
         free_memory(self._device)
         row |= {"run": self._run, "seconds": round(time.monotonic() - begun, 2)}
         self.results.add(row, _identity(row))
-        print(report.line(row), flush=True)
+        print(_line(row), flush=True)
 
     def _scored(self, asked: Asked, method: str) -> dict[str, Any]:
         encoded, ends = asked.encoded, self.config.eos_token_ids
@@ -103,6 +103,14 @@ class Bench:
 
 def _identity(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("name", "length", "library", "method", "budget")}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Format a row as a printed line."""
+    begin = f"{row['library']:12s} {row['method']:18s} {row['name']:18s}"
+    if row["error"] is not None:
+        return f"{begin} FAILED: {failure(row)}"
+    return f"{begin} {row['value']:6.2f}  kept {row['kept_tokens']:.1f}  {row['seconds']:.1f} s"
 
 
 def load(directory: str, attention: str, dtype: str, device: torch.device) -> transformers.PreTrainedModel:

@@ -1,4 +1,4 @@
-"""The report of `experiments.lab.peers.quality` on a record: a printed line for each row, and a table."""
+"""The tables of a record of `experiments.lab.peers.quality`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ _LEGEND = (
     "is transformers alone beside kvjax's Full. Kept: tokens per KV head that kvpress left of a prompt, the mean over heads, "
     "layers and prompts. Presses have kvpress's defaults, and keep as many tokens as kvjax's budget."
 )
-
-
-def line(row: Row) -> str:
-    """Format a row as a printed line."""
-    begin = f"{row['library']:12s} {row['method']:18s} {row['name']:18s}"
-    if row["error"] is not None:
-        return f"{begin} FAILED: {failure(row)}"
-    return f"{begin} {row['value']:6.2f}  kept {row['kept_tokens']:.1f}  {row['seconds']:.1f} s"
 
 
 def peer_scores(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
