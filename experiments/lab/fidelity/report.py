@@ -29,13 +29,13 @@ _ACCEPTED = (
 
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     """Group rows by stream and length; in each group Full comes first, then the other methods by distance."""
-    made: dict[tuple[str, int], list[Row]] = {}
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        made.setdefault((row["stream"], row["length"]), []).append(row)
+        groups.setdefault((row["stream"], row["length"]), []).append(row)
     ordered = sorted(
-        made, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
+        groups, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
     )
-    return {cell: sorted(made[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
+    return {cell: sorted(groups[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
 
 
 def difference(row: Row, other: Row) -> tuple[float, tuple[float, float]]:

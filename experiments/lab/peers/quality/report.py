@@ -55,7 +55,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> list[str]:
     """Format the cells of a pair of methods: a cell for each task, the mean, the difference, what is kept, and notes."""
-    made, differences, values, notes = [], [], [], []
+    cells, differences, values, notes = [], [], [], []
     for task in tasks:
         a, b = theirs.get(task), ours.get(task)
         if a is not None and a["error"] is not None:
@@ -63,8 +63,8 @@ def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, 
         a = a if a is not None and a["error"] is None else None
         paired = a is not None and b is not None and a["scores"].keys() == b["scores"].keys()
         gaps = [a["scores"][key] - b["scores"][key] for key in a["scores"]] if paired else []
-        said = f" ({100 * float(np.mean(gaps)):+.1f})" if gaps else ""
-        made.append(f"{_value(a)} / {_value(b)}{said}")
+        gap_text = f" ({100 * float(np.mean(gaps)):+.1f})" if gaps else ""
+        cells.append(f"{_value(a)} / {_value(b)}{gap_text}")
         differences += gaps
         if a is not None and b is not None:
             values.append((a["value"], b["value"]))
@@ -75,7 +75,7 @@ def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, 
         low, high = bootstrap_interval(differences)
         gap = f"{100 * float(np.mean(differences)):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
     kept = [row["kept_tokens"] for row in theirs.values() if row["error"] is None]
-    return [*made, means, gap, f"{float(np.mean(kept)):.1f}" if kept else "", "; ".join(dict.fromkeys(notes))]
+    return [*cells, means, gap, f"{float(np.mean(kept)):.1f}" if kept else "", "; ".join(dict.fromkeys(notes))]
 
 
 def _value(row: Row | None) -> str:
