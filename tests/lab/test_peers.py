@@ -28,41 +28,30 @@ TINY = ModelConfig(
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("job", [peers, quality], ids=["speed", "quality"])
+def test_a_missing_package_is_one_sentence(job, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", peers)  # stands for one that is there: any module
     monkeypatch.setitem(sys.modules, name, None)  # which makes its import fail
-    assert peers.main(["--out", str(tmp_path / "peers.json")]) == 2
-    said = f"experiments.lab.peers.speed needs {name}, which is not installed here: pip install torch transformers"
-    assert capsys.readouterr().err == f"kvjax: error: {said}\n"
+    assert job.main([*[str(tmp_path)] * (job is quality), "--out", str(tmp_path / "peers.json")]) == 2
+    said = capsys.readouterr().err
+    assert f" needs {name}, which is not installed here: pip install torch transformers" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    ("settings", "wrong", "message"),
     [
-        ({"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
-        ({"caches": ("paged",)}, "unknown cache 'paged', expected one of static, dynamic"),
-        ({"model": "gpt"}, "unknown model 'gpt'"),
-        ({"mode": "fast"}, "unknown mode 'fast'"),
-        ({"lengths": (0,)}, "lengths must be at least 1, got 0"),
+        (PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
+        (PeersSettings, {"caches": ("paged",)}, "unknown cache 'paged'"),
+        (PeersSettings, {"model": "gpt"}, "unknown model 'gpt'"),
+        (PeersSettings, {"mode": "fast"}, "unknown mode 'fast'"),
+        (PeersSettings, {"lengths": (0,)}, "lengths"),
+        (quality_settings.PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
     ],
 )
-def test_wrong_settings_are_refused(given, message):
+def test_wrong_settings_are_refused(settings, wrong, message):
     with pytest.raises(ValueError, match=message):
-        PeersSettings(**given)
-
-
-def test_settings_of_scores_are_checked():
-    with pytest.raises(ValueError, match="unknown method 'quest', expected one of full, snapkv, keydiff, tova"):
-        quality_settings.PeersSettings(methods=("quest",))
-    names = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
-    assert names <= set(registry.classes())
-
-
-def test_a_missing_torch_is_one_sentence_for_scores_too(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert quality.main([str(tmp_path), "--out", str(tmp_path / "p.json")]) == 2
-    assert "experiments.lab.peers.quality needs torch, which is not installed here" in capsys.readouterr().err
+        settings(**wrong)
 
 
 def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
@@ -82,7 +71,8 @@ def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
 
 
 def test_presses_are_methods_with_a_budget():
-    assert set(PRESSES) <= set(registry.classes())
+    beside = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
+    assert {*PRESSES, *beside} <= set(registry.classes())
     assert {budget_at(name, 131072) for name in PRESSES} == {1024} and budget_at("snapkv", 256) == 64
 
 

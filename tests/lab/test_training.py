@@ -16,7 +16,6 @@ import pytest
 
 import kvjax
 import models
-from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.lab.training import data, trainer
 from experiments.lab.training.checkpoint import restore_checkpoint, save_checkpoint
 from experiments.lab.training.course import Course
@@ -241,11 +240,6 @@ def test_a_run_goes_on_with_its_own_base_and_rank(tmp_path, key):
         np.testing.assert_array_equal(restored["params"], state["params"])
     with pytest.raises(ValueError, match="made with base one, rank 4, this run has base two, rank 5"):
         restore_checkpoint(file, state, {"seed": 0, **other.identity})
-
-
-def test_evaluation_prompts_fit_into_the_context():
-    prompts = encode_cell(Reading(TOKENIZER / "tokenizer.json"), Cell("vt", 1024, 2, 0)).wholes
-    assert all(len(tokens) + 40 <= 1024 for tokens in prompts)
 
 
 @pytest.mark.thorough
