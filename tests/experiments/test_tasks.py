@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.lab.training.mixture import BUILTIN, ROW_TASKS
 from experiments.tasks import haystack, ruler_words, splits, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
@@ -58,7 +57,6 @@ def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 
 def test_groups_name_their_tasks_and_the_trained_ones_keep_their_order():
     groups = tasks.GROUPS
     assert groups["trained"] == TRAINED
-    assert ROW_TASKS == (*TRAINED, "prose", "copy") and set(ROW_TASKS) == set(BUILTIN.recipes)
     assert groups["ruler"] == (*TRAINED[:9], "cwe", "fwe", "qa_1", "qa_2")
     assert groups["infinitebench"] == ("passkey", "number_string", "kv_retrieval", "math_find")
     assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 47
