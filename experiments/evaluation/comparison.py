@@ -166,7 +166,7 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
         if entry.row["method"] == BASELINE:
             full.setdefault((*entry.cell, entry.row["question"]), entry)
             full.setdefault(entry.cell, entry)  # for methods that were asked in another way than Full
-    made: dict[tuple, Compared] = {}
+    compared: dict[tuple, Compared] = {}
     for entry in entries:
         base = full.get((*entry.cell, entry.row["question"]), full.get(entry.cell))
         if base is None:
@@ -176,9 +176,9 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
                 "without its baseline a score says nothing"
             )
         key = (entry.row["method"], entry.row["question"], entry.cell)
-        made.setdefault(key, _against(entry, base))
-    place = place_of([item.row for item in made.values()])
-    return sorted(made.values(), key=lambda item: place(item.row))
+        compared.setdefault(key, _against(entry, base))
+    place = place_of([item.row for item in compared.values()])
+    return sorted(compared.values(), key=lambda item: place(item.row))
 
 
 def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], tuple[int, bool, float, str]]:
@@ -231,12 +231,12 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     for (method, _, *at), members in groups.items():
         if method == BASELINE:
             cells.setdefault(tuple(at), set()).update(_cell_names(members))
-    made = []
+    means = []
     for (method, question, length, drawn), members in groups.items():
         if set(_cell_names(members)) != cells.get((length, drawn)):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
-        made.append(
+        means.append(
             {
                 "method": method,
                 "question": question,
@@ -254,7 +254,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
-    return made
+    return means
 
 
 _ACCOUNT = (

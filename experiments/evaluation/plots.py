@@ -139,15 +139,15 @@ def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, s
     A point is the mean over the tasks that Full ran. Methods that ran other tasks are left out, because means over different
     tasks cannot be compared.
     """
-    made: dict[tuple[str, str], list[Point]] = {}
+    points_of: dict[tuple[str, str], list[Point]] = {}
     names = {row["name"] for row in rows if row["method"] == BASELINE}
     for label, question in dict.fromkeys((row["method"], row["question"]) for row in rows):
         mine = [row for row in rows if (row["method"], row["question"]) == (label, question)]
         if names and {row["name"] for row in mine} != names:
             continue
         point = Point(float(np.mean([x(row) for row in mine])), _mean(mine), _ends(mine))
-        made.setdefault((label.partition("(")[0], question), []).append(point)
-    return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in made.items()}
+        points_of.setdefault((label.partition("(")[0], question), []).append(point)
+    return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in points_of.items()}
 
 
 def curves(quantity: str, rows: Sequence[Row]) -> Any:
@@ -385,9 +385,9 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
     scored = [row for row in rows if row["unit"] == "percent"]
     if not scored:
         return []
-    made = ["tasks", "budget", "pareto", "resident"]
-    made += ["needle"] * any(row.get("depth") is not None for row in scored)
-    return made + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
+    kinds = ["tasks", "budget", "pareto", "resident"]
+    kinds += ["needle"] * any(row.get("depth") is not None for row in scored)
+    return kinds + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:

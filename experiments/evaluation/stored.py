@@ -77,10 +77,10 @@ def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
 def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
     """Read the runs in a folder's meta.json."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    runs = found.get("runs") if isinstance(found, dict) else None
+    runs = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(runs, list):
         raise ValueError(f"{file} is damaged: expected a list of runs, got {_shown(runs)}")
     for number, run in enumerate(runs, 1):
@@ -90,17 +90,17 @@ def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
 
 def read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
     """Read the predictions in a file, in the order of its lines."""
-    made = []
+    predictions = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line:
             continue
         try:
-            found = json.loads(line)
+            prediction = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is damaged in line {number}: {error}") from error
-        _check(found, _LINE, _LINE_MAY, f"{file}, line {number}")
-        made.append(found)
-    return made
+        _check(prediction, _LINE, _LINE_MAY, f"{file}, line {number}")
+        predictions.append(prediction)
+    return predictions
 
 
 def _check(values: Any, must: Mapping[str, _Kind], may: Mapping[str, _Kind], where: str) -> None:

@@ -60,13 +60,13 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
 
 def _task_cells(compared: Sequence[Compared]) -> list[list[list[str]]]:
     """Make a table for each length and way of asking the question: a row for each method, a column for each task."""
-    made: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    by_length: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in (item.row for item in compared):
-        table = made.setdefault((_length(row), row["question"]), {})
+        table = by_length.setdefault((_length(row), row["question"]), {})
         depth = "" if row.get("depth") is None else f", depth {row['depth']:.0%}"
         table.setdefault(_method(row), {})[row["name"] + depth] = f"{row['value']:.1f}"
     tables = []
-    for (length, question), lines in made.items():
+    for (length, question), lines in by_length.items():
         names = list(dict.fromkeys(name for scores in lines.values() for name in scores))
         body = [[method, *(scores.get(name, "") for name in names)] for method, scores in lines.items()]
         tables.append([[f"{length}{' tokens' * (length != 'as given')}, {question}", *names], *body])
@@ -127,9 +127,9 @@ def cut_short(compared: Sequence[Compared]) -> list[str]:
     for row in (item.row for item in compared if "cut_below_100" in item.row):
         mine = counts.setdefault(_method(row), [0, 0])
         mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
-    told = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
+    parts = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
     hint = "a larger --max-new-tokens might score more"
-    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(told)}."] * bool(told)
+    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(parts)}."] * bool(parts)
 
 
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:
@@ -230,23 +230,24 @@ def _bytes(count: float) -> str:
 def _about(folder: pathlib.Path) -> str:
     record = read_record(folder)
     check_shown(record, folder / "metrics.json")
-    told = record["settings"]
+    settings = record["settings"]
     facts = (
-        f"model {told['model']}, {told['dtype']}",
+        f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
         *_origins(read_runs(folder) or [record]),
-        f"template {told.get('template') or 'none'}, truncation {told.get('truncation')}, {told.get('decoding')} decoding",
+        f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
+        f"{settings.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
 
 
 def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe each commit that made cells: its name, days and number of cells."""
-    made: dict[str, list[Mapping[str, Any]]] = {}
+    by_commit: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
-        made.setdefault(short_commit(run["commit"]), []).append(run)
+        by_commit.setdefault(short_commit(run["commit"]), []).append(run)
     texts = []
-    for commit, mine in made.items():
+    for commit, mine in by_commit.items():
         days = " to ".join(dict.fromkeys((min(run["date"] for run in mine)[:10], max(run["date"] for run in mine)[:10])))
         cells = sum(run.get("cells", 0) for run in mine)
         texts.append(f"commit {commit}, {days}" + (f", {cells} cells in {len(mine)} runs" if len(runs) > 1 else ""))

@@ -127,14 +127,14 @@ def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
 
 def _edge(line: str) -> tuple[str, str]:
     """Read where an assignment of a walk begins and ends, whatever its number; two empty names for another line."""
-    found = _ROAD.fullmatch(line)
-    return (found.group(1), found.group(2)) if found else ("", "")
+    match = _ROAD.fullmatch(line)
+    return (match.group(1), match.group(2)) if match else ("", "")
 
 
 def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
     """Read lines of a ledger: the line up to the change, its account, its change, the balance after it; skip other lines."""
-    found = (_LINE.fullmatch(line) for line in lines)
-    return [(one.group(1), one.group(2), int(one.group(3)), int(one.group(4))) for one in found if one]
+    matches = (_LINE.fullmatch(line) for line in lines)
+    return [(one.group(1), one.group(2), int(one.group(3)), int(one.group(4))) for one in matches if one]
 
 
 def merge(level: int, request: Request) -> Document:

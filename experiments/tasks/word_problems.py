@@ -119,12 +119,12 @@ def answers_of(text: str) -> dict[int, str]:
     """Find the number behind ``Answer:`` of each problem in an answer; the first solution of a problem counts."""
     heads = list(_HEAD.finditer(text))
     ends = [*(head.start() for head in heads), len(text)][1:]
-    found: dict[int, str] = {}
+    numbers_of: dict[int, str] = {}
     for head, end in zip(heads, ends, strict=True):
         numbers = _ANSWER.findall(text[head.end() : end])
         if numbers:
-            found.setdefault(int(head.group(1)), numbers[-1].replace(",", ""))
-    return found
+            numbers_of.setdefault(int(head.group(1)), numbers[-1].replace(",", ""))
+    return numbers_of
 
 
 def right_problems(prediction: str, answers: Sequence[str]) -> list[bool]:
