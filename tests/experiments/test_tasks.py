@@ -135,7 +135,7 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     """With words of our own and without prose, which change with their packages; code is the running Python's."""
     adjectives, nouns = (tuple(f"{kind}{a}{b}" for a in "abcdefgh" for b in "abcdefghijklmnopqrst") for kind in ("x", "y"))
     monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
-    monkeypatch.setattr(words, "held_out", lambda text: len(text) % 2 == 0 or text[-1] in "acegikmoqs02468")
+    monkeypatch.setattr(words, "held_out", lambda text: text[-1].lower() in "acegikmoqs02468")
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
     monkeypatch.setattr(ruler_words, "every_word", words.every_word)
     digests = {}
