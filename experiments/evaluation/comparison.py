@@ -57,7 +57,6 @@ class Compared:
 
     Attributes:
         row: the metric.
-        baseline: Full's value.
         difference: the row's score less Full's, in points.
         interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
         same: percent of examples answered word for word as under Full.
@@ -65,7 +64,6 @@ class Compared:
     """
 
     row: dict[str, Any]
-    baseline: float
     difference: float
     interval_95: tuple[float, float]
     same: float
@@ -212,7 +210,7 @@ def _against(entry: Entry, base: Entry) -> Compared:
     same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
     points = [round(100 * value, 2) for value in (difference, low, high)]
-    return Compared(entry.row, base.row["value"], points[0], (points[1], points[2]), same, contexts)
+    return Compared(entry.row, points[0], (points[1], points[2]), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -86,7 +86,6 @@ class QaData:
     def __init__(self, kind: str, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
         if not items:
             raise ValueError(f"the {kind} file holds no question that can be answered, expected at least one")
-        self.kind = kind
         self.items = tuple(items)
         self.documents = tuple(sorted({text for item in items for text in (*item.documents, *item.related)}))
         # With its heading, as if the heading's number had three digits.

@@ -16,6 +16,7 @@ from experiments.tasks.words import Words, distinct
 
 NIAH_TOKENS = 128
 VT_TOKENS = 40
+VT_HOPS = 4
 ONE_SHOT_FROM = 1024  # tokens; longer documents begin with a solved example
 NIAH_CONTEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
@@ -152,8 +153,8 @@ def niah(spec: NiahSpec, request: Request) -> Document:
     return dataclasses.replace(document, questions=tuple(questions()))
 
 
-def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int = 4) -> tuple[list[str], list[str]]:
-    names = distinct(lambda: words.variable(rng, letters), hops + 1)
+def _chain(rng: random.Random, words: Words, value: str, letters: int) -> tuple[list[str], list[str]]:
+    names = distinct(lambda: words.variable(rng, letters), VT_HOPS + 1)
     statements = [f"VAR {names[0]} = {value}"]
     statements += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
     return names, statements
