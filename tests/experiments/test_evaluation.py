@@ -43,23 +43,16 @@ from kvjax import registry
 from kvjax.api.sweep import group_by_structure
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree, static
-from tests.tiny_models import write_model
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
 BUILTIN = models.builtin_directory()
 TOKENIZER = BUILTIN / "tokenizer.json"
 OUTSIDE = "tests.outside_method:Newest"
-TINY = models.ModelConfig(
+CONFIG = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=2048, tie_word_embeddings=True, qk_norm=True, eos_token_ids=(0,), rope_theta=1e4,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A checkpoint directory of random weights with the shipped tokenizer."""
-    return write_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @functools.cache
@@ -67,10 +60,10 @@ def loaded(directory):
     return load_model(directory, "float32")
 
 
-def make(tiny, out, **given):
+def make(directory, out, **given):
     given = {"tasks": ("passkey", "niah_single_2"), "lengths": (512,), "samples": 2, "workers": 0, **given}
-    chosen = EvaluationSettings.from_mapping({"model": str(tiny), **given}, "a test")
-    return runner.Runner(chosen, loaded(tiny), out, progress=False)
+    chosen = EvaluationSettings.from_mapping({"model": str(directory), **given}, "a test")
+    return runner.Runner(chosen, loaded(directory), out, progress=False)
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------
@@ -132,13 +125,13 @@ def test_questions_about_one_context_share_it():
 @pytest.mark.slow
 def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
     """Under Full, asking afterwards changes nothing; turns see the questions and answers before them."""
-    params = models.random_params(TINY, jax.random.key(1))
+    params = models.random_params(CONFIG, jax.random.key(1))
     rng = np.random.default_rng(0)
     contexts = [rng.integers(1, 5000, n).tolist() for n in (30, 21, 26)]
     questions = [[rng.integers(1, 5000, 5 + i).tolist() for i in range(n)] for n in (2, 3, 1)]
 
     def ids(given, shape, asked=()):
-        return ask(params, TINY, given, "full", shape, questions=asked, eos_token_ids=()).ids
+        return ask(params, CONFIG, given, "full", shape, questions=asked, eos_token_ids=()).ids
 
     later = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8), questions)
     turns = ids(contexts, Shape(32, 2, 6, questions=3, question_length=8, keep=True), questions)
@@ -188,7 +181,7 @@ def test_examples_of_one_prompt_have_keys_of_their_own():
 # ---- folders ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
     given = {"methods": ["streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4}
     true, done = answers.answer_cell, []
 
@@ -200,10 +193,10 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "answer_cell", stops)
     with pytest.raises(KeyboardInterrupt):
-        make(tiny, tmp_path, **given).run()
+        make(directory, tmp_path, **given).run()
     assert len(read_record(tmp_path)["metrics"]) == 3
     done.clear()
-    make(tiny, tmp_path, **given).run()
+    make(directory, tmp_path, **given).run()
     assert len(done) == 1
     found = read_record(tmp_path)
     assert [(row["method"], row["name"]) for row in found["metrics"]] == [
@@ -230,28 +223,28 @@ def test_an_interrupted_evaluation_goes_on(tiny, tmp_path, monkeypatch):
     assert parts["before the first cell"] >= 0 and parts["between cells"] >= 0 and "parts" not in runs[0]
     assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
     with pytest.raises(ValueError, match="max_new_tokens=4, got 5"):
-        make(tiny, tmp_path, **{**given, "max_new_tokens": 5})
+        make(directory, tmp_path, **{**given, "max_new_tokens": 5})
     again = EvaluationSettings.from_mapping(read_yaml(tmp_path / "config.yaml"), "config.yaml")
-    assert again.as_dict() == make(tiny, tmp_path, **given).settings.as_dict()
+    assert again.as_dict() == make(directory, tmp_path, **given).settings.as_dict()
 
 
-def test_within_the_window_pi_and_ntk_read_beside_full(tiny, tmp_path, monkeypatch):
+def test_within_the_window_pi_and_ntk_read_beside_full(directory, tmp_path, monkeypatch):
     """Their factor is 1 there. A method is made once for a length, because SentenceKV reads the whole vocabulary for it."""
     made = []
     monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
-    run = make(tiny, tmp_path, methods=["pi", "quest", "ntk", "selfextend"])
+    run = make(directory, tmp_path, methods=["pi", "quest", "ntk", "selfextend"])
     jobs = run._jobs(run.settings.choices)
     groups = {tuple(job.label for job in group.jobs) for group in run._plan.groups(jobs)}
     assert groups == {("full", "pi", "quest", "ntk"), ("selfextend",)}
     assert len(jobs) == 10 and sorted(made) == sorted(["full", "pi", "quest", "ntk", "selfextend"])
 
 
-def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
+def test_methods_read_together_and_answer_as_alone(directory, tmp_path, monkeypatch):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
     found, told = {}, []
     monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share, *_: told.append((phase, round(share, 2))))
     for most in (8, 1):
-        make(tiny, tmp_path / str(most), together=most, **given).run()
+        make(directory, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
         assert len(rows) == 3
         assert [row.get("read_together") for row in rows.values()] == ([2, 2, None] if most == 8 else [None] * 3)
@@ -264,7 +257,7 @@ def test_methods_read_together_and_answer_as_alone(tiny, tmp_path, monkeypatch):
     assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
 
 
-def test_an_interruption_keeps_what_methods_that_read_together_have_answered(tiny, tmp_path, monkeypatch):
+def test_an_interruption_keeps_what_methods_that_read_together_have_answered(directory, tmp_path, monkeypatch):
     true = answers.ask_in_turn
 
     def asked(*arguments, **more):
@@ -275,7 +268,7 @@ def test_an_interruption_keeps_what_methods_that_read_together_have_answered(tin
     monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [])  # compiles what runs, and nothing else
     given = {"methods": ["snapkv", "quest"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
     with pytest.raises(KeyboardInterrupt):
-        make(tiny, tmp_path, together=8, **given).run()
+        make(directory, tmp_path, together=8, **given).run()
     kept = read_record(tmp_path)["metrics"]
     assert [(row["method"], row["read_together"]) for row in kept] == [("full", 3)]
     assert len(read_predictions(tmp_path, kept[0])) == 2
@@ -299,7 +292,7 @@ def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
     assert capsys.readouterr().err == ""
 
 
-def asks(tiny, out, file, monkeypatch, says=" sky", **given):
+def asks(directory, out, file, monkeypatch, says=" sky", **given):
     """An evaluation of a user's file under Full, whose model says the same to everything; the runner."""
 
     def said(model, encoded, methods, question, batches, clock, new_tokens=None, *_):
@@ -310,7 +303,7 @@ def asks(tiny, out, file, monkeypatch, says=" sky", **given):
     monkeypatch.setattr(runner, "answer_cell", said)
     monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [])  # compiles nothing
     given = {"tasks": (f"kvpress:{file}",), "lengths": (64,), "samples": 9, "together": 1, "methods": ["full"], **given}
-    made = make(tiny, out, **given)
+    made = make(directory, out, **given)
     made.run()
     return made
 
@@ -320,12 +313,12 @@ def rows_of(*answers, question="\nWhat is blue?", task="niah_single_1", **fields
     return "".join(json.dumps(row | fields | {"answer": answer}) + "\n" for answer in answers)
 
 
-def test_a_file_that_changed_is_never_compared_with_what_it_was(tiny, tmp_path, monkeypatch):
+def test_a_file_that_changed_is_never_compared_with_what_it_was(directory, tmp_path, monkeypatch):
     """Whatever was corrected, and whether or not there is a cell left to run."""
     file, out = tmp_path / "mine.jsonl", tmp_path / "out"
     file.write_text(rows_of("sky", "sea", question="\nWhich?"))
-    asks(tiny, out, file, monkeypatch)
-    assert len(asks(tiny, out, file, monkeypatch).folder.rows) == 1, "the same file again"
+    asks(directory, out, file, monkeypatch)
+    assert len(asks(directory, out, file, monkeypatch).folder.rows) == 1, "the same file again"
     changes = {
         "a reference": rows_of("sky", "the sea", question="\nWhich?"),
         "a limit": rows_of("sky", "sea", question="\nWhich?", max_new_tokens=5),
@@ -339,9 +332,9 @@ def test_a_file_that_changed_is_never_compared_with_what_it_was(tiny, tmp_path, 
         file.write_text(text)
         for more in ({}, {"methods": ["streamingllm"]}, {"samples": 99}) if about == "a reference" else ({},):
             with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered .*choose another --out"):
-                asks(tiny, out, file, monkeypatch, **more)
+                asks(directory, out, file, monkeypatch, **more)
         other = tmp_path / about
-        asks(tiny, other, file, monkeypatch, methods=["streamingllm"])
+        asks(directory, other, file, monkeypatch, methods=["streamingllm"])
         if about != "a task":
             with pytest.raises(ValueError, match="different examples of niah_single_1"):
                 comparison.load([out, other])
@@ -403,13 +396,13 @@ def test_a_plan_has_every_job_once_in_a_group_that_fits():
             assert len(group.jobs) == 1 or not any(job.label == "x" for job in group.jobs)
 
 
-def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
-    directory = tmp_path / "chat"
-    shutil.copytree(tiny, directory)
+def test_the_chat_template_is_found_and_recorded(directory, tmp_path):
+    chat = tmp_path / "chat"
+    shutil.copytree(directory, chat)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>{% if quiet %}...{% endif %}"
-    (directory / "chat_template.jinja").write_text(template)
+    (chat / "chat_template.jinja").write_text(template)
     given = {"tasks": ("passkey",), "template_variables": {"quiet": True}, "system": "Be brief."}
-    one = make(directory, tmp_path / "out", **given)
+    one = make(chat, tmp_path / "out", **given)
     told = one.folder.results.settings
     assert told["template"] == models.ChatTemplate(template).identity and told["template_variables"] == {"quiet": True}
     made = one.store[one.cells[0]]
@@ -421,12 +414,12 @@ def test_the_chat_template_is_found_and_recorded(tiny, tmp_path):
     )
     assert all(len(ids) + example.max_new_tokens <= 512 for ids, example in zip(made.wholes, made.examples))
     given |= {"system": None, "template": "none"}
-    assert make(directory, tmp_path / "bare", **given).folder.results.settings["template"] is None
+    assert make(chat, tmp_path / "bare", **given).folder.results.settings["template"] is None
 
 
 @pytest.mark.thorough
-def test_every_method_at_its_papers_budget(tiny, tmp_path):
-    one = make(tiny, tmp_path, tasks=("passkey",), samples=1, methods=["papers", "baselines"], max_new_tokens=4)
+def test_every_method_at_its_papers_budget(directory, tmp_path):
+    one = make(directory, tmp_path, tasks=("passkey",), samples=1, methods=["papers", "baselines"], max_new_tokens=4)
     one.run()
     rows = {row["method"]: row for row in one.folder.rows}
     assert list(rows) == list(METHODS)
@@ -438,14 +431,14 @@ def test_every_method_at_its_papers_budget(tiny, tmp_path):
     assert rows["full"]["bytes_read_per_step"] == rows["full"]["full_bytes_read_per_step"]
 
 
-def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(tiny, tmp_path, monkeypatch):
+def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(directory, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "experiments.evaluation.runner.chess_thresholds",
         lambda model, calibration, results, reading: asked.append((calibration, reading)) or {},
     )
     for tasks in (("passkey",), ("vt", "niah_single_1")):
-        make(tiny, tmp_path, tasks=tasks, samples=1, methods=["chess"])._chess()
+        make(directory, tmp_path, tasks=tasks, samples=1, methods=["chess"])._chess()
     assert asked[0] == asked[1]
     calibration, reading = asked[0]
     assert len(calibration.tasks) == 12 and reading.tokenizer_file.is_file()
@@ -548,8 +541,8 @@ def test_rows_of_two_files_of_a_task_can_be_told_apart():
     assert comparison.told_apart(rows[:1]) == rows[:1]
 
 
-def test_a_row_counts_the_answers_that_reached_their_limit(tiny):
-    model, end = loaded(tiny), loaded(tiny).config.eos_token_ids[0]
+def test_a_row_counts_the_answers_that_reached_their_limit(directory):
+    model, end = loaded(directory), loaded(directory).config.eos_token_ids[0]
     asked = encode([example(scorer="ruler_all"), example(scorer="ruler_all", answers=("sky",))])
     lines = answers.predict(model, asked, [[5, 6, end], [5] * 9], None)
     assert [(line["answer_tokens"], line["ended"]) for line in lines] == [(3, True), (8, False)]
@@ -855,11 +848,11 @@ def test_memory_is_drawn_over_lengths_a_line_for_each_setting():
 @pytest.mark.parametrize(
     ("question", "kv_dtype"), [("prefill", None), pytest.param("extend", "int8", marks=pytest.mark.thorough)]
 )
-def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question, kv_dtype):
+def test_a_sweep_is_the_same_as_its_settings_alone(directory, tmp_path, question, kv_dtype):
     given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question, "kv_dtype": kv_dtype}
-    swept = make(tiny, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
+    swept = make(directory, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
     run_grid(swept, Grid(registry.canonical_name(OUTSIDE), {}, {"budget": [64, 128, "1/2"][:2]}))
-    alone = make(tiny, tmp_path / "eval", methods=[OUTSIDE], budgets=("64", "128"), **given)
+    alone = make(directory, tmp_path / "eval", methods=[OUTSIDE], budgets=("64", "128"), **given)
     alone.run()
     rows = [{row["method"]: row for row in one.folder.rows} for one in (swept, alone)]
     assert list(rows[0]) == list(rows[1]) == ["full", "newest(budget=64)", "newest(budget=128)"]
@@ -875,8 +868,8 @@ def test_a_sweep_is_the_same_as_its_settings_alone(tiny, tmp_path, question, kv_
     assert rows[0]["newest(budget=64)"]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 128}
 
 
-def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(tiny, tmp_path):
-    swept = make(tiny, tmp_path / "sweep", methods=["full"], tasks=("passkey",), kv_dtype="int8")
+def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(directory, tmp_path):
+    swept = make(directory, tmp_path / "sweep", methods=["full"], tasks=("passkey",), kv_dtype="int8")
     with pytest.raises(ValueError, match="MosaicKV has a storage of its own and cannot run with kv_dtype='int8'"):
         run_grid(swept, Grid("mosaickv", {}, {"fraction": [0.1, 0.2]}))
     assert not swept.folder.rows
@@ -896,16 +889,16 @@ def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(tiny
 def test_a_grid_is_one_program(name, fixed, varied):
     tokenizer = models.load_tokenizer(BUILTIN)
     choices = Grid(name, fixed, varied).choices()
-    made = [choice.at(2048, tokenizer, TINY, {}).method for choice in choices]
+    made = [choice.at(2048, tokenizer, CONFIG, {}).method for choice in choices]
     assert len(made) == np.prod([len(values) for values in varied.values()])
     assert len(group_by_structure(made)) == 1
     assert len({str(jax.tree.leaves(method)) for method in made}) == len(made)
 
 
-def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
+def test_lengths_beyond_the_model_are_asked_for_by_name(directory, tmp_path):
     with pytest.raises(ValueError, match="at most 2048 tokens, .* got 2100; max_length=2100 uses positions"):
-        make(tiny, tmp_path / "a", lengths=(2100,))
-    one = make(tiny, tmp_path / "b", lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["full"])
+        make(directory, tmp_path / "a", lengths=(2100,))
+    one = make(directory, tmp_path / "b", lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["full"])
     one.run()
     (row,) = one.folder.rows
     assert (
@@ -913,8 +906,8 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(tiny, tmp_path):
     )
 
 
-def test_a_raised_limit_does_not_hide_how_long_the_model_was_trained(tiny, tmp_path):
-    one = make(tiny, tmp_path, lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["ntk", "pi"])
+def test_a_raised_limit_does_not_hide_how_long_the_model_was_trained(directory, tmp_path):
+    one = make(directory, tmp_path, lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["ntk", "pi"])
     settings = [one.setting(choice, one.cells[0]) for choice in one.settings.choices]
     assert {made.name: vars(made.method).get("factor") for made in settings} == {
         "full": None, "ntk": 2100 / 2048, "pi": 2100 / 2048,
@@ -930,7 +923,7 @@ def test_samples_of_a_file_are_contexts_with_all_their_questions():
 
 
 @pytest.mark.slow
-def test_a_users_file_is_scored(tiny, tmp_path):
+def test_a_users_file_is_scored(directory, tmp_path):
     lines = [
         {"context": "The sky is blue. " * n, "question": "\nWhat is blue?", "answer_prefix": " The", "answer": "sky",
          "task": "niah_single_1", "max_new_tokens": 4}
@@ -939,12 +932,12 @@ def test_a_users_file_is_scored(tiny, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     one = make(
-        tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
+        directory, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
     )
     one.run()
     file.write_text(file.read_text().replace("blue", "green"))
     with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered"):
-        make(tiny, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["h2o"], budgets=("1/2",), samples=2).run()
+        make(directory, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["h2o"], budgets=("1/2",), samples=2).run()
     full, half = one.folder.rows
     assert full["length"] is None and full["examples"] == 2 and full["source"] == f"kvpress:{file}"
     sizes = [line["prompt_tokens"] for line in read_predictions(one.folder.path, half)]
@@ -952,10 +945,10 @@ def test_a_users_file_is_scored(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys):
+def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, capsys):
     """Of a method that is not part of kvjax."""
     out = tmp_path / "run"
-    flags = ["--model", str(tiny), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
+    flags = ["--model", str(directory), "--lengths", "512", "--samples", "2", "--workers", "0", "--max-new-tokens", "4"]
     flags += ["--tasks", "niah_single_2", "--depths", "0,1", "--quiet", "--out", str(out)]
     assert main(["eval", "--json", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     line = json.loads(capsys.readouterr().out)
@@ -974,7 +967,7 @@ def test_eval_and_its_reports_take_a_method_from_outside(tiny, tmp_path, capsys)
     assert [line["budget"] for line in csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text()))][2:] == ["64", "64"]
     assert main(["plot", str(out), "--kind", "needle", "--format", "png", "--out", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p" / "needle.png").read_bytes().startswith(b"\x89PNG")
-    turns = ["--model", str(tiny), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
+    turns = ["--model", str(directory), "--lengths", "640", "--samples", "1", "--workers", "0", "--tasks", "kv_retrieval"]
     turns += ["--questions", "3", "--question", "turns", "--max-new-tokens", "4", "--methods", "full"]
     assert main(["eval", "--json", *turns, "--out", str(tmp_path / "turns")]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -1058,7 +1051,7 @@ def test_records_of_speed_and_insight_are_drawn():
 
 
 def test_a_method_that_reads_its_context_again_has_positions_for_it():
-    config, shape = dataclasses.replace(TINY, max_position_embeddings=4096), Shape(4096, 1, 128)
+    config, shape = dataclasses.replace(CONFIG, max_position_embeddings=4096), Shape(4096, 1, 128)
     assert answers.with_room(config, shape, [kvjax.methods.SnapKV()]).max_position_embeddings == 4096 + 128
     again = kvjax.methods.KVzip()
     room = again.reread_tokens(4096)
