@@ -14,7 +14,7 @@ import pytest
 from experiments import tasks
 from experiments.records import beside, check_library
 from experiments.tasks import code_completion, code_context, code_files, code_names, code_recall, haystack, scorers
-from tests.experiments.test_tasks import count, documents
+from tests.experiments.test_tasks import coarse, documents
 
 NAMES = tasks.GROUPS["code"]
 COMPLETION, RECALL = NAMES[:2], NAMES[2:]
@@ -22,7 +22,7 @@ LENGTH = 6000
 
 
 def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Sample]:
-    return [document.samples()[0] for document in documents(name, length, number, **options)]
+    return [document.samples()[0] for document in documents(name, length, number, count_tokens=coarse, **options)]
 
 
 # The files
@@ -170,7 +170,7 @@ def test_next_line_stands_once_more_far_above():
             source = len(lines) - 1 - lines[::-1].index(sample.answers[0])
             assert lines[source - code_completion.SAME_LINES : source] == lines[-code_completion.SAME_LINES :]
             between = sample.prompt[sample.prompt.rindex(sample.answers[0]) :]
-            assert count(between) > 0.8 * code_completion.NEAREST * LENGTH  # counted with the old names, in whole lines
+            assert coarse(between) > 0.8 * code_completion.NEAREST * LENGTH  # counted with the old names, in whole lines
 
 
 def test_source_lines_by_hand():
@@ -246,7 +246,7 @@ def test_answer_stands_in_the_only_function_of_the_name(name):
         (answer,) = sample.answers
         assert answer.lower() not in (sample.question + sample.answer_prefix).lower()
         at = sample.context.index(found[0])
-        assert count(sample.context[at:]) > LENGTH // 10  # the last quarter of the lines lies between
+        assert coarse(sample.context[at:]) > LENGTH // 10  # the last quarter of the lines lies between
         kind = sample.question.split("Question: ")[1].split()[1]
         kinds.add(kind)
         if kind == "parameters":
@@ -336,7 +336,7 @@ def test_scores_of_a_fact(prediction, answer, score):
 )
 def test_needles_hide_in_code(name):
     (made,) = samples(name, 3000, 1, haystack="code")
-    assert 3000 - 250 < count(made.prompt) + made.max_new_tokens <= 3000
+    assert 3000 - 250 < coarse(made.prompt) + made.max_new_tokens <= 3000
     assert all(made.context.count(answer) >= 1 for answer in made.answers)
     pieces = [line for line in made.context.split("\n")[3:-3] if len(line) > 30 and "magic" not in line]
     text = code_files.code_text("eval")
