@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from hypothesis import strategies as st
 
 import kvjax
@@ -106,19 +103,6 @@ def _adapter(target: pathlib.Path) -> str | None:
     return None if equal(load_adapter(target)[0], factors) else "another adapter was loaded"
 
 
-def _training(target: pathlib.Path) -> str | None:
-    state = {"step": np.arange(3, dtype=np.int32), "params": np.ones((2, 2), np.float32)}
-    # The package exports nothing: its worker processes import neither orbax nor JAX.
-    checkpoints = importlib.import_module("experiments.lab.training.checkpoints").Checkpoints
-    writer = checkpoints(target, {"seed": 1})
-    writer.save(5, state)
-    writer.close()
-    reader = checkpoints(target, {"seed": 1})
-    step, back = reader.restore(jax.tree.map(np.zeros_like, state))
-    reader.close()
-    return None if step == 5 and equal(state, back) else "another state was restored"
-
-
 def _record(target: pathlib.Path) -> str | None:
     record = make_record("speed", {"model": target.name.encode(errors="replace").decode()}, [])
     write_record(target, record)
@@ -155,4 +139,4 @@ def _text(target: pathlib.Path) -> str | None:
     return None if read_text(target) == text else "another text was read"
 
 
-_CHEAP, _SLOW = (_record, _folder, _table, _text, _adapter, _model), (_cache, _training, _tokenizer)
+_CHEAP, _SLOW = (_record, _folder, _table, _text, _adapter, _model), (_cache, _tokenizer)
