@@ -470,7 +470,7 @@ def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(directory, t
         ("--methods quest,h2o --grid budget=64", "one in --methods, got quest, h2o"),
         ("--methods quest --question turns --questions 2 --grid budget=64", "'turns'"),
         ("--methods quest --grid budget=64 --grid budget=64", "--grid names budget twice"),
-        ("--methods quest --grid budget=64,8", "of at least 16 tokens"),
+        ("--methods quest --grid budget=64,8", "at least 16 tokens"),
         ("--methods quest --grid budget=1/4,1/2000", "budget must be a whole number of at least 1, got 0"),
         ("--methods quest --set quest.budget=48 --grid budget=64", "budget is given one value and a grid of values"),
         ("--methods mosaickv --grid fraction=0.1,1.5", "above 0 and at most 1, got 1.5"),

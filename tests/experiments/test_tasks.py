@@ -225,8 +225,8 @@ def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
 
 
 def test_tasks_without_a_place_take_no_depth_and_tasks_of_one_question_no_second():
+    asked = request("vt")
     for name, task in tasks.TASKS.items():
-        asked = request("vt")
         if not task.takes_depth:
             with pytest.raises(ValueError, match=f"{name} takes no depth"):
                 tasks.make_document(tasks.Request(**vars(asked) | {"task": name, "depth": 0.5}))
