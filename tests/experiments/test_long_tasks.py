@@ -280,7 +280,7 @@ def test_the_page_has_every_task_measure_and_format():
     page = (pathlib.Path(models.__file__).parents[1] / "docs" / "long_answers.md").read_text()
     names = [*LONG, *READERS] + [name for task in LONG for name in tasks.get_task(task).measures]
     told = (pathlib.Path(models.__file__).parents[1] / "docs" / "evaluation.md").read_text()
-    assert not [name for name in names if f"`{name}`" not in page + told]
+    assert not [name for name in names if not re.search(rf"`{name}[`:]", page + told)]
     assert "It is secret: never write it. Write the line 'Code: secret' instead." in page and rules.SYSTEM.endswith(
         "It is secret: never write it. Write the line 'Code: secret' instead."
     )
