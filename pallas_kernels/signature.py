@@ -106,7 +106,8 @@ def declared[F: Callable[..., Any]](operation: Operation) -> Callable[[F], F]:
             if not isinstance(result, _Forward):
                 return result
             arguments.update(result.changes)
-            out = operation.run(*(arguments.pop(x) for x in front), **arguments)
+            positional = [arguments.pop(x) for x in front]
+            out = operation.run(*positional, **arguments)
             return out if result.finish is None else result.finish(out)
 
         call.__doc__ = _document(function.__doc__ or "", signature, parts, operation)
