@@ -212,4 +212,4 @@ def test_every_declared_argument_is_checked(function):
             with pytest.raises(ValueError, match=told):
                 call(function, arguments, shapes | {at: changed})
             seen += 1
-    assert seen >= 3
+    assert seen
