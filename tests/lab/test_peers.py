@@ -44,7 +44,6 @@ def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
         ({"caches": ("paged",)}, "unknown cache 'paged', expected one of static, dynamic"),
         ({"model": "gpt"}, "unknown model 'gpt'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),
-        ({"lengths": (0,)}, "lengths must be at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_refused(given, message):
