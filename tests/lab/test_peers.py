@@ -41,19 +41,11 @@ def test_a_missing_package_is_one_sentence(job, name, monkeypatch, capsys, tmp_p
 @pytest.mark.parametrize(
     ("settings", "wrong", "message"),
     [
-<<<<<<< HEAD
-        ({"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
-        ({"caches": ("paged",)}, "unknown cache 'paged', expected one of static, dynamic"),
-        ({"model": "gpt"}, "unknown model 'gpt'"),
-        ({"mode": "fast"}, "unknown mode 'fast'"),
-=======
         (PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
         (PeersSettings, {"caches": ("paged",)}, "unknown cache 'paged'"),
         (PeersSettings, {"model": "gpt"}, "unknown model 'gpt'"),
         (PeersSettings, {"mode": "fast"}, "unknown mode 'fast'"),
-        (PeersSettings, {"lengths": (0,)}, "lengths"),
         (quality_settings.PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
->>>>>>> main
     ],
 )
 def test_wrong_settings_are_refused(settings, wrong, message):
