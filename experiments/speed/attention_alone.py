@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.speed.device_time import loop_seconds
+from experiments.speed.traffic import next_inputs
 from experiments.speed.variants import structure
 from kvjax.attention.over_cache import attend_held, attend_selected
 from kvjax.cache import Cache, LayerCache
 from kvjax.decoding.layers import layer_methods
 from kvjax.methods.tokenselect import TokenSelect, TokenState
-from kvjax.protocol.method import Inputs, Step
+from kvjax.protocol.method import Step
 from kvjax.protocol.slots import SlotMethod, SlotState
-from kvjax.protocol.typing import layer_ropes
-from kvjax.rope import frequencies
 from pallas_kernels.attend.gather_attention import gather_attention
 
 
@@ -66,24 +65,10 @@ def _slot_attention(method: SlotMethod, state: SlotState, cache: Cache, seed: in
 
 def _token_attention(method: TokenSelect, state: TokenState, cache: Cache, seed: int) -> tuple:
     """Return the same as `_slot_attention`, for a token list that all heads share; keys are rotated as they are read."""
-    model, at = cache.model, cache.length[:, None]
-    heads = (cache.batch, model.num_kv_heads)
-    query, key, value = (
-        jax.random.normal(part, (*heads, *groups, 1, model.head_dim), jnp.float32).astype(model.dtype)
-        for part, groups in zip(jax.random.split(jax.random.key(seed), 3), ((model.group_size,), (), ()), strict=True)
-    )
-    inputs = Inputs(
-        query=query,
-        key=key,
-        value=value,
-        position=at,
-        tokens=at % model.vocab_size,
-        inv_freq=jnp.asarray(frequencies(layer_ropes(model)[-1], model.head_dim)),
-        shared=cache.shared,
-    )
+    at, inputs = cache.length[:, None], next_inputs(cache, cache.model.num_layers - 1, cache.model.dtype, seed)
     token = jax.jit(lambda m, state, inputs: m.chosen(state, inputs))(method, state, inputs)[:, :1]
     mask = (token >= 0) & (token < at[:, None])  # the newest token is not stored yet
-    return _attend_tokens, query[..., 0, :], state.cache, token, mask, inputs.inv_freq
+    return _attend_tokens, inputs.query[..., 0, :], state.cache, token, mask, inputs.inv_freq
 
 
 def _attend_tokens(query: Array, store: LayerCache, token: Array, mask: Array, inv_freq: Array) -> Any:

@@ -2,7 +2,7 @@
 
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
 and with all of them on the device; a row says if they do not fit. A step's bus bytes are those of the attended rows that have
-no copy on the device, by the methods' own accounting. The link's bandwidth is measured by a copy of 256 MiB in the same run.
+no copy on the device, counted from a real selection. The link's bandwidth is measured by a copy of 256 MiB in the same run.
 A row's floor is the longer of two times: the bus bytes over the link, and all other bytes over the device's memory bandwidth,
 because both can be read at once. More than 64 GB of pinned memory must be requested:
 ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as many layers stay on the device as a prompt of that length
@@ -30,11 +30,9 @@ from experiments.speed.bench import Bench
 from experiments.speed.roofline import bytes_limit
 from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, OffloadSettings, PlottedOutput
+from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
 from kvjax.accounting.memory import link_bandwidth, offload_share, placed_bytes
-from kvjax.cache import Cache
-from kvjax.decoding.layers import layer_methods
-from pallas_kernels.host import on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,29 +124,6 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
         return {**figures, "device_bytes": device, "host_bytes": host, **crossing}
 
     return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
-
-
-def traffic(cache: Cache) -> dict[str, Any]:
-    """Count what the next step reads from host memory, by the accounting of the layers with arrays there.
-
-    Args:
-        cache: a cache after decoding.
-
-    Returns:
-        "bus_bytes", bytes over the bus for all layers and rows; "layers", how many layers have arrays there; and "hot", the
-        share of the rows attended in these layers that are read on the device.
-    """
-    crossing = attended = 0.0
-    layers = 0
-    for method, state in zip(layer_methods(cache.method, cache.model), cache.layers, strict=True):
-        hosted = [x for x in jax.tree.leaves(state) if on_host(x)]
-        if hosted:
-            cost = jax.jit(lambda m, state, shared: m.cost(state, shared))(method, state, cache.shared)
-            row = hosted[0].shape[3] * hosted[0].dtype.itemsize
-            crossing += float(cost.bus_bytes.sum())
-            attended += float(cost.attended.sum()) * hosted[0].shape[1] * row
-            layers += 1
-    return {"bus_bytes": crossing, "hot": 1 - crossing / attended if attended else 1.0, "layers": layers}
 
 
 main = Job(_run, OffloadSettings, OffloadCommand, Against, models=True)
