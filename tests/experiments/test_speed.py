@@ -155,12 +155,12 @@ def test_a_filled_cache_is_what_a_prefill_leaves(name):
 @pytest.mark.parametrize("name", ["verified_snapkv", "verified_quest", "verified_mosaickv"])
 def test_a_filled_cache_of_exact_decoding_has_a_draft_beside_full(name):
     method = setting(name, N, CONFIG, kept=(1.0, 0.5)).method
-    sizes = {"length": N, "batch": 2, "max_new_tokens": 8}
-    filled = jax.eval_shape(functools.partial(filled_cache, method, CONFIG, **sizes))
     read = functools.partial(run_prefill, method=method, model=CONFIG, max_new_tokens=8, chunk_size=N)
     prompts = jax.ShapeDtypeStruct((2, N), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     want = jax.eval_shape(read, param_shapes(CONFIG), *prompts)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), filled) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+    sizes = {"length": N, "batch": 2, "max_new_tokens": 8, "weights": want.weights}
+    got = jax.eval_shape(functools.partial(filled_cache, method, CONFIG, **sizes))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
 
 
 @pytest.mark.thorough
