@@ -77,7 +77,8 @@ def shown_commands():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("settings/*.yaml"))]
     for page in pages:
         for line in re.findall(r"python -m ((?:kvjax|experiments)[^`\n]*)", page.read_text()):
-            words = shlex.split(re.sub(r"\bRECORD\b", "record.json", line.strip().rstrip(".")), comments=True)
+            line = re.sub(r"(?<!\.)\.$", "", line.strip())  # the end of a sentence; three points stand for more words
+            words = shlex.split(re.sub(r"\bRECORD\b", "record.json", line), comments=True)
             command = " ".join(words[: 2 if words[0] == "kvjax" else 1])
             argv = words[len(command.split()) :]
             if modules.get(command) in JOBS and argv and "..." not in argv and not set("|&$") & set("".join(argv)):
