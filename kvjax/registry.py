@@ -14,7 +14,7 @@ from typing import Any
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
 from kvjax.plugins import builtin as builtin
-from kvjax.protocol.describe import describe, field_comments
+from kvjax.protocol.describe import describe
 from kvjax.protocol.fields import at_length, check_names, has_shares, nearest, share, shown
 from kvjax.protocol.method import Method, check_method
 from kvjax.wrappers import named
@@ -311,14 +311,13 @@ def resolve_each(
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
-    """List the knobs of a method class. The comment behind a field is the meaning of the knob."""
-    comments = field_comments(cls)
+    """List the knobs of a method class, as its fields declare them."""
     return [
         Knob(
             name=field.name,
             default=field.default,
             traced=not field.metadata.get("static", False),
-            doc=comments.get(field.name, "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
+            doc=field.metadata.get("doc", "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
         )
         for field in dataclasses.fields(cls)
     ]

@@ -86,8 +86,8 @@ class Kept:
 class Measuring(BesideFull):
     """Full attention that measures how much attention each candidate keeps. A prompt is prefilled in one chunk."""
 
-    patterns: Any = static()  # the candidates
-    knobs: Any = static(default=())  # pairs of a knob of `kvjax.Prefill` and its value
+    patterns: Any = static("the candidates")
+    knobs: Any = static("pairs of a knob of `kvjax.Prefill` and its value", default=())
 
     def init(self, spec: LayerSpec) -> Kept:
         shape = (spec.batch, spec.num_kv_heads, spec.group_size, len(self.patterns))

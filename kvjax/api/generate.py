@@ -36,7 +36,7 @@ from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
-from kvjax.protocol.typing import Model, pytree
+from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
 
 
@@ -44,11 +44,11 @@ from kvjax.registry import resolve
 class Generation:
     """The result of `generate`."""
 
-    tokens: Array  # int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none
-    num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
-    eos_token_ids: Array  # int32 [E], the tokens that could end a row
-    cache: Cache  # for another `generate`, or for `extend` with the next turn
-    stats: Stats  # cost of the method at the last step
+    tokens: Array = traced("int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none")
+    num_tokens: Array = traced("int32 [B], generated tokens per row, a closing EOS included")
+    eos_token_ids: Array = traced("int32 [E], the tokens that could end a row")
+    cache: Cache = traced("for another `generate`, or for `extend` with the next turn")
+    stats: Stats = traced("cost of the method at the last step")
 
     def __repr__(self) -> str:
         return (

@@ -39,7 +39,7 @@ class Selection:
 
     slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
-    page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
+    page_size: int = static("above 1: `slots` are pages, and all stored tokens of a page are attended", default=1)
     # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` is
     # True where any query head of the group attends, and no `slots` are pages.
     bias: Array | None = None

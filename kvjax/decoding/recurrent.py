@@ -41,7 +41,7 @@ class Memory:
 class Recurrent(LayerMethod):
     """The state of a recurrent layer; see the module docstring."""
 
-    keeps_of_row: Recurrence = static()  # shape and dtype of each array, without axis B
+    keeps_of_row: Recurrence = static("shape and dtype of each array, without axis B")
 
     keeps = "the model's state"
     evicts = True

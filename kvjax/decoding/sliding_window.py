@@ -45,7 +45,7 @@ class SlidingWindow(LayerMethod):
     the cache has a slot for each token.
     """
 
-    window: int = static(least=1)  # W, tokens that a query sees, itself included
+    window: int = static("W, tokens that a query sees, itself included", least=1)
 
     keeps = "the model's window"
     evicts = True

@@ -44,9 +44,9 @@ class FromJudge(SlotMethod):
     tokens, all of its tokens ask, rejected ones too.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, all included
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    num_recent: int = static(default=64, least=2)  # newest tokens, always attended; more than twice the depth
+    budget: int | Array = traced("tokens attended per KV head, all included", default=1024, least=1, within="capacity")
+    capacity: int | None = static("tokens allocated for them; None = budget", default=None, least=1)
+    num_recent: int = static("newest tokens, always attended; more than twice the depth", default=64, least=2)
 
     PAPER: ClassVar[str] = "arXiv:2602.07223"
     obs_window = 32  # last prompt tokens, whose attention makes the first list

@@ -69,10 +69,10 @@ class Verified(Method):
     probabilities, and draw the next one from what is left, which keeps a few more tokens and makes them depend on the draft.
     """
 
-    draft: Method  # decodes the tokens that Full then reads
-    depth: int = static(default=4, least=1)  # the most tokens that are drafted before each pass
-    worth: float | Array | None = traced(default=0.5, least=0, most=1)  # least chance to be kept; None = draft `depth`
-    offload: bool | float = static(default=False, least=0, most=1)  # Full's rows in host memory, or a share of layers
+    draft: Method = traced("decodes the tokens that Full then reads")
+    depth: int = static("the most tokens that are drafted before each pass", default=4, least=1)
+    worth: float | Array | None = traced("least chance to be kept; None = draft `depth`", default=0.5, least=0, most=1)
+    offload: bool | float = static("Full's rows in host memory, or a share of layers", default=False, least=0, most=1)
 
     keeps = "every token, and what `draft` keeps"
     extrapolates = False

@@ -60,7 +60,7 @@ class VerifiedLayer(LayerMethod):
     """
 
     draft: LayerMethod
-    in_host: float = static(default=0.0)  # as `offload` of `Verified`
+    in_host: float = static("as `offload` of `Verified`", default=0.0)
 
     keeps = "every token, and what `draft` keeps"
     offloadable = True

@@ -40,10 +40,10 @@ from kvjax.selection import among_best, best_of_heads, compact, floor_share, top
 class AdaKV(AppendOnly):
     """SnapKV with a budget that the heads of a layer share; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of a layer
-    capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
-    head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    budget: int | Array = traced("prompt slots kept per KV head, mean of a layer", default=1024, least=1, within="capacity")
+    capacity: int | None = static("the largest budget; None = budget", default=None, least=1)
+    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2407.11550"
     TITLE: ClassVar[str] = "Ada-KV"

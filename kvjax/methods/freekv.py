@@ -67,13 +67,15 @@ class Speculation:
 class FreeKV(SlotMethod):
     """Page retrieval by the previous query, corrected per KV head; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens found, besides both ends, in whole pages
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    num_sink: int = static(default=512, least=0)  # first tokens, always attended, in whole pages
-    num_local: int = static(default=512, least=1)  # newest tokens, always attended, in whole pages
-    page_size: int = static(default=32, least=2)  # slots per page
-    tau: float | Array = 0.8  # least cosine with which a KV head keeps to the previous query, traced; above 1 = never
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("tokens found, besides both ends, in whole pages", default=1024, least=1, within="capacity")
+    capacity: int | None = static("tokens allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended, in whole pages", default=512, least=0)
+    num_local: int = static("newest tokens, always attended, in whole pages", default=512, least=1)
+    page_size: int = static("slots per page", default=32, least=2)
+    tau: float | Array = traced(
+        "least cosine with which a KV head keeps to the previous query, traced; above 1 = never", default=0.8
+    )
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2505.13109"
     num_dense_layers = 1  # first layers, which attend to all tokens

@@ -38,7 +38,7 @@ from kvjax.protocol.typing import not_none, pytree, traced
 class H2O(StepEviction):
     """Heavy hitters and recent tokens, with eviction in every step; see the module docstring."""
 
-    num_recent: int | Array | None = traced(default=None, least=1)  # newest tokens, never evicted; None = half the budget
+    num_recent: int | Array | None = traced("newest tokens, never evicted; None = half the budget", default=None, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 

@@ -44,8 +44,8 @@ from kvjax.selection import floor_share
 class HeadKV(WindowEviction):
     """SnapKV with a budget for each head; see the module docstring."""
 
-    scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # importance of each KV head, layer by layer
-    beta: float = static(default=1.2, least=1)  # the scores divide 1/beta of the budget; 1 = all but the window
+    scores: tuple[tuple[float, ...], ...] | None = static("importance of each KV head, layer by layer", default=None, least=0)
+    beta: float = static("the scores divide 1/beta of the budget; 1 = all but the window", default=1.2, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.19258"
 

@@ -69,11 +69,11 @@ class PartialKeys:
 class InfiniGen(SlotMethod):
     """Retrieval by a guess of the query, before the layer runs; see the module docstring."""
 
-    budget: int | Array = traced(default=400, least=1, within="capacity")  # most tokens found per KV head, besides its own
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    ratio: float = static(default=0.2, above=0, most=1)  # share of the channels that the search reads
-    alpha: float | Array = traced(default=5.0, least=0)  # logits below a head's maximum that still count
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("most tokens found per KV head, besides its own", default=400, least=1, within="capacity")
+    capacity: int | None = static("entries allocated for them; None = budget", default=None, least=1)
+    ratio: float = static("share of the channels that the search reads", default=0.2, above=0, most=1)
+    alpha: float | Array = traced("logits below a head's maximum that still count", default=5.0, least=0)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2406.19707"
     obs_window = 2048  # last prompt tokens, whose queries choose the channels

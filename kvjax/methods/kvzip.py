@@ -61,15 +61,15 @@ _TEXTS = {  # of the released code
 class KVzip(AppendOnly):
     """Keep what the model attends to when it repeats the prompt; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of layers
-    capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
-    head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
-    layerwise: bool = static(default=False)  # whether the budget is the mean of each layer, not of all layers together
-    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and not reread
-    chunk: int = static(default=2000, least=1)  # tokens that are reread at once
-    ask: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids before the first chunk
-    ask_later: tuple[int, ...] = static(default=(), least=0, empty=True)  # before every later chunk's overlap
-    answer: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids right before every chunk
+    budget: int | Array = traced("prompt slots kept per KV head, mean of layers", default=1024, least=1, within="capacity")
+    capacity: int | None = static("the largest budget; None = budget", default=None, least=1)
+    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    layerwise: bool = static("whether the budget is the mean of each layer, not of all layers together", default=False)
+    num_sink: int = static("first tokens, which are always kept and not reread", default=4, least=0)
+    chunk: int = static("tokens that are reread at once", default=2000, least=1)
+    ask: tuple[int, ...] = static("token ids before the first chunk", default=(), least=0, empty=True)
+    ask_later: tuple[int, ...] = static("before every later chunk's overlap", default=(), least=0, empty=True)
+    answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
     PAPER: ClassVar[str] = "arXiv:2505.23416"
     overlap = 8  # last tokens of a chunk that stand before the next one

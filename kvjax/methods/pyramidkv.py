@@ -41,7 +41,7 @@ class PyramidKV(WindowEviction):
     """SnapKV with a budget for each layer; see the module docstring."""
 
     # Up to 100, so that no product below leaves int32 in a model of up to 400 layers.
-    beta: int = static(default=20, least=1, most=100)  # the last layer keeps 1/beta of the mean prefix; 1 = all layers alike
+    beta: int = static("the last layer keeps 1/beta of the mean prefix; 1 = all layers alike", default=20, least=1, most=100)
 
     PAPER: ClassVar[str] = "arXiv:2406.02069"
 

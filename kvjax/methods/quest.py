@@ -46,7 +46,7 @@ class Quest(Retrieval):
     """Query-aware page retrieval; see the module docstring."""
 
 
-    num_dense_layers: int = static(default=2, least=0)  # first layers, which attend to all tokens
+    num_dense_layers: int = static("first layers, which attend to all tokens", default=2, least=0)
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
 

@@ -57,8 +57,8 @@ _PART = 1 << 11
 class RKV(Eviction):
     """Importance less redundancy, evicted while decoding; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head by every eviction
-    interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
+    budget: int | Array = traced("tokens kept per KV head by every eviction", default=1024, least=1, within="capacity")
+    interval: int | None = static("tokens between evictions; None evicts at the prompt's end alone", default=128, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2505.24133"
     TITLE: ClassVar[str] = "R-KV"

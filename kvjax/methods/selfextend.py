@@ -48,8 +48,8 @@ from pallas_kernels.numerics import merge_pair
 class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
-    group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    window: int = static(default=1024, least=1)  # newest tokens at true positions, whole groups
+    group_size: int | Array = traced("far tokens that share a position", default=8, least=1)
+    window: int = static("newest tokens at true positions, whole groups", default=1024, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2401.01325"
     chunk = 1024  # prompt tokens read at once; changes memory, not results

@@ -49,13 +49,13 @@ class Hashed:
 class SOCKET(ScoredScan):
     """Search by soft votes of hash tables; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens found per KV head, besides both ends
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    num_sink: int = static(default=128, least=0)  # first tokens, always attended
-    num_local: int = static(default=128, least=1)  # newest tokens, always attended
-    num_tables: int = static(default=60, least=1)  # hash tables
-    num_bits: int = static(default=8, least=1, most=12)  # sign bits of a bucket
-    temperature: float | Array = traced(default=0.3, above=0)  # lower: only the likeliest buckets count
+    budget: int | Array = traced("tokens found per KV head, besides both ends", default=1024, least=1, within="capacity")
+    capacity: int | None = static("entries allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended", default=128, least=0)
+    num_local: int = static("newest tokens, always attended", default=128, least=1)
+    num_tables: int = static("hash tables", default=60, least=1)
+    num_bits: int = static("sign bits of a bucket", default=8, least=1, most=12)
+    temperature: float | Array = traced("lower: only the likeliest buckets count", default=0.3, above=0)
 
     PAPER: ClassVar[str] = "arXiv:2602.06283"
     seed = 0  # of the random planes

@@ -37,9 +37,9 @@ from pallas_kernels.numerics import merge_pair
 class StreamingLLM(LayerMethod):
     """Sinks and a sliding window with re-numbered positions; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept, sinks included
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    num_sink: int = static(default=4, least=1)  # first tokens, always kept
+    budget: int | Array = traced("tokens kept, sinks included", default=1024, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always kept", default=4, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
     chunk = 128  # prompt tokens read at once; changes memory, not results

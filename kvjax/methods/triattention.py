@@ -46,8 +46,8 @@ from pallas_kernels.numerics import product_precision
 class TriAttention(Eviction):
     """Keep what the mean query will attend to, evicted while decoding; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens kept per KV head by every eviction
-    interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
+    budget: int | Array = traced("tokens kept per KV head by every eviction", default=2048, least=1, within="capacity")
+    interval: int | None = static("tokens between evictions; None evicts at the prompt's end alone", default=128, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2604.04921"
     reach = 65536  # largest offset in tokens, from which later queries are taken

@@ -54,8 +54,8 @@ class Eviction(AppendOnly):
     `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    budget: int | Array = traced("prompt slots kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -88,7 +88,7 @@ def of_own_heads(value: Any, heads: int) -> Any:
 class WindowEviction(Eviction):
     """Keep the last W = ``obs_window`` tokens of the prompt, and the earlier tokens that their queries attend to."""
 
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
 
     kernel = 5  # pooling window over neighbouring tokens
 
@@ -107,8 +107,8 @@ class StepEviction(SlotMethod):
     ``update`` (with `LayerCache.evict`).
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -161,10 +161,10 @@ class StepEviction(SlotMethod):
 class Retrieval(SlotMethod):
     """Keep every slot. Each KV head attends to its best pages, and always to the newest page."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, in whole pages
-    capacity: int | None = static(default=None, least=1)  # allocated selection, in tokens; None = budget
-    page_size: int = static(default=16, least=1)  # slots per page
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("tokens attended per KV head, in whole pages", default=1024, least=1, within="capacity")
+    capacity: int | None = static("allocated selection, in tokens; None = budget", default=None, least=1)
+    page_size: int = static("slots per page", default=16, least=1)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")

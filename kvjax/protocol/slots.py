@@ -265,9 +265,9 @@ class BoundedSlots(SlotAttention):
     budget. A decode step does the same with a block of one token.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    block: int = static(default=128, least=1)  # prompt tokens processed between evictions
+    budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    block: int = static("prompt tokens processed between evictions", default=128, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True

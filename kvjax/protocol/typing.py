@@ -31,25 +31,27 @@ Recurrence = tuple[tuple[tuple[int, ...], str], ...]  # shape without axis B, an
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
 
 
-def static(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+def static(doc: str = "", *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """Declare a dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
 
-    Write ``static(default=...)`` with the keyword: type checkers look for it. ``limits`` are fields of
-    `kvjax.protocol.fields.Limits`, for example ``least=1``.
+    Args:
+        doc: the meaning of the field, which tables of knobs and the docstring of the class show.
+        default: its value if none is given; without it the field must be given.
+        **limits: fields of `kvjax.protocol.fields.Limits`, for example ``least=1``.
     """
-    return dataclasses.field(default=default, metadata={"static": True, "limits": Limits(**limits)})
+    return dataclasses.field(default=default, metadata={"static": True, "doc": doc, "limits": Limits(**limits)})
 
 
-def traced(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """Declare a dataclass field that is a leaf of the pytree. ``limits`` are fields of `kvjax.protocol.fields.Limits`."""
-    return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+def traced(doc: str = "", *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """Declare a dataclass field that is a leaf of the pytree; the arguments are those of `static`."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "limits": Limits(**limits)})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, traced))
 def pytree[T](cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure.
 
-    The docstring gets a line for each field that has a comment behind it.
+    The docstring gets a line for each field that is declared with its meaning.
 
     A class with ``__post_init__`` checks its fields when it is made. When JAX rebuilds it, its leaves may be anything, so
     nothing is checked, and JAX waits for no value.

@@ -21,7 +21,7 @@ from kvjax.cache.packed_keys import ThinCache
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
 from kvjax.protocol.slots import SlotMethod, count_all
-from kvjax.protocol.typing import not_none, pytree, static
+from kvjax.protocol.typing import not_none, pytree, static, traced
 
 
 class Answer(property):
@@ -94,8 +94,8 @@ class PerLayer(Method):
     Example: ``PerLayer(layers={0: Full(), 1: Full()}, default=SnapKV(budget=512))``.
     """
 
-    layers: dict[int, Method]  # by layer index; negative counts from the last layer
-    default: Method  # for layers that are not in `layers`
+    layers: dict[int, Method] = traced("by layer index; negative counts from the last layer")
+    default: Method = traced("for layers that are not in `layers`")
 
     keeps = "what the methods of the layers keep"
     composable = False  # it does not choose slots itself
@@ -172,8 +172,8 @@ class Stages(SlotMethod):
     retrieve=Quest(...))``.
     """
 
-    evict: SlotMethod  # compresses the prompt
-    retrieve: SlotMethod  # selects in each step among the slots that are left
+    evict: SlotMethod = traced("compresses the prompt")
+    retrieve: SlotMethod = traced("selects in each step among the slots that are left")
 
     keeps = "what `evict` keeps"
     thin_block = None  # a third method after these two is not supported
@@ -261,7 +261,7 @@ class Stages(SlotMethod):
 class Around(SlotMethod):
     """A wrapper around one slot method. Its final classes answer as ``method`` does: ``@answers("method")``."""
 
-    method: SlotMethod  # the method inside
+    method: SlotMethod = traced("the method inside")
 
     near = passes("method", SlotMethod.near)
 
@@ -278,7 +278,7 @@ class DenseBelow(Around):
     Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
     """
 
-    length: int = static(least=1)  # tokens; the selection has room for this number
+    length: int = static("tokens; the selection has room for this number", least=1)
 
     keeps = "what `method` keeps"
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens

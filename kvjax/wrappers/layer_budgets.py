@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache import Cache
 from kvjax.protocol.method import LayerMethod, LayerSpec, Method, check_method, with_inner
-from kvjax.protocol.typing import pytree, static
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import floor_share
 from kvjax.wrappers.compose import answers
 
@@ -45,8 +45,8 @@ class LayerBudgets(Method):
 
     PAPER: ClassVar[str] = "arXiv:2404.04793"
 
-    method: Method  # the method inside, which has a budget
-    shares: tuple[float, ...] = static(above=0)  # of each layer, as factors of the budget; their mean is 1
+    method: Method = traced("the method inside, which has a budget")
+    shares: tuple[float, ...] = static("of each layer, as factors of the budget; their mean is 1", above=0)
 
     keeps = "in each layer what `method` keeps with the layer's budget"
     composable = False  # it does not choose slots itself

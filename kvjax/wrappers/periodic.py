@@ -67,10 +67,10 @@ class Periodic(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2512.12008"
 
-    evict: SlotMethod  # scores the prompt, and later all stored tokens
-    budget: int | Array | None = traced(default=None, least=1, within="capacity")  # kept while decoding; None = as `evict`
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    interval: int = static(default=128, least=1)  # tokens of a row between two evictions
+    evict: SlotMethod = traced("scores the prompt, and later all stored tokens")
+    budget: int | Array | None = traced("kept while decoding; None = as `evict`", default=None, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    interval: int = static("tokens of a row between two evictions", default=128, least=1)
 
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True

@@ -79,13 +79,13 @@ class Prefill(Around):
 
     PAPER: ClassVar[str] = "arXiv:2407.02490"
 
-    pattern: Any = static(default=Pattern())  # a `Pattern`, or one for each query head of each layer; a file in commands
-    window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
-    num_sink: int = static(default=30, least=0)  # first tokens that are always columns
-    num_recent: int = static(default=100, least=1)  # shortest distances that are always diagonals
-    block: int = static(default=64, least=1)  # tokens of a block; kernels take powers of two from 16 to 128
-    stride: int = static(default=8, least=1)  # tokens of an antidiagonal's piece under "xattention", which divides block
-    chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
+    pattern: Any = static("a `Pattern`, or one for each query head of each layer; a file in commands", default=Pattern())
+    window: int = static("last queries of a chunk, which choose columns and diagonals", default=64, least=1)
+    num_sink: int = static("first tokens that are always columns", default=30, least=0)
+    num_recent: int = static("shortest distances that are always diagonals", default=100, least=1)
+    block: int = static("tokens of a block; kernels take powers of two from 16 to 128", default=64, least=1)
+    stride: int = static('tokens of an antidiagonal\'s piece under "xattention", which divides block', default=8, least=1)
+    chunk: int = static("prompt tokens that choose together, a multiple of block", default=32768, least=1)
 
     keeps = "what `method` keeps"
     dense_prompt = False

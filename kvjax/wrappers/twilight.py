@@ -87,7 +87,7 @@ class Twilight(Around):
 
     PAPER: ClassVar[str] = "arXiv:2502.02770"
 
-    mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
+    mass: float | Array = traced("share of the estimated attention to keep", default=0.85, above=0, most=1)
 
     keeps = "what `method` keeps"
     slot_block = None  # the share is of the attention to the slots of all devices

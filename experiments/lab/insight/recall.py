@@ -140,8 +140,8 @@ class Watched(Method):
     """
 
     method: Method
-    top: tuple[int, ...] = static((16, 64, 256), least=1)  # values of k
-    steps: int = static(64, least=1)  # decode steps that are measured; later steps are not
+    top: tuple[int, ...] = static("values of k", default=(16, 64, 256), least=1)
+    steps: int = static("decode steps that are measured; later steps are not", default=64, least=1)
 
     dense_prompt = False  # each watched method prefills its prompt alone
     quantisable = False  # its keys are exact

@@ -90,19 +90,20 @@ class MosaicState:
 class MosaicKV(LayerMethod):
     """A rotated cache, pruned per vector, with retrieval of blocks; see the module docstring."""
 
-    channels: float = static(default=0.25, above=0, most=1)  # share of channels to keep (static strategy)
-    fraction: float | Array = traced(default=0.10, above=0, most=1, within="capacity")  # share of blocks to attend to
-    capacity: float | None = static(default=None, above=0, most=1)  # share of blocks to make room for; None = fraction
-    block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
-    buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
-    strategy: str = static(  # or "dynamic": channels, element group and block size depend on the content
-        default="static", choices=("static", "dynamic")
+    channels: float = static("share of channels to keep (static strategy)", default=0.25, above=0, most=1)
+    fraction: float | Array = traced("share of blocks to attend to", default=0.10, above=0, most=1, within="capacity")
+    capacity: float | None = static("share of blocks to make room for; None = fraction", default=None, above=0, most=1)
+    block_size: int = static("tokens per block (static strategy)", default=8, least=1)
+    buffer: int = static("most newest tokens that are kept unchanged", default=32, least=2)
+    strategy: str = static(
+        'or "dynamic": channels, element group and block size depend on the content',
+        default="static", choices=("static", "dynamic"),
     )
-    max_loss: float | Array = traced(  # largest mean share of energy that a segment can lose (dynamic strategy)
-        default=0.1, least=0
+    max_loss: float | Array = traced(
+        "largest mean share of energy that a segment can lose (dynamic strategy)", default=0.1, least=0
     )
-    offload: bool | float = static(  # prompt while read, "dynamic"'s open segment in host memory; or a share
-        default=False, least=0, most=1
+    offload: bool | float = static(
+        'prompt while read, "dynamic"\'s open segment in host memory; or a share', default=False, least=0, most=1
     )
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"

@@ -60,11 +60,11 @@ class Codebooks:
 class PQCache(ScanRetrieval):
     """Search by product-quantised keys; see the module docstring."""
 
-    fraction: float | Array = traced(default=0.1, above=0, most=1, within="capacity")  # attended share of the prompt
-    capacity: float | None = static(default=None, above=0, most=1)  # share to make room for; None = fraction
-    num_sink: int = static(default=32, least=0)  # first tokens, always attended
-    num_subvectors: int = static(default=2, least=1, most=4)  # parts of a key's channels, each with its own centroids
-    num_centroids: int = static(default=64, least=2, most=256)  # centroids for each part
+    fraction: float | Array = traced("attended share of the prompt", default=0.1, above=0, most=1, within="capacity")
+    capacity: float | None = static("share to make room for; None = fraction", default=None, above=0, most=1)
+    num_sink: int = static("first tokens, always attended", default=32, least=0)
+    num_subvectors: int = static("parts of a key's channels, each with its own centroids", default=2, least=1, most=4)
+    num_centroids: int = static("centroids for each part", default=64, least=2, most=256)
 
     PAPER: ClassVar[str] = "arXiv:2407.12820"
     recent_share = 0.5  # part of that share that goes to the newest tokens

@@ -88,14 +88,14 @@ class Segment:
 class RetroInfer(SlotMethod):
     """Clusters, attended exactly or estimated; see the module docstring."""
 
-    fraction: float | Array = traced(default=0.018, above=0, most=1, within="capacity")  # clusters attended exactly
-    capacity: float | None = static(default=None, above=0, most=1)  # share of clusters to make room for; None = fraction
-    estimated: float | Array = traced(default=0.232, least=0, most=1)  # share of clusters that are estimated
-    num_sink: int = static(default=4, least=0)  # first tokens, always attended
-    num_local: int = static(default=64, least=0)  # newest tokens, never clustered
-    cluster_size: int = static(default=16, least=1)  # tokens for each centroid
-    buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    fraction: float | Array = traced("clusters attended exactly", default=0.018, above=0, most=1, within="capacity")
+    capacity: float | None = static("share of clusters to make room for; None = fraction", default=None, above=0, most=1)
+    estimated: float | Array = traced("share of clusters that are estimated", default=0.232, least=0, most=1)
+    num_sink: int = static("first tokens, always attended", default=4, least=0)
+    num_local: int = static("newest tokens, never clustered", default=64, least=0)
+    cluster_size: int = static("tokens for each centroid", default=16, least=1)
+    buffer: int = static("tokens clustered together while decoding", default=1024, least=1)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2505.02922"
     segment = 8192  # prompt tokens clustered together

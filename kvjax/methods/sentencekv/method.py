@@ -81,17 +81,18 @@ class Sentences:
 class SentenceKV(SlotMethod):
     """Retrieval of sentences from a compressed prompt; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per head, all included
-    capacity: int | None = static(default=None, least=1)  # largest budget; None = budget
-    keep_factor: float = static(default=2.0, least=1)  # prompt tokens to keep, as a multiple of budget
-    boundary: Any = None  # bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`
-    prefilter: str = static(  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
-        default="global", choices=("kv_head", "global")
+    budget: int | Array = traced("tokens attended per head, all included", default=1024, least=1, within="capacity")
+    capacity: int | None = static("largest budget; None = budget", default=None, least=1)
+    keep_factor: float = static("prompt tokens to keep, as a multiple of budget", default=2.0, least=1)
+    boundary: Any = traced("bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`", default=None)
+    prefilter: str = static(
+        'prompt tokens are chosen per "kv_head", or "global": the same in all heads',
+        default="global", choices=("kv_head", "global"),
     )
-    kernel: int = static(default=31, least=1, odd=True)  # max-pooling of the votes over neighbouring tokens
-    num_sink: int = static(default=32, least=0)  # first stored tokens, always attended
-    num_recent: int = static(default=32, least=1)  # last stored tokens, always attended
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    kernel: int = static("max-pooling of the votes over neighbouring tokens", default=31, least=1, odd=True)
+    num_sink: int = static("first stored tokens, always attended", default=32, least=0)
+    num_recent: int = static("last stored tokens, always attended", default=32, least=1)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     obs_window = 32  # last prompt tokens, which vote and are always kept

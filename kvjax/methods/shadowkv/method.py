@@ -86,13 +86,13 @@ class ShadowState:
 class ShadowKV(LayerMethod):
     """Keys of low rank, landmarks and outliers; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens chosen per KV head, in whole chunks
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    chunk_size: int = static(default=8, least=1)  # tokens that are chosen together
-    rank: int = static(default=160, least=1)  # of the keys of all KV heads together
-    outlier_chunks: int = static(default=48, least=1)  # chunks kept unchanged because their mean says little about them
-    local_chunks: int = static(default=4, least=0)  # last chunks of the prompt, kept unchanged
-    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory, or a share of the layers
+    budget: int | Array = traced("tokens chosen per KV head, in whole chunks", default=2048, least=1, within="capacity")
+    capacity: int | None = static("tokens allocated for them; None = budget", default=None, least=1)
+    chunk_size: int = static("tokens that are chosen together", default=8, least=1)
+    rank: int = static("of the keys of all KV heads together", default=160, least=1)
+    outlier_chunks: int = static("chunks kept unchanged because their mean says little about them", default=48, least=1)
+    local_chunks: int = static("last chunks of the prompt, kept unchanged", default=4, least=0)
+    offload: bool | float = static("values in host memory, or a share of the layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.21465"
 
