@@ -36,7 +36,7 @@ from kvjax.methods.head_scores import check_score_sizes, score_table
 from kvjax.methods.snapkv import SnapKV
 from kvjax.protocol.families import WindowEviction
 from kvjax.protocol.method import LayerMethod
-from kvjax.protocol.typing import Model, not_none, pytree, static
+from kvjax.protocol.typing import Model, pytree, static
 from kvjax.selection import floor_share
 
 
@@ -60,7 +60,7 @@ class HeadKV(WindowEviction):
         weight = scores[layer] / scores.mean()
         return SnapKV(
             budget=self._budgets(self.budget, weight),
-            capacity=int(np.max(self._budgets(not_none("capacity", self.capacity), weight))),
+            capacity=int(np.max(self._budgets(self.capacity, weight))),
             obs_window=self.obs_window,
             kernel=self.kernel,
         )

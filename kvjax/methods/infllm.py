@@ -43,7 +43,7 @@ from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import SHARE, ends
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.rope import rotate
 from pallas_kernels import axes
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -88,7 +88,7 @@ class InfLLM(LayerMethod):
     """Blocks chosen by representative keys, and a local window; see the module docstring."""
 
     budget: int | Array = traced("tokens of the chosen blocks, in whole blocks", default=2048, least=1, within="capacity")
-    capacity: int | None = static("tokens allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
     num_sink: int = static("first tokens, always attended", default=128, least=0)
     num_local: int = static("newest tokens, always attended, at their true distances", default=4096, least=1)
     block_size: int = static("tokens per block", default=128, least=1)
@@ -220,7 +220,7 @@ class InfLLM(LayerMethod):
         )
         number = jnp.arange(score.shape[1], dtype=jnp.int32)[None]
         score = jnp.where(number < count, axes.total(score), -jnp.inf)[:, None]
-        most = min(not_none("capacity", self.capacity) // size, score.shape[2])
+        most = min(self.capacity // size, score.shape[2])
         best, found = (x[:, 0] for x in kth_select_mask(score, self.budget // size, most))
         inside = jnp.arange(size, dtype=jnp.int32)[None]
         blocks = (self.num_sink + best[..., None] * size + inside[None]).reshape(len(before), -1)

@@ -62,7 +62,7 @@ class KVzip(AppendOnly):
     """Keep what the model attends to when it repeats the prompt; see the module docstring."""
 
     budget: int | Array = traced("prompt slots kept per KV head, mean of layers", default=1024, least=1, within="capacity")
-    capacity: int | None = static("the largest budget; None = budget", default=None, least=1)
+    capacity: int = static("the largest budget; None = budget", default=None, least=1)
     head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
     layerwise: bool = static("whether the budget is the mean of each layer, not of all layers together", default=False)
     num_sink: int = static("first tokens, which are always kept and not reread", default=4, least=0)
@@ -146,7 +146,7 @@ class KVzip(AppendOnly):
     @property
     def _most(self) -> int:
         """Slots that are allocated for the prompt of each head."""
-        return floor_share(self.head_factor, not_none("capacity", self.capacity))
+        return floor_share(self.head_factor, self.capacity)
 
     def _piece(self, reading: Reading, index: Array | int, size: int) -> tuple[Array, Array]:
         """Build the tokens int32 [B, T] with which chunk ``index`` is reread, and count the real ones, int32 [B]."""
@@ -172,7 +172,7 @@ class KVzip(AppendOnly):
 
     def _best(self, caches: tuple[LayerCache, ...], scores: tuple[Array, ...]) -> list[Array]:
         """Select the slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
-        capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
+        capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
         most, each = min(self._most, caches[0].num_slots), floor_share(self.head_factor, budget)
         found, values = [], []
         for cache, score in zip(caches, scores, strict=True):

@@ -36,7 +36,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from pallas_kernels.score.page_score import page_score
 
 
@@ -53,7 +53,7 @@ class RetrievalAttention(ScoredScan):
     """Exact search over the prompt's keys by every query head; see the module docstring."""
 
     budget: int | Array = traced("tokens found per query head, besides both ends", default=2000, least=1, within="capacity")
-    capacity: int | None = static("entries allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
     num_sink: int = static("first tokens, always attended", default=128, least=0)
     num_local: int = static("last tokens of the prompt, attended besides those that follow it", default=512, least=0)
     offload: bool | float = static("values in host memory; a number: share of the layers", default=False, least=0, most=1)
@@ -86,7 +86,7 @@ class RetrievalAttention(ScoredScan):
             near=jnp.maximum(aux.first, cache.cursor - most_near),
             most_near=most_near,
             wanted=self.budget,
-            most_wanted=not_none("capacity", self.capacity),
+            most_wanted=self.capacity,
             found=aux.found,
         )
 

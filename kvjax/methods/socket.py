@@ -31,7 +31,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan, by_blocks
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
 from pallas_kernels.score.bucket_score import bucket_score
 from pallas_kernels.store.store_buckets import store_buckets
@@ -50,7 +50,7 @@ class SOCKET(ScoredScan):
     """Search by soft votes of hash tables; see the module docstring."""
 
     budget: int | Array = traced("tokens found per KV head, besides both ends", default=1024, least=1, within="capacity")
-    capacity: int | None = static("entries allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
     num_sink: int = static("first tokens, always attended", default=128, least=0)
     num_local: int = static("newest tokens, always attended", default=128, least=1)
     num_tables: int = static("hash tables", default=60, least=1)
@@ -88,7 +88,7 @@ class SOCKET(ScoredScan):
             near=jnp.maximum(cache.cursor - self.num_local, self.num_sink),
             most_near=self.most_near(cache.num_slots),
             wanted=self.budget,
-            most_wanted=not_none("capacity", self.capacity),
+            most_wanted=self.capacity,
         )
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:

@@ -25,7 +25,7 @@ from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget, cost_of_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -38,7 +38,7 @@ class StreamingLLM(LayerMethod):
     """Sinks and a sliding window with re-numbered positions; see the module docstring."""
 
     budget: int | Array = traced("tokens kept, sinks included", default=1024, least=1, within="capacity")
-    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
     num_sink: int = static("first tokens, always kept", default=4, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
@@ -84,7 +84,7 @@ class StreamingLLM(LayerMethod):
 
     def _slots(self) -> int:
         """Count slots for the budget and for one more chunk: storage of this size never fills."""
-        return not_none("capacity", self.capacity) + self.chunk
+        return self.capacity + self.chunk
 
     def _attend(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
         """Attend with several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
@@ -136,5 +136,5 @@ class StreamingLLM(LayerMethod):
         if tokens == 1:
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
-        slots, keep = top_slots(value, cache.valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2])

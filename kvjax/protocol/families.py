@@ -23,7 +23,7 @@ from kvjax.cache.offload import Near
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.observation import prefix_votes
 from kvjax.protocol.slots import SlotMethod, check_budget, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import check_alike, check_score, page_slots, top_slots
 from pallas_kernels import axes
 
@@ -55,7 +55,7 @@ class Eviction(AppendOnly):
     """
 
     budget: int | Array = traced("prompt slots kept per KV head", default=1024, least=1, within="capacity")
-    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -69,7 +69,7 @@ class Eviction(AppendOnly):
         """
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        capacity, budget = not_none("capacity", self.capacity), of_own_heads(self.budget, cache.key.shape[1])
+        capacity, budget = self.capacity, of_own_heads(self.budget, cache.key.shape[1])
         valid = whole(cache.valid, cache)
         score = check_score(self, self.score(cache, prompt), valid.shape, "[B, H, S]")
         slots, keep = top_slots(score, valid, budget, capacity)
@@ -108,7 +108,7 @@ class StepEviction(SlotMethod):
     """
 
     budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
-    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -133,7 +133,7 @@ class StepEviction(SlotMethod):
         """
         valid = whole(cache.valid, cache)
         score = jnp.broadcast_to(score, valid.shape)
-        slots, keep = top_slots(score, valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(score, valid, self.budget, self.capacity)
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.row_slots + room) - slots.shape[2]
         if carry is not None:
@@ -151,7 +151,7 @@ class StepEviction(SlotMethod):
         return stored, stored.astype(jnp.float32) * per_slot
 
     def bounded_slots(self) -> int:
-        return not_none("capacity", self.capacity) + 1  # the new token is stored before another is evicted
+        return self.capacity + 1  # the new token is stored before another is evicted
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else 1
@@ -162,7 +162,7 @@ class Retrieval(SlotMethod):
     """Keep every slot. Each KV head attends to its best pages, and always to the newest page."""
 
     budget: int | Array = traced("tokens attended per KV head, in whole pages", default=1024, least=1, within="capacity")
-    capacity: int | None = static("allocated selection, in tokens; None = budget", default=None, least=1)
+    capacity: int = static("allocated selection, in tokens; None = budget", default=None, least=1)
     page_size: int = static("slots per page", default=16, least=1)
     offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
@@ -210,7 +210,7 @@ class Retrieval(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
         # No more entries than the row has pages. The budget may still be below a capacity that holds all pages.
-        most = min(not_none("capacity", self.capacity) // self.page_size, -(-cache.row_slots // self.page_size))
+        most = min(self.capacity // self.page_size, -(-cache.row_slots // self.page_size))
         used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
         shape = *cache.key.shape[:2], -(-cache.num_slots // self.page_size)
         score = check_score(self, self.score(aux, step.query[..., 0, :], used), shape, "[B, H, P]")

@@ -266,7 +266,7 @@ class BoundedSlots(SlotAttention):
     """
 
     budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
-    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
     block: int = static("prompt tokens processed between evictions", default=128, least=1)
 
     keeps = "`budget` tokens per KV head"
@@ -292,14 +292,14 @@ class BoundedSlots(SlotAttention):
         score = check_score(self, self.score(cache), cache.valid.shape, "[B, H, S]")
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
-        slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
     def bounded_slots(self) -> int:
-        return not_none("capacity", self.capacity) + self.block
+        return self.capacity + self.block
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.block

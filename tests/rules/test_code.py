@@ -18,6 +18,7 @@ from importlinter.cli import lint_imports
 
 import kvjax
 import pallas_kernels
+from experiments.cli.ls import idea_of
 from kvjax import registry
 from kvjax.protocol.slots import SlotAttention
 from kvjax.testing.model import TinyModel
@@ -68,7 +69,7 @@ def test_methods_have_a_docstring_in_five_parts_and_explained_knobs():
         assert all(part in text for part in ("Stored", "**Source**", "**Departures**")), name
         assert cls.PAPER.removeprefix("arXiv:") in text or name == "full"
     for cls in [*registry.builtin().values(), *registry.WRAPPERS.values()]:
-        assert registry.summary(cls) and all(knob.doc for knob in registry.knobs(cls)), cls
+        assert idea_of(cls) and all(knob.doc for knob in registry.knobs(cls)), cls
 
 
 def test_every_public_name_is_in_all_and_is_no_module_too():

@@ -130,7 +130,7 @@ class Chess(Method):
         "shares of grids, chunks and pages to keep; or the name of a preset",
         default=PRESETS["aggressive"], above=0, most=1, choices=tuple(PRESETS),
     )
-    capacity: tuple[float, float, float] | None = static("the largest ratios", default=None, above=0, most=1)
+    capacity: tuple[float, float, float] = static("the largest ratios", default=None, above=0, most=1)
     page_size: int = static("tokens per page", default=32, least=1)
     pages_per_chunk: int = static("pages in a chunk", default=8, least=1)
     chunks_per_grid: int = static("chunks in a grid", default=8, least=1)
@@ -195,7 +195,7 @@ class Chess(Method):
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
+        most = most_pages(slots, self._shape, self.capacity)
         listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(

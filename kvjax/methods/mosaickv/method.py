@@ -92,7 +92,7 @@ class MosaicKV(LayerMethod):
 
     channels: float = static("share of channels to keep (static strategy)", default=0.25, above=0, most=1)
     fraction: float | Array = traced("share of blocks to attend to", default=0.10, above=0, most=1, within="capacity")
-    capacity: float | None = static("share of blocks to make room for; None = fraction", default=None, above=0, most=1)
+    capacity: float = static("share of blocks to make room for; None = fraction", default=None, above=0, most=1)
     block_size: int = static("tokens per block (static strategy)", default=8, least=1)
     buffer: int = static("most newest tokens that are kept unchanged", default=32, least=2)
     strategy: str = static(
@@ -269,7 +269,7 @@ class MosaicKV(LayerMethod):
         """
         score = block_scores(layout, store, parts)
         blocks = score.shape[-1]
-        capacity = min(max(1, math.ceil(not_none("capacity", self.capacity) * blocks - 1e-6)), blocks)
+        capacity = min(max(1, math.ceil(self.capacity * blocks - 1e-6)), blocks)
         quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
         return kth_select(score, jnp.broadcast_to(quota[:, None], score.shape[:2]), capacity)
 

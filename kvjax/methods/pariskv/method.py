@@ -52,7 +52,7 @@ from kvjax.methods.pariskv import divided, hashing
 from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.choose.collision import collision
 from pallas_kernels.choose.collision.votes import sizes
 from pallas_kernels.choose.rerank import Regions, rerank
@@ -84,7 +84,7 @@ class ParisKV(SlotMethod):
     """Collision votes, then re-ranking by quantized keys; see the module docstring."""
 
     budget: int | Array = traced("tokens retrieved from the zone per KV head", default=100, least=1, within="capacity")
-    capacity: int | None = static("entries allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
     rho: float | Array | None = traced(
         "share of the zone's keys that get votes, per slice; None = from the zone's length",
         default=None, above=0, most=1,
@@ -168,7 +168,7 @@ class ParisKV(SlotMethod):
             return None
         candidates = self._allocated(slots)
         # Long rows list their regions. Short rows are dense and list their first slots, at most `bound`.
-        capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
+        capacity, least = self.capacity, self.num_sink + self.num_local
         bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
         best = min(capacity, candidates)
         regions = Regions(

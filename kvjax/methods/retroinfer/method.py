@@ -50,7 +50,7 @@ from kvjax.methods.budgets import SHARE
 from kvjax.methods.retroinfer.kmeans import assign, centroids_of, mean_key
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import pick, share
 from pallas_kernels.attend.cluster_estimate import cluster_estimate
 from pallas_kernels.choose.cluster_rank import cluster_rank
@@ -89,7 +89,7 @@ class RetroInfer(SlotMethod):
     """Clusters, attended exactly or estimated; see the module docstring."""
 
     fraction: float | Array = traced("clusters attended exactly", default=0.018, above=0, most=1, within="capacity")
-    capacity: float | None = static("share of clusters to make room for; None = fraction", default=None, above=0, most=1)
+    capacity: float = static("share of clusters to make room for; None = fraction", default=None, above=0, most=1)
     estimated: float | Array = traced("share of clusters that are estimated", default=0.232, least=0, most=1)
     num_sink: int = static("first tokens, always attended", default=4, least=0)
     num_local: int = static("newest tokens, never clustered", default=64, least=0)
@@ -235,7 +235,7 @@ class RetroInfer(SlotMethod):
 
     def _most_best(self, aux: Clusters) -> int:
         """Compute the most clusters that are attended exactly."""
-        return max(math.ceil(aux.size.shape[2] * not_none("capacity", self.capacity)), 1)
+        return max(math.ceil(aux.size.shape[2] * self.capacity), 1)
 
     def _grows(self, cache: LayerStorage) -> bool:
         """Decide whether a row can have enough tokens for more clusters."""

@@ -53,7 +53,7 @@ from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.observation import window_votes
 from kvjax.protocol.slots import SlotMethod, check_budget
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
@@ -82,7 +82,7 @@ class SentenceKV(SlotMethod):
     """Retrieval of sentences from a compressed prompt; see the module docstring."""
 
     budget: int | Array = traced("tokens attended per head, all included", default=1024, least=1, within="capacity")
-    capacity: int | None = static("largest budget; None = budget", default=None, least=1)
+    capacity: int = static("largest budget; None = budget", default=None, least=1)
     keep_factor: float = static("prompt tokens to keep, as a multiple of budget", default=2.0, least=1)
     boundary: Any = traced("bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`", default=None)
     prefilter: str = static(
@@ -126,7 +126,7 @@ class SentenceKV(SlotMethod):
     @property
     def _pool(self) -> int:
         """The prompt slots that are allocated per head."""
-        return _product(self.keep_factor, not_none("capacity", self.capacity))
+        return _product(self.keep_factor, self.capacity)
 
     def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))

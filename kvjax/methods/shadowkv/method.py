@@ -87,7 +87,7 @@ class ShadowKV(LayerMethod):
     """Keys of low rank, landmarks and outliers; see the module docstring."""
 
     budget: int | Array = traced("tokens chosen per KV head, in whole chunks", default=2048, least=1, within="capacity")
-    capacity: int | None = static("tokens allocated for them; None = budget", default=None, least=1)
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
     chunk_size: int = static("tokens that are chosen together", default=8, least=1)
     rank: int = static("of the keys of all KV heads together", default=160, least=1)
     outlier_chunks: int = static("chunks kept unchanged because their mean says little about them", default=48, least=1)
@@ -243,7 +243,7 @@ class ShadowKV(LayerMethod):
         """Select the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
         scale = 1 / math.sqrt(query.shape[-1])
         logits, lse = page_logits(query, shadow.landmark, shadow.chunks, scale=scale, held=shadow.open)
-        most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
+        most = min(self.capacity // self.chunk_size, logits.shape[3])
         return kth_select_mask(logits, self.budget // self.chunk_size, most, lse=lse)
 
     def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
