@@ -89,9 +89,8 @@ def check_sizes(method: Method, model: Model) -> None:
             f"{describe(method, brief=True)} reads the values of each head, which latent attention does not store: take a "
             f"method other than {refusing}"
         )
-    can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
-    if guessing_layers(layer_methods(stepping, model)) and not can_guess:
+    if guessing_layers(layer_methods(stepping, model)) and not getattr(model, "can_guess", False):
         raise ValueError(
             f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
             f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.protocol.typing.Model"
@@ -205,7 +204,7 @@ def check_arrays(params: Any) -> None:
         leaves = jax.tree.leaves(params)
     except (RecursionError, SystemError):  # lists in lists, thousands deep
         leaves = [params]
-    wrong = [leaf for leaf in leaves if "shape" not in dir(leaf) or not _has_numbers(leaf.dtype)]
+    wrong = [leaf for leaf in leaves if getattr(leaf, "shape", None) is None or not _has_numbers(leaf.dtype)]
     if wrong:
         raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
 

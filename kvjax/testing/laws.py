@@ -102,7 +102,7 @@ def scores_are_numbers(subject: Subject) -> None:
         jax.debug.callback(seen.append, jnp.any(jnp.isnan(made) & counts))
         return made
 
-    if "score" in dir(cls):
+    if getattr(cls, "score", None) is not None:
         watched = pytree(type(cls.__name__, (cls,), {"score": score, "__doc__": cls.__doc__}))
         subject.drive(method=watched(**vars(subject.layer)))
         jax.effects_barrier()

@@ -125,6 +125,7 @@ def _field(cls: type, name: str) -> Argument:
     kinds = hints[name]
     kinds = typing.get_args(kinds) if typing.get_origin(kinds) in (types.UnionType, typing.Union) else (kinds,)
     rule = either(*(_rule(name, kind, limits, bool(field.metadata.get("static"))) for kind in kinds))
+    rule = either(none, rule) if field.default is None else rule
     if name == "boundary":
         rule = lambda x: x is None or (isinstance(x, (np.ndarray, jax.Array)) and x.dtype == bool and x.ndim == 1)  # noqa: E731
     if name == "offload":

@@ -32,10 +32,11 @@ ALWAYS = (math.nan, math.inf, -math.inf, [12], {}, object(), 1j, np.float32("nan
 
 
 def kinds_of(cls):
-    """The kinds of each field, from its annotation; fields that hold methods are left out."""
+    """The kinds of each field, from its annotation and a default of None; fields that hold methods are left out."""
     for name, hint in typing.get_type_hints(cls).items():
         if name in cls.__dataclass_fields__ and typing.get_origin(hint) is not typing.ClassVar:
             kinds = set(typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))
+            kinds |= {type(None)} if cls.__dataclass_fields__[name].default is None else set()
             if not any(isinstance(kind, type) and issubclass(kind, Method) for kind in kinds):
                 yield name, kinds
 
