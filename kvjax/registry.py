@@ -149,8 +149,8 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
 
     Args:
         name: a name, a path or a text with brackets; see `canonical_name` and `parse_method`.
-        tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
-            methods ignore it.
+        tokenizer: a method that needs the text of tokens takes some knobs from it, unless they are among ``knobs``
+            (`Method.tokenizer_knobs`). Other methods ignore it.
         vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
         **knobs: hyper-parameters. A method inside of a wrapper may be a method, a name or ``{name: knobs}``.
 
@@ -168,10 +168,9 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
             knobs[field] = _made_inner(knobs[field], tokenizer, vocab_size)
     if isinstance(pattern := knobs.get("pattern"), Mapping):
         knobs["pattern"] = pattern_of(pattern)
-    if cls.needs_tokenizer and tokenizer is not None:
-        size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
-        made = cls.tokenizer_knobs(tokenizer, size)
-        knobs = made | {knob: x for knob, x in knobs.items() if x is not None or knob not in made}
+    if tokenizer is not None:
+        of_text = cls.tokenizer_knobs(tokenizer, vocab_size)
+        knobs = of_text | {knob: x for knob, x in knobs.items() if x is not None or knob not in of_text}
     return cls(**knobs)
 
 

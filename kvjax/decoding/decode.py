@@ -18,7 +18,7 @@ from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
 from kvjax.protocol.method import settle_due
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, pytree
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -49,7 +49,7 @@ def run_step(
 
     def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
-        if method.recurs:
+        if is_recurrent(cache.model, layer):
             return run_recurrent(state, given, position)
         (q, k, v), guess = given[:3], given[3] if given[3:] else None
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)

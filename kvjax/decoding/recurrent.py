@@ -46,9 +46,7 @@ class Recurrent(LayerMethod):
     keeps = "the model's state"
     evicts = True
     slot_block = 0  # every device has the whole of its heads' state
-    quantisable = True  # the state keeps the dtypes of the model
-    takes_sinks = True  # there is no softmax
-    recurs = True
+    lacks = ()  # there is no softmax, and the state keeps the dtypes of the model
 
     def init(self, spec: LayerSpec) -> Memory:
         return Memory(arrays=tuple(jnp.zeros((spec.batch, *shape), dtype) for shape, dtype in self.keeps_of_row))

@@ -50,8 +50,7 @@ class SlidingWindow(LayerMethod):
     keeps = "the model's window"
     evicts = True
     slot_block = 0  # a window is small
-    takes_sinks = True
-    quantisable = True  # a window is small, and keeps the dtype of the model
+    lacks = ()  # a window is small, and keeps the dtype of the model
 
     def init(self, spec: LayerSpec) -> PlainCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)

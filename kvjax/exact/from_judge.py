@@ -51,7 +51,7 @@ class FromJudge(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2602.07223"
     obs_window = 32  # last prompt tokens, whose attention makes the first list
 
-    observes_several = True
+    observes = 2
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")

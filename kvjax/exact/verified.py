@@ -81,7 +81,6 @@ class Verified(Method):
     slotted = False
     dense_prompt = True
     spans_layers = True
-    offloadable = True
 
     reread_tokens = passes("draft", Method.reread_tokens)
 
@@ -94,7 +93,7 @@ class Verified(Method):
                 f"Verified: the draft {name} must have offload=False, got {draft.offload!r}; Verified(offload=...) keeps "
                 "Full's keys and values in host memory"
             )
-        if self.offload and draft.composable and not (draft.offloadable or draft.evicts):
+        if self.offload and draft.composable and not draft.evicts and draft.offloaded(True) is None:
             raise ValueError(
                 f"Verified: offload must be False with {name}, which reads every token where it decodes, got "
                 f"{self.offload!r}; take a draft that evicts, or one that has the knob offload itself"
@@ -186,7 +185,7 @@ def _check_prompt(draft: Method, name: str) -> None:
     A method that keeps a bounded part from the first token on, or keys without positions, takes them as they come, in its own
     storage. What it would have attended to is not used.
     """
-    if (draft.extrapolates or not draft.dense_prompt) and (draft.slotted or not (draft.evicts or draft.appends)):
+    if (draft.extrapolates or not draft.dense_prompt) and (draft.slotted or (draft.moves_slots and not draft.evicts)):
         raise ValueError(
             "Verified: draft must prefill densely, as Full does, or store each token as it comes, but "
             f"{name} has a prefill or positions of its own"

@@ -63,7 +63,6 @@ class VerifiedLayer(LayerMethod):
     in_host: float = static("as `offload` of `Verified`", default=0.0)
 
     keeps = "every token, and what `draft` keeps"
-    offloadable = True
     extrapolates = False
     evicts = False
     composable = False
@@ -94,7 +93,7 @@ class VerifiedLayer(LayerMethod):
     @property
     def offload(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `kvjax.protocol.method.Method.offload`. A draft that shares Full's storage must be able to read it there."""
-        return 0.0 if self.shares and not self.draft.offloadable else self.in_host
+        return 0.0 if self.shares and self.draft.offloaded(True) is None else self.in_host
 
     @property
     def shares(self) -> bool:
@@ -123,7 +122,7 @@ class VerifiedLayer(LayerMethod):
         full = full_of(state)
         query, cache = append_tokens(full.cache, *given)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
-        observes = self.shares and (draft.observes_steps or draft.observes_several and several)
+        observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
         if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
             out, _, mass = attend_few_mass(query, cache, inputs.position)
@@ -179,7 +178,7 @@ class VerifiedLayer(LayerMethod):
             count: int32 [B], tokens that it has stored since.
         """
         draft = cast("SlotMethod", self.draft)
-        if not (draft.slotted and not draft.moves_slots or draft.appends):
+        if draft.moves_slots:
             return before
         own = dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most))
         # A pass over rows in host memory tells the draft of its tokens one by one, and makes no metadata anew.

@@ -47,7 +47,7 @@ from kvjax.exact.progress import (
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due
-from kvjax.protocol.typing import EMPTY, attention_soft_cap, method_layers
+from kvjax.protocol.typing import EMPTY, attention_soft_cap, is_recurrent, method_layers
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
@@ -199,7 +199,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
 
     def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
         method = methods[layer]
-        if method.recurs:  # tokens cannot be taken out of the state, so it stays as it was
+        if is_recurrent(cache.model, layer):  # tokens cannot be taken out of the state, so it stays as it was
             return run_recurrent(state, given, position)[0], (state, given, None)
         q, k, v = given
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length, None, sinks)
@@ -225,7 +225,7 @@ def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, ac
     methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
     with soft_cap(attention_soft_cap(cache.model)):
         for layer, (method, state, (inputs, mass)) in enumerate(zip(methods, cache.layers, made, strict=True)):
-            if method.recurs:
+            if is_recurrent(cache.model, layer):
                 layers.append(run_recurrent(state, inputs, jnp.where(kept, 0, EMPTY))[1])
                 continue
             inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))

@@ -54,7 +54,6 @@ class DuoAttention(AppendOnly):
 
     keeps = "every token in some heads, `num_sink` first and `num_recent` last ones of the prompt in the other heads"
     evicts = True
-    heads_differ = True
 
     def check_sizes(self, model: Model) -> None:
         check_score_sizes(self, model)

@@ -30,7 +30,7 @@ from kvjax.cache.divided import whole
 from kvjax.protocol.families import StepEviction
 from kvjax.protocol.fields import clamped, is_traced, number
 from kvjax.protocol.method import Prompt, Step
-from kvjax.protocol.slots import check_budget
+from kvjax.protocol.slots import Reads, check_budget
 from kvjax.protocol.typing import pytree, traced
 
 
@@ -42,7 +42,7 @@ class H2O(StepEviction):
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
-    observes_prompt = True
+    reads = Reads(mass=True)
     slot_block = 1
 
     def check(self) -> None:

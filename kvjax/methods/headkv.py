@@ -50,7 +50,6 @@ class HeadKV(WindowEviction):
     PAPER: ClassVar[str] = "arXiv:2410.19258"
 
     keeps = "`budget` tokens per KV head, mean over the heads of the model"
-    heads_differ = True
 
     def check_sizes(self, model: Model) -> None:
         check_score_sizes(self, model)

@@ -79,7 +79,6 @@ class InfiniGen(SlotMethod):
     obs_window = 2048  # last prompt tokens, whose queries choose the channels
     num_dense_layers = 2  # first layers, which attend to all tokens
 
-    offloadable = True
     needs_guess = True
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:

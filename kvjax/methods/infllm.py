@@ -99,10 +99,8 @@ class InfLLM(LayerMethod):
     num_repr = 4  # keys of a block whose mean represents it
 
     extrapolates = True
-    offloadable = True
-    quantisable = True
-    takes_sinks = True
-    appends = True
+    moves_slots = False
+    lacks = ()
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

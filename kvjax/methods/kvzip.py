@@ -77,7 +77,6 @@ class KVzip(AppendOnly):
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
     evicts = True
     spans_layers = True
-    needs_tokenizer = True
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
@@ -88,7 +87,7 @@ class KVzip(AppendOnly):
             raise ValueError(f"KVzip: ask, ask_later and answer must be below vocab_size={model.vocab_size}, got {worst}")
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
         made = {knob: tokenizer.encode(text, add_special_tokens=False) for knob, text in _TEXTS.items()}
         return {knob: tuple(x if isinstance(x, list) else x.ids) for knob, x in made.items()}
 

@@ -89,7 +89,6 @@ class MagicPIG(SlotMethod):
     seed = 0  # of the random planes
 
     composable = False  # wrappers know slots, but not the corrections of logits
-    offloadable = True
     keys_stay = True
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:

@@ -55,8 +55,7 @@ class SelfExtend(LayerMethod):
     chunk = 1024  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
 
     def check(self) -> None:
         group = known(self.group_size)

@@ -61,7 +61,7 @@ class SOCKET(ScoredScan):
     seed = 0  # of the random planes
 
     score_is_masked = True
-    reads_values = True
+    lacks = ("latent",)
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

@@ -45,8 +45,7 @@ class StreamingLLM(LayerMethod):
     chunk = 128  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
     keeps = "`budget` tokens per KV head"
     evicts = True
     slot_block = 0  # the storage is bounded

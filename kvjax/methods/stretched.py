@@ -32,8 +32,7 @@ class Stretched(LayerMethod):
     factor: float | Array = traced("longest text over the text that the model was trained for", default=4.0, least=1)
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
     common_prompt = True  # several methods share a prefill only where `dense_prompt` holds: then it stores what Full stores
 
     @property

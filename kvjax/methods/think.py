@@ -51,7 +51,7 @@ class ThinK(AppendOnly):
     obs_window = 32  # last prompt tokens, whose queries choose the channels
 
     keeps = "every token, part of the key channels"
-    reads_values = True
+    lacks = ("codes", "latent")
     packs = True
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:

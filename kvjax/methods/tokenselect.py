@@ -110,10 +110,8 @@ class TokenSelect(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
     extrapolates = True
-    offloadable = True
-    quantisable = True
-    takes_sinks = True
-    appends = True
+    moves_slots = False
+    lacks = ()
     slot_block = 1
 
     @classmethod

@@ -37,6 +37,7 @@ from kvjax.attention.moments import Moments, pair_lengths
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import LayerMethod, Prompt
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.wrappers.periodic import Periodic
 from pallas_kernels.numerics import product_precision
@@ -53,7 +54,7 @@ class TriAttention(Eviction):
     reach = 65536  # largest offset in tokens, from which later queries are taken
 
     keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
-    moments_from = 0
+    reads = Reads(moments_from=0)
 
     @property
     def moves_slots(self) -> bool:

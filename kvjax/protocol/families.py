@@ -32,11 +32,6 @@ from pallas_kernels import axes
 class AppendOnly(SlotMethod):
     """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
 
-    selects = False
-
-    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
-        return None
-
     def update(
         self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, None]:
@@ -76,7 +71,7 @@ class Eviction(AppendOnly):
         return cache.compact(slots, keep, room), None
 
     def slots_again(self) -> int | None:
-        return None if self.observes_prompt or self.reads_tokens else self.capacity
+        return None if self.reads.mass or self.reads.tokens else self.capacity
 
 
 def of_own_heads(value: Any, heads: int) -> Any:
@@ -113,8 +108,7 @@ class StepEviction(SlotMethod):
     keeps = "`budget` tokens per KV head"
     evicts = True
     moves_slots = True
-    selects = False
-    observes_steps = True
+    observes = 1
 
     def keep_best(
         self, cache: LayerCache, score: Array, room: int, carry: Array | None = None
@@ -141,9 +135,6 @@ class StepEviction(SlotMethod):
             carry = jnp.pad(carry, ((0, 0), (0, 0), (0, spare)))
         return cache.compact(slots, keep, spare), carry
 
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> None:
-        return None
-
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Count all stored slots; metadata are the arrays with a value per slot, see `keep_best`."""
         stored, _ = count_all(cache)
@@ -164,7 +155,6 @@ class Retrieval(SlotMethod):
     budget: int | Array = traced("tokens attended per KV head, in whole pages", default=1024, least=1, within="capacity")
     capacity: int = static("allocated selection, in tokens; None = budget", default=None, least=1)
     page_size: int = static("slots per page", default=16, least=1)
-    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
@@ -186,7 +176,7 @@ class Retrieval(SlotMethod):
         On a device that has only a part of the slots, this may be no slot, or a slot of another part; then nothing joins.
 
         The result must equal `summarize` of the page. Without this hook every new token would cost reading a page of keys.
-        A method that is ``offloadable`` reads the key with ``cache.keys_at``.
+        A method with a field ``offload`` reads the key with ``cache.keys_at``.
         """
 
     @abc.abstractmethod

@@ -59,7 +59,7 @@ class Prompt:
     query_position: Array  #: int32 [B, W], EMPTY for queries before the prompt's first token
     mass: Array  #: float32 [B, H, S], attention probability that each slot received, summed over queries and group
     tokens: Array  #: int32 [B, S], token id of each slot
-    moments: Moments | None = None  #: of the queries before RoPE; None unless the method has `moments_from`
+    moments: Moments | None = None  #: of the queries before RoPE; None unless the method `reads` them
     kept: Array | None = None  #: bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
     length: Array | None = None  #: int32 [B], tokens of each row; known in `compress`, and None before the prompt's end
 
@@ -116,15 +116,13 @@ class Method(abc.ABC):
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
     composable = False  # True: a `SlotMethod`, which wrappers can compose
     slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
-    appends = False  # True: no `SlotMethod`, but ``state.cache`` keeps every token in the slot that it came to
     dense_prompt = False  # True: attention over the prompt is exact and dense: see `kvjax.decoding.layers.shares_prefill`
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
-    heads_differ = False  # True: its knobs treat the KV heads of a layer differently
-    needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
-    offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
-    takes_sinks = False  # True: its attention has the sink logits of `Inputs.sinks`
-    quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
-    reads_values = False  # True: it scores, sums or packs values, so that it cannot run where they are the keys (MLA)
+    moves_slots = True  # False: ``state.cache`` has each stored token in the slot that it came to
+    # Models and caches with which it cannot run: "sinks", sink logits, which its attention leaves out (`Inputs.sinks`);
+    # "codes", a `kvjax.cache.quantised.QuantisedCache`; "latent", values that are the keys, because it scores, sums or packs
+    # values.
+    lacks: tuple[str, ...] = ("sinks", "codes")
     drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
@@ -146,7 +144,6 @@ class Method(abc.ABC):
         check_fields(self)
         if not has_shares(self):  # `kvjax.protocol.fields.at_length` makes the method again when the prompt is known
             self.check()
-        check_offload(self)
 
     def check(self) -> None:
         """Refuse fields that do not fit each other, and fill fields in from others.
@@ -161,7 +158,11 @@ class Method(abc.ABC):
         return None
 
     def offloaded(self, share: float) -> Method | None:
-        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method."""
+        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method.
+
+        A method with this field works on an offloaded cache: it reads keys with `keys_at`, because only the newest are on the
+        device.
+        """
         return dataclasses.replace(self, offload=share) if "offload" in vars(self) else None
 
     @abc.abstractmethod
@@ -180,8 +181,13 @@ class Method(abc.ABC):
         return states
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        """Derive the knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+        """Derive knobs from a tokenizer, for a method that needs the text of token ids.
+
+        Args:
+            tokenizer: has ``encode(text)``, ``decode([id])`` and ``get_vocab()``.
+            vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
+        """
         return {}
 
     @classmethod
@@ -212,7 +218,6 @@ class LayerMethod(Method):
     # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
     # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
     common_prompt = False
-    recurs = False  # True: the layer has no keys, and the model says what it keeps: `kvjax.decoding.recurrent`
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
@@ -273,19 +278,6 @@ class LayerMethod(Method):
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         return cache
-
-
-def check_offload(method: Method) -> None:
-    """Refuse to offload a cache on which the method does not work.
-
-    Raises:
-        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
-    """
-    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
-        raise ValueError(
-            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
-            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
-        )
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:

@@ -204,6 +204,11 @@ def layer_recurrence(model: Model) -> tuple[Recurrence | None, ...]:
     return tuple(shapes)
 
 
+def is_recurrent(model: Model, layer: int) -> bool:
+    """Tell whether a layer has no keys: the model keeps a state of its own there."""
+    return layer_recurrence(model)[layer] is not None
+
+
 def method_layers(model: Model) -> tuple[int, ...]:
     """List the layers in which the method runs: they have attention, and no window."""
     both = zip(layer_windows(model), layer_recurrence(model), strict=True)

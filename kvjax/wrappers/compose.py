@@ -20,7 +20,7 @@ from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
-from kvjax.protocol.slots import SlotMethod, count_all
+from kvjax.protocol.slots import Reads, SlotMethod, count_all
 from kvjax.protocol.typing import not_none, pytree, static, traced
 
 
@@ -122,8 +122,12 @@ class PerLayer(Method):
         return all(method.dense_prompt for method in _methods(self, ("layers", "default")))
 
     @property
-    def quantisable(self) -> bool:
-        return all(method.quantisable for method in _methods(self, ("layers", "default")))
+    def moves_slots(self) -> bool:
+        return all(method.moves_slots for method in _methods(self, ("layers", "default")))
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        return tuple({name: None for method in _methods(self, ("layers", "default")) for name in method.lacks})
 
     @property
     def offload(self) -> bool:
@@ -199,17 +203,17 @@ class Stages(SlotMethod):
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             _check_thin(evict, retrieve)
-        first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
+        first = {evict.reads.moments_from, retrieve.reads.moments_from} - {None}
         if len(first) > 1:
-            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(first)}")
+            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(map(str, first))}")
 
     @property
     def obs_window(self) -> int:
         return max(self.evict.obs_window, self.retrieve.obs_window)
 
     @property
-    def moments_from(self) -> int | None:
-        return self.retrieve.moments_from if self.evict.moments_from is None else self.evict.moments_from
+    def reads(self) -> Reads:
+        return self.evict.reads | self.retrieve.reads
 
     @property
     def slot_block(self) -> int | None:
@@ -220,12 +224,8 @@ class Stages(SlotMethod):
         return None if retrieve is None else dataclasses.replace(self, retrieve=retrieve)
 
     @property
-    def offloadable(self) -> bool:
-        return self.retrieve.offloadable and not self.evict.packs
-
-    @property
-    def quantisable(self) -> bool:
-        return self.evict.quantisable and self.retrieve.quantisable
+    def lacks(self) -> tuple[str, ...]:
+        return (*self.evict.lacks, *self.retrieve.lacks)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)

@@ -26,7 +26,7 @@ class Recent:
     # [B, H, G, N, D], the newest rotated queries; the one at position p is entry p mod N; None if the eviction reads none.
     query: Array | None
     # Of the queries before RoPE up to the row's last eviction, or its prompt's end; None unless the eviction has
-    # `moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
+    # `Reads.moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
     moments: Moments | None
 
 
@@ -114,16 +114,13 @@ class Periodic(SlotMethod):
         compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
-        entries = self.obs_window if self.moments_from is None else max(self.obs_window, self._most_since)
+        entries = self.obs_window if self.reads.moments_from is None else max(self.obs_window, self._most_since)
         recent = Recent(
             since=jnp.zeros((batch,), jnp.int32),
             query=jnp.zeros((batch, heads, group, entries, dim), prompt.query.dtype) if entries else None,
             moments=prompt.moments,
         )
         return compressed, _remember(recent, prompt.query, prompt.query_position)
-
-    def select(self, cache: LayerStorage, aux: Recent, step: Step) -> None:
-        return None
 
     def update(self, cache: LayerCache, aux: Recent, step: Step, mass: Array | None) -> tuple[LayerCache, Recent]:
         recent = _remember(aux, step.query, step.position)

@@ -107,7 +107,7 @@ class Prefill(Around):
 
     def check(self) -> None:
         method = slot_method("Prefill: method", self.method, weighs=True)
-        if method.observes_prompt:
+        if method.reads.mass:
             raise ValueError(
                 f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"
             )
@@ -125,10 +125,6 @@ class Prefill(Around):
     def sparse_prompt(self) -> SparsePrompt:
         heads = self.pattern if isinstance(self.pattern, tuple) else (self.pattern,)
         return SparsePrompt(heads, self.window, self.num_sink, self.num_recent, self.block, self.stride)
-
-    @property
-    def heads_differ(self) -> bool:
-        return isinstance(self.pattern, tuple) or self.method.heads_differ
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "stride", "chunk")}

@@ -316,7 +316,7 @@ def _choosing_packed() -> tuple[str, ...]:
 def _slotted() -> tuple[str, ...]:
     """Methods whose prompts `kvjax.Prefill` can read sparsely."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, x in made.items() if x.slotted and not x.observes_prompt)  # pyright: ignore
+    return tuple(name for name, x in made.items() if x.slotted and not x.reads.mass)  # pyright: ignore
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def has_other_bytes(method):
 
     Packed rows are smaller. Methods that choose rows but cannot be wrapped read estimates, codes or representatives too.
     """
-    return method.packs if method.composable else method.offloadable
+    return method.packs if method.composable else method.offloaded(True) is not None
 
 
 def plain(name):

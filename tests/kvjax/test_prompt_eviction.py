@@ -20,6 +20,7 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.protocol.method import Inputs, LayerSpec, Prompt
 from kvjax.protocol.observation import prefix_votes
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
@@ -227,9 +228,9 @@ def test_stages_with_every_page_is_the_eviction_alone(evict):
 def test_stages_collect_moments_from_one_position_on():
     @pytree
     class Other(Quest):
-        moments_from = 3
+        reads = Reads(moments_from=3)
 
-    with pytest.raises(ValueError, match=r"must have one moments_from, got \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"must have one moments_from"):
         kvjax.Stages(evict=ExpectedAttention(), retrieve=Other())
 
 

@@ -76,7 +76,6 @@ class ChessLayer(SlotMethod):
     copies: Near = static(default=Near())
 
     spans_layers = True
-    offloadable = True
 
     @property
     def slot_block(self) -> int:
@@ -162,8 +161,7 @@ class Chess(Method):
 
     dense_prompt = True
     spans_layers = True
-    offloadable = True
-    quantisable = True
+    lacks = ()
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

@@ -112,9 +112,8 @@ class MosaicKV(LayerMethod):
     segment = 65536  # most tokens that share a basis
 
     keeps = "every token, its largest channels"
-    reads_values = True
+    lacks = ("sinks", "codes", "latent")
     dense_prompt = True
-    offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

@@ -101,7 +101,6 @@ class ParisKV(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2602.07721"
     seed = 42  # seed of the rotation's signs
 
-    offloadable = True
     slot_block = 1
 
     @classmethod

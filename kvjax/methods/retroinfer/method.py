@@ -102,7 +102,6 @@ class RetroInfer(SlotMethod):
     iterations = 10  # rounds of k-means
 
     composable = False  # wrappers know slots, but not estimates
-    offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

@@ -52,7 +52,7 @@ from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.observation import window_votes
-from kvjax.protocol.slots import SlotMethod, check_budget
+from kvjax.protocol.slots import Reads, SlotMethod, check_budget
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
@@ -99,10 +99,8 @@ class SentenceKV(SlotMethod):
     open_cap = 256  # most tokens of the open sentence that are always attended
     keeps = "`keep_factor` x `budget` tokens per KV head"
     evicts = True
-    needs_tokenizer = True
-    offloadable = True
     slot_block = 1
-    reads_tokens = True
+    reads = Reads(tokens=True)
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -132,8 +130,9 @@ class SentenceKV(SlotMethod):
         return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        return {"boundary": boundary_table(tokenizer, vocab_size)}
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+        size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
+        return {"boundary": boundary_table(tokenizer, size)}
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         self._table()

@@ -97,10 +97,8 @@ class ShadowKV(LayerMethod):
     PAPER: ClassVar[str] = "arXiv:2410.21465"
 
     keeps = "every token, keys of low rank"
-    reads_values = True
+    lacks = ("codes", "latent")
     dense_prompt = True
-    offloadable = True
-    takes_sinks = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:

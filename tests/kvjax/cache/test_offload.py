@@ -16,7 +16,6 @@ from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.attention.over_cache import masked_attention
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.layers import is_offloaded
-from kvjax.protocol.typing import pytree
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
@@ -24,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
 KNOBS = {"mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0}}
-OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloadable}
+OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloaded(True) is not None}
 VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # written out: their keys are to stay on the device
-QUANTISABLE = [name for name in OFFLOADED if example(name).quantisable]
+QUANTISABLE = [name for name in OFFLOADED if "codes" not in example(name).lacks]
 CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
 # A choice for speed.
 ALWAYS = ("quest",)  # ParisKV and SentenceKV offload as Quest does; the others have tests of their own below
@@ -252,13 +251,6 @@ def test_memory_of_layers_that_differ():
 def test_offload_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="Stages: offload belongs to retrieve, .* got evict with offload=0.5"):
         kvjax.Stages(evict=example("sentencekv", offload=0.5), retrieve=example("quest"))
-
-    @pytree
-    class Joins(kvjax.methods.Quest):
-        offloadable = False
-
-    with pytest.raises(ValueError, match="Joins: offload must be False, got True; .* reads keys with `keys_at`"):
-        read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
 
 
 @pytest.mark.xdist_group("quest")

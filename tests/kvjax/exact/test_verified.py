@@ -31,7 +31,7 @@ KINDS = registry.builtin()
 DRAFTS = [
     name
     for name in NAMES
-    if example(name).dense_prompt or KINDS[name].appends or (KINDS[name].evicts and not KINDS[name].slotted)
+    if example(name).dense_prompt or not KINDS[name].slotted and (KINDS[name].evicts or not KINDS[name].moves_slots)
 ]
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
 IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ

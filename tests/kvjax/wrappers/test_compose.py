@@ -193,7 +193,7 @@ def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
 
 def test_stages_answers_by_the_method_that_does_it():
     assert heard(kvjax.Stages, "selects") == heard(kvjax.Stages, "offload") == ["retrieve"]
-    assert heard(kvjax.Stages, "observes_steps") == heard(kvjax.Stages, "evicts") == ["evict", "retrieve"]
+    assert heard(kvjax.Stages, "observes") == heard(kvjax.Stages, "evicts") == ["evict", "retrieve"]
 
 
 def test_what_a_wrapper_states_stays():

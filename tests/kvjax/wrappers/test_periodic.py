@@ -364,4 +364,4 @@ def test_every_eviction_says_whether_it_can_be_applied_again():
     assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce", "triattention"}
     for name in able:
         method = kvjax.make(name)
-        assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)
+        assert not (method.reads.mass or method.reads.tokens or method.observes)

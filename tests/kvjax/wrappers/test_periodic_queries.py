@@ -13,6 +13,7 @@ import kvjax
 from kvjax.attention.moments import add_queries, no_moments
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
 from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
 from tests.harness import frequencies, random_tokens, small
 
@@ -29,7 +30,7 @@ OFTEN = 4
 class Remembers(SnapKV):
     """`SnapKV`, which gets moments too and reads none."""
 
-    moments_from = 2
+    reads = Reads(moments_from=2)
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
     add = jax.jit(add_queries)
     for row, length in enumerate(PROMPTS.tolist()):
         ends, since, evicted, kept = length + np.cumsum([0, *TOKENS[row]]), 0, 0, None
-        own = no_moments(1, 2, 2, DIM, evict.moments_from, evict.reads_covariance)
+        own = no_moments(1, 2, 2, DIM, evict.reads.moments_from, evict.reads.covariance)
         for before, (state, after), end in zip([0, *ends], found, ends, strict=False):
             for at in range(before, end):
                 own = add(own, q[row : row + 1, :, :, at : at + 1], jnp.array([[at]], jnp.int32), inv_freq)
@@ -98,7 +99,7 @@ def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
             for one, other in zip(got, kept, strict=True):
                 np.testing.assert_array_equal(one, other)
         assert evicted == [3, 2, 0][row]
-    assert (after.aux.moments.scatter is None) == (not evict.reads_covariance)
+    assert (after.aux.moments.scatter is None) == (not evict.reads.covariance)
 
 
 @pytest.mark.slow
