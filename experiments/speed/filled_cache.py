@@ -109,15 +109,18 @@ def _filled_on(
     for layer, (m, spec, where) in enumerate(zip(methods, specs, split.layers, strict=True)):
         kind = jax.tree.structure(m), spec, *jax.tree.flatten(where)
         make = makers.setdefault(str(kind), _maker(plan, spec, model.vocab_size, where))
-        layers.append(make(m, _frequencies(model), jax.random.fold_in(jax.random.key(seed), layer), length))
+        key = jax.random.fold_in(jax.random.key(seed), layer)
+        layers.append(make(method=m, inv_freq=_frequencies(model), key=key, length=length))
 
     def one(_: tuple, layers: tuple, method: Method) -> Cache:
         made = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
         return dataclasses.replace(made, model=model, plan=plan)
 
-    made_of = (split.layers, SAME), dataclasses.replace(split, weights=weights)
-    join = jax.jit(lambda *given: spread(plan, one, (), given, *made_of), donate_argnums=0)
-    return join(tuple(layers), method)
+    def join(layers: tuple, method: Method) -> Cache:
+        specs = dataclasses.replace(split, weights=weights)
+        return spread(plan, one, (), specs, layers=(split.layers, layers), method=(SAME, method))
+
+    return jax.jit(join, donate_argnums=0)(tuple(layers), method)
 
 
 def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
@@ -131,8 +134,8 @@ def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
 
         return lax.map(row, jnp.arange(spec.batch))
 
-    def run(*args: Any) -> Any:
-        return spread(plan, lambda _, *given: fill(*given), (), args, (SAME,) * len(args), split)
+    def run(**args: Any) -> Any:
+        return spread(plan, lambda _, **given: fill(**given), (), split, **{name: (SAME, x) for name, x in args.items()})
 
     return jax.jit(run)
 

@@ -219,16 +219,17 @@ def _run(
     if plan is None:
         return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
 
-    def one(params: Any, tokens: Array, length: Array, asked: Array | None, *args: Any) -> tuple:
-        asked = jnp.zeros((len(tokens), 0), jnp.int32) if asked is None else asked
-        return _lanes(params, tokens, length, asked, *args, model=plan.part(model), measured=measured, **static)
+    def one(params: Any, asked: Array | None, **args: Any) -> tuple:
+        asked = jnp.zeros((len(args["tokens"]), 0), jnp.int32) if asked is None else asked
+        return _lanes(params, asked=asked, **args, model=plan.part(model), measured=measured, **static)
 
     def measured(cache: Cache) -> Stats:
         return dataclasses.replace(measure(cache), resident_bytes=total_bytes(cache, model, plan))
 
     row, lane_row = plan.row, PartitionSpec(None, *plan.row)
-    args = tokens, length, asked if asked.shape[1] else None, ask_length, eos, stacked
-    return spread(plan, one, params, args, (row, row, row, row, SAME, SAME), lane_row)
+    rows = {"tokens": tokens, "length": length, "asked": asked if asked.shape[1] else None, "ask_length": ask_length}
+    args = {name: (row, x) for name, x in rows.items()}
+    return spread(plan, one, params, lane_row, **args, eos=(SAME, eos), stacked=(SAME, stacked))
 
 
 def _lanes(
