@@ -85,7 +85,7 @@ def parse_method(
     """Parse a method and its knobs from a text: ``quest``, ``quest(budget=256)``, ``stages(snapkv, quest(budget=256))``.
 
     In the brackets stand the methods inside of a wrapper, in the order of its fields or by name (``evict=snapkv``), and
-    knobs as ``KNOB=VALUE``. A layer of `kvjax.PerLayer` is ``INDEX=METHOD``.
+    knobs as ``KNOB=VALUE``. A layer of `kvjax.wrappers.PerLayer` is ``INDEX=METHOD``.
 
     Args:
         text: a name or a path, with or without brackets.
@@ -210,7 +210,7 @@ def _made_inner(value: Any, tokenizer: Any, vocab_size: int | None) -> Any:
 
 
 def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
-    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.wrappers.Pattern`.
 
     Raises:
         ValueError: a name is unknown, or the pattern refuses a value.

@@ -160,7 +160,8 @@ def _explained(entry: dict[str, Any]) -> str:
         (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
     )
     if entry["wrapper"]:
-        method, cls = f'"{entry["example"]}"', f"kvjax.{entry['class']}"
+        room = entry["path"].partition(":")[0].rpartition(".")[0]  # kvjax.wrappers or kvjax.exact
+        method, cls = f'"{entry["example"]}"', f"{room}.{entry['class']}"
     idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
     lines = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
     lines.append(f"keeps:  {entry['keeps']}")

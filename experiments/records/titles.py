@@ -6,7 +6,7 @@ import re
 
 from kvjax import registry
 
-# Papers whose method is `kvjax.Prefill` at some knobs, by their names in `kvjax.wrappers.named.PATTERNS`.
+# Papers whose method is `kvjax.wrappers.Prefill` at some knobs, by their names in `kvjax.wrappers.named.PATTERNS`.
 _TITLES = {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
 
 

@@ -18,6 +18,7 @@ from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.protocol.typing import pytree
+from kvjax.wrappers import Pattern, Periodic, Prefill
 from models import ModelConfig
 
 VERIFIED = "verified_"  # before a variant's name: `kvjax.Verified` with the variant as its draft
@@ -33,8 +34,8 @@ class Variant:
         knobs: further knobs, beside the knobs of `experiments.answering.paper_method`.
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
-        interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
-        prompt: knobs of `kvjax.Prefill`, which wraps the method's prefill; none without a wrapper.
+        interval: tokens between two evictions by `kvjax.wrappers.Periodic`; 0 if the method runs as it is.
+        prompt: knobs of `kvjax.wrappers.Prefill`, which wraps the method's prefill; none without a wrapper.
     """
 
     method: str
@@ -47,7 +48,7 @@ class Variant:
 
 # MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does. So
 # all diagonals are next to the query: as many diagonals cost the same wherever they lie together.
-_SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
+_SPARSE = {"pattern": Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
 # To random weights all blocks are about alike, so a share of the attention takes the same share of the blocks. A tenth costs
 # as much as on a text where a tenth of the blocks holds the chosen share of the attention.
 _TENTH = {"block": 128, "window": 128}
@@ -90,12 +91,12 @@ VARIANTS = {
     "xattention": Variant(
         "full",
         note="prompt: blocks of 128 tokens with a tenth of the attention",
-        prompt={**_TENTH, "pattern": kvjax.Pattern("xattention", share=0.1)},
+        prompt={**_TENTH, "pattern": Pattern("xattention", share=0.1)},
     ),
     "flexprefill": Variant(
         "full",
         note="prompt: blocks of 128 tokens with a tenth of the attention, by means",
-        prompt={**_TENTH, "pattern": kvjax.Pattern("flexprefill", share=0.1, tau=1.0)},
+        prompt={**_TENTH, "pattern": Pattern("flexprefill", share=0.1, tau=1.0)},
     ),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
@@ -161,9 +162,9 @@ def setting(
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
     notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
-    method: Any = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    method: Any = Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
     if variant.prompt:
-        method = kvjax.Prefill(method=method, **variant.prompt)
+        method = Prefill(method=method, **variant.prompt)
     check_quantisable(layer_methods(method, config), kv_dtype_of(name))
     return Setting(name, method, "; ".join(note for note in notes if note))
 

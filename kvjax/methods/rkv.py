@@ -2,7 +2,7 @@
 
 Stored: ``budget`` tokens per KV head after every eviction, later tokens until the next one, and the last W = ``obs_window``
 queries, which are the window. The prompt is evicted at its end, and all that is stored again after every ``interval``
-tokens (`kvjax.Periodic`).
+tokens (`kvjax.wrappers.Periodic`).
 
 Score of token i of KV head h before the window, where n tokens are stored::
 

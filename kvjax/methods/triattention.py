@@ -1,7 +1,7 @@
 """TriAttention: evict while decoding, and keep the keys that the mean query will score highly from later positions.
 
 Stored: ``budget`` tokens per KV head after every eviction, and later tokens until the next one. The prompt is evicted at
-its end, and all that is stored again after every ``interval`` tokens (`kvjax.Periodic`). Of the queries before RoPE, their
+its end, and all that is stored again after every ``interval`` tokens (`Periodic`). Of the queries before RoPE, their
 mean and the mean lengths of their pairs of channels are stored: 3/2 D values in float32 for each query head. A decode step
 only stores its query; an eviction adds all queries since the last one, at most ``2 * interval - 1``, to both means.
 

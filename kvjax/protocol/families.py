@@ -46,7 +46,7 @@ class Eviction(AppendOnly):
     """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
 
     A budget of int32 [H] has an entry for each KV head of the layer; on a mesh, for the KV heads of all devices.
-    `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
+    `kvjax.wrappers.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
     """
 
     budget: int | Array = traced("prompt slots kept per KV head", default=1024, least=1, within="capacity")

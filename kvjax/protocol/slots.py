@@ -239,7 +239,7 @@ class SlotMethod(SlotAttention):
         return Near()
 
     def slots_again(self) -> int | None:
-        """Return the most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
+        """Return the most slots per KV head that `compress` leaves, if `Periodic` may apply it again while decoding.
 
         Then `compress` needs nothing of the prompt but the last queries and their moments, and returns no metadata. Given at
         least this number of slots, it leaves this number. None, the default, if it cannot be applied again.

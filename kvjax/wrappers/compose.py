@@ -170,7 +170,7 @@ class Stages(SlotMethod):
 
     The first may drop channels instead of tokens: ``Stages(evict=ThinK(), retrieve=Quest(...))``. A dropped channel is 0 in
     the metadata and in attention alike, and a step reads the packed keys of the chosen slots. The tokens whose keys stay
-    whole begin in a page of their own. The second method is then `Quest`, or `kvjax.Twilight` around it, without ``offload``.
+    whole begin in a page of their own. The second method is then `Quest`, or `Twilight` around it, without ``offload``.
     All other methods are refused when the wrapper is made (ValueError): most of them read all keys, or take the slots before
     the newest for the newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()),
     retrieve=Quest(...))``.

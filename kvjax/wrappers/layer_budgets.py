@@ -25,7 +25,7 @@ class LayerBudgets(Method):
     """Give each layer its share of the budget of ``method``: ``LayerBudgets(method=SnapKV(budget=1024), shares=shares)``.
 
     Layer l runs ``method`` with a budget of ``floor(shares[l] * budget)`` tokens, so ``budget`` is the mean over the layers
-    if the mean of ``shares`` is 1. Where ``method`` is made of methods (`kvjax.Periodic`, `kvjax.Stages`), every budget in it
+    if the mean of ``shares`` is 1. Where ``method`` is made of methods (`Periodic`, `Stages`), every budget in it
     is multiplied. Other knobs stay as they are: ``num_recent`` of `H2O` is half of its own budget, unless it is given. Arrays
     have the size of their own layer's budget. A layer with a sliding window keeps its window.
 

@@ -17,10 +17,10 @@ from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot
 class Prefill(Around):
     """Prefill sparsely, by a pattern of each query head, and decode as ``method`` does.
 
-    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.patterns("best_pattern.json", config))``.
+    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.wrappers.patterns("best_pattern.json", config))``.
 
     The prompt is prefilled in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens
-    up to each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself,
+    up to each query's own, by its pattern (`Pattern`), in blocks of ``block`` tokens. Every block attends to itself,
     and to
 
     * "vertical_slash": the ``columns`` keys, and the ``diagonals`` distances between query and key, with the largest sums of
@@ -44,7 +44,7 @@ class Prefill(Around):
     scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists of 128K
     columns, 16 MiB.
 
-    One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
+    One pattern serves all heads, or each query head of each layer has its own: `patterns` reads them from a file, and
     ``python -m experiments.heads.patterns`` measures which pattern suits which head of a model. A prompt that fits into
     every pattern is prefilled densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode
     steps attend as under ``method``; nothing is stored for the pattern.
@@ -52,7 +52,7 @@ class Prefill(Around):
     ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
     Two kinds of methods are refused when the wrapper is made (ValueError): methods with storage, positions or a prefill of
     their own (`ShadowKV`, `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and methods that need the attention of the whole
-    prompt (`H2O`, `ObservedAttention`). Only `kvjax.PerLayer` and `kvjax.LayerBudgets` can be around this wrapper.
+    prompt (`H2O`, `ObservedAttention`). Only `PerLayer` and `LayerBudgets` can be around this wrapper.
 
     **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
     (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, the entries that are always read, and the default pattern.
@@ -69,7 +69,7 @@ class Prefill(Around):
     window all of its queries vote.
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
-    Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them.
+    Llama-3.1-8B, by its dynamic programme; here `Pattern` takes one for each head, and nothing finds them.
     FlexPrefill's code counts single columns and diagonals, but selects blocks of them; here single ones are selected. With
     "flexprefill" too, ``num_sink`` and ``num_recent`` are always read, and count towards the share; the code keeps the first
     block of columns and the own block. The code reads blocks by the window's columns and diagonals in addition to the blocks

@@ -18,11 +18,11 @@ from experiments.evaluation.settings import EvaluationSettings, at_budgets, chec
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
-from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from kvjax.accounting.memory import memory_needed
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from tests import harness
 from tests.kvjax.cases import ONE
 
@@ -112,7 +112,7 @@ def test_a_wrapper_is_named_with_the_method_inside():
     assert choice.label == "twilight(mass=0.5, method=quest(budget=1/16))" and written([choice]) == [TWILIGHT]
     check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
-    assert method == kvjax.Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
+    assert method == Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
     assert row["class"] == "kvjax.wrappers.twilight:Twilight" and "budget=64" in row["method"]
 
@@ -214,7 +214,7 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     assert choices_of(written([choice])) == (choice,)
     check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
-    assert method == kvjax.Prefill(method=kvjax.make("full"), block=128, pattern=kvjax.Pattern("xattention", share=0.8))
+    assert method == Prefill(method=kvjax.make("full"), block=128, pattern=Pattern("xattention", share=0.8))
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):

@@ -24,6 +24,7 @@ from kvjax.methods import Full, Quest, SnapKV
 from kvjax.protocol.fields import Limits
 from kvjax.registry import parse_knobs, resolve
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Periodic, PerLayer, Prefill, Stages, Twilight
 from models import ModelConfig, RopeScaling, random_params
 from tests.fuzz import values
 from tests.fuzz.values import (
@@ -94,21 +95,21 @@ def fields_of_methods() -> list[Argument]:
     made += [_sampler(name) for name in Sampler.__dataclass_fields__]
     quest, full = Quest(budget=16), Full()
     both = {"evict": full, "retrieve": quest}
-    made += [_argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{**both, **x})) for name in both]
-    made.append(_argument("DenseBelow", "method", nothing, lambda **x: kvjax.DenseBelow(length=9, **x)))
-    made.append(_argument("DenseBelow", "length", whole(1), lambda **x: kvjax.DenseBelow(method=quest, **x)))
-    made.append(_argument("Periodic", "evict", nothing, lambda **x: kvjax.Periodic(**x)))
-    made.append(_argument("Periodic", "interval", whole(1), lambda **x: kvjax.Periodic(evict=SnapKV(), **x)))
-    made.append(_argument("Twilight", "method", nothing, lambda **x: kvjax.Twilight(**x)))
+    made += [_argument("Stages", name, nothing, lambda **x: Stages(**{**both, **x})) for name in both]
+    made.append(_argument("DenseBelow", "method", nothing, lambda **x: DenseBelow(length=9, **x)))
+    made.append(_argument("DenseBelow", "length", whole(1), lambda **x: DenseBelow(method=quest, **x)))
+    made.append(_argument("Periodic", "evict", nothing, lambda **x: Periodic(**x)))
+    made.append(_argument("Periodic", "interval", whole(1), lambda **x: Periodic(evict=SnapKV(), **x)))
+    made.append(_argument("Twilight", "method", nothing, lambda **x: Twilight(**x)))
     share = either(finite(0, 1, above=0.0), arrays(finite(0, 1, above=0.0)))
-    made.append(_argument("Twilight", "mass", share, lambda **x: kvjax.Twilight(method=quest, **x)))
-    made.append(_argument("LayerBudgets", "method", nothing, lambda **x: kvjax.LayerBudgets(shares=(1.0,), **x)))
+    made.append(_argument("Twilight", "mass", share, lambda **x: Twilight(method=quest, **x)))
+    made.append(_argument("LayerBudgets", "method", nothing, lambda **x: LayerBudgets(shares=(1.0,), **x)))
     shares = tuples(finite(0, above=0.0))
-    made.append(_argument("LayerBudgets", "shares", shares, lambda **x: kvjax.LayerBudgets(method=quest, **x)))
-    made.append(_argument("Prefill", "method", nothing, lambda **x: kvjax.Prefill(**x)))
-    made.append(_argument("Prefill", "pattern", nothing, lambda **x: kvjax.Prefill(method=quest, **x)))
-    made.append(_argument("PerLayer", "layers", among({}), lambda **x: kvjax.PerLayer(default=full, **x)))
-    made.append(_argument("PerLayer", "default", nothing, lambda **x: kvjax.PerLayer(layers={0: full}, **x)))
+    made.append(_argument("LayerBudgets", "shares", shares, lambda **x: LayerBudgets(method=quest, **x)))
+    made.append(_argument("Prefill", "method", nothing, lambda **x: Prefill(**x)))
+    made.append(_argument("Prefill", "pattern", nothing, lambda **x: Prefill(method=quest, **x)))
+    made.append(_argument("PerLayer", "layers", among({}), lambda **x: PerLayer(default=full, **x)))
+    made.append(_argument("PerLayer", "default", nothing, lambda **x: PerLayer(layers={0: full}, **x)))
     return [dataclasses.replace(x, allowed=_no_method(x)) for x in made] + _models()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 import kvjax
 from kvjax.methods import H2O, Full, Knorm, Quest, SnapKV, StreamingLLM
+from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages, Twilight
 from tests.fuzz.report import Outcome
 from tests.fuzz.verdicts import verify
 from tests.fuzz.words import one
@@ -74,26 +75,26 @@ def _snapkv(rng: np.random.Generator) -> _Named:
 def _twilight(rng: np.random.Generator) -> _Named:
     inner, method = _quest(rng)
     mass = float(one(rng, (0.5, 0.85, 1.0)))
-    return _call(rng, "twilight", [_by_name(rng, "method", inner), f"mass={mass}"]), kvjax.Twilight(method=method, mass=mass)
+    return _call(rng, "twilight", [_by_name(rng, "method", inner), f"mass={mass}"]), Twilight(method=method, mass=mass)
 
 
 def _periodic(rng: np.random.Generator) -> _Named:
     inner, method = _snapkv(rng)
     interval = int(rng.integers(1, 500))
-    made = kvjax.Periodic(evict=method, interval=interval)
+    made = Periodic(evict=method, interval=interval)
     return _call(rng, "periodic", [_by_name(rng, "evict", inner), f"interval={interval}"]), made
 
 
 def _stages(rng: np.random.Generator) -> _Named:
     (evict, one_method), (retrieve, other) = _snapkv(rng), _quest(rng)
     parts = [evict, retrieve] if rng.random() < 0.5 else [f"evict={evict}", f"retrieve={retrieve}"]
-    return _call(rng, "stages", parts), kvjax.Stages(evict=one_method, retrieve=other)
+    return _call(rng, "stages", parts), Stages(evict=one_method, retrieve=other)
 
 
 def _dense_below(rng: np.random.Generator) -> _Named:
     inner, method = _quest(rng)
     length = int(rng.integers(1, 10**6))
-    made = kvjax.DenseBelow(method=method, length=length)
+    made = DenseBelow(method=method, length=length)
     return _call(rng, "densebelow", [_by_name(rng, "method", inner), f"length={length}"]), made
 
 
@@ -102,7 +103,7 @@ def _per_layer(rng: np.random.Generator) -> _Named:
     layers = [int(x) for x in rng.permutation(8)[: int(rng.integers(1, 4))] - 2]
     made = {at: _plain(rng) for at in layers}
     parts = [_by_name(rng, "default", inner), *(f"{at}={text}" for at, (text, _) in made.items())]
-    return _call(rng, "perlayer", parts), kvjax.PerLayer(layers={at: x for at, (_, x) in made.items()}, default=method)
+    return _call(rng, "perlayer", parts), PerLayer(layers={at: x for at, (_, x) in made.items()}, default=method)
 
 
 def _by_name(rng: np.random.Generator, field: str, text: str) -> str:

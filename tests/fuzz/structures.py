@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import kvjax
 from kvjax import registry
 from kvjax.attention.patterns import KINDS
 from kvjax.protocol.fields import Limits
 from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from models import ModelConfig, RopeScaling, random_params
 
 VOCABULARY = 61
@@ -251,21 +251,21 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return random_method(str(rng.choice(kinds)), rng, **fixed)
 
     if name == "stages" and rng.random() < 0.2:
-        return kvjax.Stages(evict=inner(("think",)), retrieve=inner(_choosing_packed()))
+        return Stages(evict=inner(("think",)), retrieve=inner(_choosing_packed()))
     if name == "stages":
-        return kvjax.Stages(evict=inner(("snapkv",)), retrieve=inner(_retrieving()))
+        return Stages(evict=inner(("snapkv",)), retrieve=inner(_retrieving()))
     if name == "densebelow":
-        return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
+        return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
     if name == "periodic":
-        return kvjax.Periodic(evict=inner(_repeatable()), interval=int(rng.integers(1, 7)))
+        return Periodic(evict=inner(_repeatable()), interval=int(rng.integers(1, 7)))
     if name == "layerbudgets":
-        return kvjax.LayerBudgets(method=inner(_budgeted()), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
+        return LayerBudgets(method=inner(_budgeted()), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
-        return kvjax.Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
+        return Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
     if name == "prefill":
         return _prefill(inner(_slotted()), rng)
     kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
-    return kvjax.PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
+    return PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
 
 
 def _prefill(method: Any, rng: np.random.Generator) -> Method:
@@ -276,8 +276,8 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
         "columns": int(rng.choice((columns, EVERYTHING))), "diagonals": diagonals, "blocks": blocks,
         "share": float(rng.uniform(0.05, 1)), "tau": float(rng.choice((0, 0.3, 1))), "min_budget": columns,
     }  # fmt: skip
-    pattern = kvjax.Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
-    return kvjax.Prefill(
+    pattern = Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
+    return Prefill(
         method=method, pattern=pattern, window=window, num_sink=columns - 1, num_recent=recent, block=block,
         stride=int(rng.choice([x for x in (1, 2, 3, 8) if block % x == 0])),
         chunk=block * int(rng.choice((1, 4, EVERYTHING))),
@@ -286,7 +286,7 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
 
 @functools.cache
 def _repeatable() -> tuple[str, ...]:
-    """Methods that `kvjax.Periodic` can apply again."""
+    """Methods that `kvjax.wrappers.Periodic` can apply again."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, x in made.items() if x.composable and x.slots_again())  # pyright: ignore
 
@@ -300,7 +300,7 @@ def _budgeted() -> tuple[str, ...]:
 
 @functools.cache
 def _selecting() -> tuple[str, ...]:
-    """Methods that `kvjax.Twilight` can prune."""
+    """Methods that `kvjax.wrappers.Twilight` can prune."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, method in made.items() if method.composable and method.selects)  # pyright: ignore
 
@@ -314,7 +314,7 @@ def _choosing_packed() -> tuple[str, ...]:
 
 @functools.cache
 def _slotted() -> tuple[str, ...]:
-    """Methods whose prompts `kvjax.Prefill` can read sparsely."""
+    """Methods whose prompts `kvjax.wrappers.Prefill` can read sparsely."""
     made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
     return tuple(name for name, x in made.items() if x.slotted and not x.reads.mass)  # pyright: ignore
 

@@ -16,6 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.attention.sinks import with_sinks
+from kvjax.exact import FromJudge
 from kvjax.methods import Full, MosaicKV
 from kvjax.testing import laws
 from kvjax.testing.subject import QUESTIONS, STEPS, Subject
@@ -145,7 +146,7 @@ def test_verified_tokens_are_those_of_full(part):
 @pytest.mark.parametrize("part", CONFIGS)
 def test_a_draft_that_asks_for_the_mass_of_a_pass_gets_the_tokens_of_full(part):
     """The mass that a kernel makes beside the attention has no sinks, so another one is asked for."""
-    method = kvjax.Verified(draft=small(kvjax.FromJudge, budget=20, num_recent=13, obs_window=4), depth=3)
+    method = kvjax.Verified(draft=small(FromJudge, budget=20, num_recent=13, obs_window=4), depth=3)
     cache = subject(part, "full").read(method)
     got = kvjax.generate(params(part), cache, max_new_tokens=STEPS, eos_token_ids=())
     np.testing.assert_array_equal(got.tokens, subject(part, "full").base[1].tokens)

@@ -16,6 +16,7 @@ from kvjax.protocol.families import Retrieval
 from kvjax.testing import laws
 from kvjax.testing.subject import LAYER_STEPS as STEPS
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
+from kvjax.wrappers import Stages
 from tests.harness import (
     ALL,
     METHODS,
@@ -168,14 +169,14 @@ def test_mask_mode_equals_gather_mode(name):
 @pytest.mark.thorough  # the laws of "stages" run by default
 @pytest.mark.xdist_group("quest")
 def test_stages_after_full_is_the_method_itself():
-    laws.same(one_layer(kvjax.Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
+    laws.same(one_layer(Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("stages")
 def test_stages_with_every_page_is_the_eviction_alone():
     evict = WRAPPERS["stages"].evict
-    everything = kvjax.Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    everything = Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
     laws.same(one_layer(everything), one_layer(evict))
 
 

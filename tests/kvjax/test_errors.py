@@ -17,6 +17,7 @@ from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, PerLayer, Stages
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, small, tiny_params
 from tests.kvjax.cases import ONE
@@ -57,21 +58,21 @@ def prefill(tokens, method="full", **options):
             "SnapKV: capacity .static. must be given when budget is an array or traced",
         ),
         (lambda: StreamingLLM(budget=jnp.int32(99), capacity=16), "budget must be at most capacity=16, got 99"),
-        (lambda: kvjax.DenseBelow(length=9, method=SnapKV()), "SnapKV discards slots.*raise its budget to 9"),
-        (lambda: kvjax.DenseBelow(length=9, method="quest"), "DenseBelow: method must be .*, got the name 'quest'"),
-        (lambda: kvjax.Stages(evict=H2O(), retrieve=Quest()), "Stages: H2O moves slots .* index of Quest stale"),
-        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=TOVA()), "retrieve must keep every slot .* TOVA evicts"),
+        (lambda: DenseBelow(length=9, method=SnapKV()), "SnapKV discards slots.*raise its budget to 9"),
+        (lambda: DenseBelow(length=9, method="quest"), "DenseBelow: method must be .*, got the name 'quest'"),
+        (lambda: Stages(evict=H2O(), retrieve=Quest()), "Stages: H2O moves slots .* index of Quest stale"),
+        (lambda: Stages(evict=SnapKV(), retrieve=TOVA()), "retrieve must keep every slot .* TOVA evicts"),
         (
-            lambda: kvjax.Stages(evict=SnapKV(), retrieve=KeyDiff()),
+            lambda: Stages(evict=SnapKV(), retrieve=KeyDiff()),
             "retrieve must be a method that chooses cache slots .* got KeyDiff",
         ),
         (
-            lambda: kvjax.Stages(evict=StreamingLLM(), retrieve=Quest()),
+            lambda: Stages(evict=StreamingLLM(), retrieve=Quest()),
             "Stages: evict must be .*SlotMethod.*, got StreamingLLM",
         ),
-        (lambda: kvjax.PerLayer(layers={"0": Full()}, default=Full()), "layer indices .int. to methods, got key '0'"),
+        (lambda: PerLayer(layers={"0": Full()}, default=Full()), "layer indices .int. to methods, got key '0'"),
         (
-            lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
+            lambda: prefill([[1]], PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2),
             "layer 2 does not exist, .* 2 layers",
         ),
         (lambda: kvjax.make("qwest"), "unknown method 'qwest' .did you mean 'quest'..; known methods: adakv, chess, "),
@@ -81,13 +82,13 @@ def prefill(tokens, method="full", **options):
             "Quest has no knob 'page_sise' .did you mean 'page_size'..; it has: ",
         ),
         (
-            lambda: prefill([[1]], kvjax.PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2),
+            lambda: prefill([[1]], PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2),
             r"PerLayer: layers must name each layer once, got \[-2, 0\] for a model of 2 layers",
         ),
-        (lambda: kvjax.PerLayer(layers=None, default=Full()), "layers must map layer indices .*, got None"),
-        (lambda: kvjax.PerLayer(layers={}, default=None), "PerLayer: .* default must be a kvjax method, got None"),
-        (lambda: kvjax.Stages(evict=None, retrieve=Quest()), "Stages: evict must be a kvjax method, got None"),
-        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=Quest), "retrieve must be .*, got the class Quest: call it"),
+        (lambda: PerLayer(layers=None, default=Full()), "layers must map layer indices .*, got None"),
+        (lambda: PerLayer(layers={}, default=None), "PerLayer: .* default must be a kvjax method, got None"),
+        (lambda: Stages(evict=None, retrieve=Quest()), "Stages: evict must be a kvjax method, got None"),
+        (lambda: Stages(evict=SnapKV(), retrieve=Quest), "retrieve must be .*, got the class Quest: call it"),
         (lambda: Quest(bugdet=5), "Quest has no knob 'bugdet' .did you mean 'budget'..; it has: budget, capacity, "),
         (lambda: Full(budget=5), "Full has no knob 'budget'; it has: none"),
         (lambda: kvjax.make(3), "name must be the name of a method, got 3; known methods: adakv, chess"),
@@ -429,7 +430,7 @@ def test_lists_that_are_nested_too_deeply_are_refused():
         ("params", lambda: kvjax.prefill(deep, [[1]], config=TINY, max_new_tokens=2)),
         ("config", lambda: kvjax.prefill(tiny_params(), [[1]], config=deep)),
         ("eos_token_ids", lambda: kvjax.sweep(tiny_params(), [[1]], ["full"], config=TINY, eos_token_ids=deep)),
-        ("PerLayer: layers", lambda: kvjax.PerLayer(layers=deep, default=Full())),
+        ("PerLayer: layers", lambda: PerLayer(layers=deep, default=Full())),
     ):
         refuses(f"{name} must .*, got (the row )?a list that is nested too deeply to show", call)
 

@@ -18,11 +18,12 @@ from kvjax.methods import H2O, PQCache, Quest, RetroInfer, SnapKV
 from kvjax.protocol.fields import Limits, check_within, known, number
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
+from kvjax.wrappers import DenseBelow, Periodic, Prefill, Twilight
 from tests.harness import NAMES, example, oracle
 
 CLASSES = {
-    **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
-    "prefill": kvjax.Prefill,
+    **registry.classes(), "dense_below": DenseBelow, "periodic": Periodic, "twilight": Twilight,
+    "prefill": Prefill,
 }  # fmt: skip
 NEEDED = {  # fields without a default
     "dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}, "twilight": {"method": Quest()},

@@ -74,7 +74,7 @@ def test_methods_have_a_docstring_in_five_parts_and_explained_knobs():
 
 def test_every_public_name_is_in_all_and_is_no_module_too():
     public = {name for name, value in vars(kvjax.public).items() if name[0] != "_" and not inspect.ismodule(value)}
-    assert public | {"methods", "models", "__version__"} == {*kvjax.__all__}
+    assert public | {"methods", "models", "wrappers", "__version__"} == {*kvjax.__all__}
     assert not public & {path.stem for path in (ROOT / "kvjax").iterdir()}
     assert all(getattr(kvjax, name) is vars(kvjax.public)[name] for name in kvjax.__all__)
 

@@ -188,7 +188,7 @@ class Chess(Method):
         if self.trigger in ("and", "or") and missing:
             raise ValueError(
                 f"Chess: {missing[0]} is not calibrated, trigger={self.trigger!r} needs it: pass a number, use "
-                "kvjax.calibrate_chess, or trigger='fixed' or 'never'"
+                "kvjax.api.calibrate_chess.calibrate_chess, or trigger='fixed' or 'never'"
             )
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens

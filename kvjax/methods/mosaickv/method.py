@@ -22,7 +22,7 @@ visible when the buffer is full; this equals packing a full buffer, and costs th
 strategy each channel has its own bit, because the paper does not say its element group; under the dynamic one adjacent
 channels can share a bit, and their score is their squared sum. The channel permutation for neighbouring selections is left
 out, because the paper does not say how to compute it. No layer is dense; the paper does not say, and Quest, its baseline,
-leaves two layers dense (`kvjax.PerLayer` can).
+leaves two layers dense (`kvjax.wrappers.PerLayer` can).
 
 Each KV head has one list of blocks from all segments together, by the maximum over its group; no block is always attended,
 and every rotated channel can be kept. What other readings score: docs/notebook/readings-others.md.

@@ -17,6 +17,7 @@ from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.cache.quantised import KV_DTYPES, QuantisedCache, empty_resident, has_groups, row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.testing.subject import STEPS
+from kvjax.wrappers import Prefill, Stages
 from pallas_kernels.formats.quantised import dequantise, quantise
 from pallas_kernels.host import copied_slots
 from pallas_kernels.machine import assume_machine
@@ -235,7 +236,7 @@ def test_unknown_dtypes_and_own_storages_are_refused():
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
-    for wrap in (lambda x: kvjax.Prefill(method=x), lambda x: kvjax.Stages(evict=example("snapkv"), retrieve=x)):
+    for wrap in (lambda x: Prefill(method=x), lambda x: Stages(evict=example("snapkv"), retrieve=x)):
         said = "ThinK has .*; take kv_dtype=None, or a method other than MosaicKV, ShadowKV, ThinK: all others take it"
         with pytest.raises(ValueError, match=said):
             kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")
