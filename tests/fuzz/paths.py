@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
@@ -52,7 +51,7 @@ class Paths:
         self._cheap: tuple[Callable[[pathlib.Path], str | None], ...] = (
             self._record, self._folder, self._table, self._text, self._adapter, self._model,
         )  # fmt: skip
-        self._slow: tuple[Callable[[pathlib.Path], str | None], ...] = (self._cache, self._training, self._tokenizer)
+        self._slow: tuple[Callable[[pathlib.Path], str | None], ...] = (self._cache, self._tokenizer)
 
     def check(self, number: int) -> Iterator[Outcome]:
         """Give the outcome of one name and one thing to save."""
@@ -111,18 +110,6 @@ class Paths:
         factors = {"layers": {"a": jnp.ones((1, 2), jnp.bfloat16)}}
         save_adapter(target, factors, AdapterConfig(base="b", fingerprint="f", rank=2, stretch=1.0))
         return None if _equal(load_adapter(target)[0], factors) else "another adapter was loaded"
-
-    def _training(self, target: pathlib.Path) -> str | None:
-        state = {"step": np.arange(3, dtype=np.int32), "params": np.ones((2, 2), np.float32)}
-        # The package exports nothing: its worker processes import neither orbax nor JAX.
-        made = importlib.import_module("experiments.lab.training.checkpoints").Checkpoints
-        checkpoints = made(target, {"seed": 1})
-        checkpoints.save(5, state)
-        checkpoints.close()
-        again = made(target, {"seed": 1})
-        step, back = again.restore(jax.tree.map(np.zeros_like, state))
-        again.close()
-        return None if step == 5 and _equal(state, back) else "another state was restored"
 
     def _record(self, target: pathlib.Path) -> str | None:
         made = make_record("speed", {"model": target.name.encode(errors="replace").decode()}, [])
