@@ -23,11 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.whole_model import Cache, repeat_rows
-from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
+from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step, start_decode
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
 from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.shared_storage import Once
+from kvjax.exact.progress import Call
 from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
 from kvjax.protocol.describe import describe
@@ -140,7 +141,11 @@ def decode(
     stop_early: bool,
 ) -> Decoded:
     """Run the loop over tokens of the cache's method, `run_decode` or `run_verified`, on the devices that hold the cache."""
-    run = functools.partial(run_verified if drafts_tokens(cache) else run_decode, steps=steps, stop_early=stop_early)
+
+    def run(params: Any, cache: Cache, sampler: Sampler, key: Any, eos: Array, done: Array, limits: Any) -> Decoded:
+        if drafts_tokens(cache):
+            return run_verified(Call(params, sampler, eos, limits), start_decode(cache, key, done, steps, limits))
+        return run_decode(params, cache, sampler, key, eos, done, limits, steps=steps, stop_early=stop_early)
 
     def split(cache: Cache, row: Any) -> Decoded:
         return Decoded(cache=cache, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)

@@ -122,13 +122,16 @@ def all_done(now: Decoded) -> Array:
     return axes.every(now.done.all())
 
 
-def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
-    """Return the state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
+def start_decode(cache: Cache, key: Array | None, done: Array, steps: int, limits: Array | None = None) -> Decoded:
+    """Return the state before the first of ``steps`` tokens.
+
+    Rows in ``done`` bool [B] never change, and neither do rows whose ``limits`` int32 [B] are below 1.
+    """
     return Decoded(
         cache=cache,
         tokens=jnp.full((cache.batch, steps), padding_token(cache.model), jnp.int32),
         num_tokens=jnp.zeros((cache.batch,), jnp.int32),
-        done=done,
+        done=done if limits is None else done | (limits < 1),
         bad_step=jnp.full((cache.batch,), -1, jnp.int32),
         key=key,
         step=jnp.zeros((), jnp.int32),
@@ -176,7 +179,7 @@ def run_decode(
     A token of ``eos`` int32 [E] ends its row, which then does not change. A row also ends after ``limits`` int32 [B] tokens;
     None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended.
     """
-    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
+    start = start_decode(cache, key, done, steps, limits)
     once = functools.partial(decode_once, params, sampler, eos, limits)
 
     def before(stop: Array | int) -> Callable[[Decoded], Array]:

@@ -27,11 +27,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
+from kvjax.decoding.decode import Decoded, padding_token, run_step
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.sampling import Sampler
 from kvjax.exact.progress import (
     Call,
     active_rows,
@@ -60,23 +59,15 @@ def drafts_tokens(cache: Cache) -> bool:
     return cache.method.drafts > 0 and cache.shared is not None
 
 
-def run_verified(
-    params: Any,
-    cache: Cache,
-    sampler: Sampler,
-    key: Array | None,
-    eos: Array,
-    done: Array,
-    limits: Array | None = None,
-    *,
-    steps: int,
-    stop_early: bool,
-) -> Decoded:
-    """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended."""
-    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
-    draws, last = (None, None) if key is None else keys_of_draws(key, steps)
-    end = advance(Call(params, sampler, eos, limits, draws), start)
-    return dataclasses.replace(end, key=last)
+def run_verified(call: Call, start: Decoded) -> Decoded:
+    """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended.
+
+    Args:
+        call: its ``draws`` are made here, from the key of ``start``.
+        start: see `kvjax.decoding.decode.start_decode`.
+    """
+    draws, last = (None, None) if start.key is None else keys_of_draws(start.key, start.tokens.shape[1])
+    return dataclasses.replace(advance(dataclasses.replace(call, draws=draws), start), key=last)
 
 
 def advance(call: Call, now: Decoded) -> Decoded:

@@ -185,10 +185,10 @@ def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
         init_shared = passes("method", Method.init_shared)
         observe = passes("method", Method.observe)
 
-    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(kvjax.Twilight)
+    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(Twilight)
     check_answers(Told)
     with pytest.raises(AssertionError, match="Twilight leaves is_new to its base class"):
-        check_answers(kvjax.Twilight)
+        check_answers(Twilight)
 
 
 def test_stages_answers_by_the_method_that_does_it():
