@@ -77,8 +77,6 @@ class Verified(Method):
     keeps = "every token, and what `draft` keeps"
     extrapolates = False
     evicts = False
-    composable = False
-    slotted = False
     dense_prompt = True
     spans_layers = True
 

@@ -65,11 +65,8 @@ class VerifiedLayer(LayerMethod):
     keeps = "every token, and what `draft` keeps"
     extrapolates = False
     evicts = False
-    composable = False
-    slotted = False
     dense_prompt = True
     needs_guess = False  # the draft asks for itself, in its own steps
-    common_prompt = False  # `finish` makes a state of another form where the draft has its own storage
 
     rework = passes("draft", LayerMethod.rework)
 

@@ -110,12 +110,12 @@ class Method(abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
     PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
     TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
+    composable: ClassVar[bool] = False  # True: a `SlotMethod`, which wrappers can compose
+    slotted: ClassVar[bool] = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose`
 
     extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
-    composable = False  # True: a `SlotMethod`, which wrappers can compose
-    slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
     dense_prompt = False  # True: attention over the prompt is exact and dense: see `kvjax.decoding.layers.shares_prefill`
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
     moves_slots = True  # False: ``state.cache`` has each stored token in the slot that it came to
@@ -217,7 +217,7 @@ class LayerMethod(Method):
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
     # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
     # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
-    common_prompt = False
+    common_prompt: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
@@ -360,13 +360,14 @@ def check_method(role: str, value: Any) -> Method:
 def declarations(kind: type[Method]) -> tuple[str, ...]:
     """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
 
-    A wrapper answers each of them; see `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class.
+    A wrapper answers each of them; see `kvjax.wrappers.compose.answers`. A ``ClassVar``, such as ``PAPER``, belongs to the
+    class.
     """
     bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
-    named = {name: value for base in bases for name, value in vars(base).items()}
-    return tuple(
-        name for name, value in named.items() if name.islower() and name[0] != "_" and not inspect.isroutine(value)
-    )
+    values = {name: value for base in bases for name, value in vars(base).items()}
+    hints = {name: str(hint) for base in bases for name, hint in inspect.get_annotations(base).items()}
+    public = [name for name, value in values.items() if name[0] != "_" and not inspect.isroutine(value)]
+    return tuple(name for name in public if not hints.get(name, "").startswith("ClassVar"))
 
 
 def with_inner(method: Method) -> Iterator[Method]:

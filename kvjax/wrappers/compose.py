@@ -98,8 +98,6 @@ class PerLayer(Method):
     default: Method = traced("for layers that are not in `layers`")
 
     keeps = "what the methods of the layers keep"
-    composable = False  # it does not choose slots itself
-    slotted = False
 
     def check(self) -> None:
         if not isinstance(self.layers, dict):

@@ -49,8 +49,6 @@ class LayerBudgets(Method):
     shares: tuple[float, ...] = static("of each layer, as factors of the budget; their mean is 1", above=0)
 
     keeps = "in each layer what `method` keeps with the layer's budget"
-    composable = False  # it does not choose slots itself
-    slotted = False
 
     def check(self) -> None:
         method = check_method("LayerBudgets: method", self.method)

@@ -65,9 +65,6 @@ class WatchedLayer(LayerMethod):
 
     evicts = False  # it keeps every key
     slot_block = None  # it needs every key on one device
-    composable = False  # it has a state of its own
-    slotted = False
-    common_prompt = False  # the same
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -147,8 +144,6 @@ class Watched(Method):
     steps: int = static("decode steps that are measured; later steps are not", default=64, least=1)
 
     dense_prompt = False  # each watched method prefills its prompt alone
-    composable = False  # its layers have a state of their own
-    slotted = False
 
     @property
     def lacks(self) -> tuple[str, ...]:
