@@ -57,7 +57,7 @@ def register[M: Method](cls: type[M]) -> type[M]:
             `kvjax.protocol.typing.pytree`.
         ValueError: a built-in method, which is refused itself, or a class of another module has the name.
     """
-    if any(cls is own for own in _own().values()):
+    if any(cls is one for one in _of_kvjax().values()):
         raise ValueError(f"expected a method that kvjax does not have, got its own {cls.__name__}")
     _add(cls, _registered)
     return cls
@@ -76,7 +76,7 @@ def load(path: str) -> type[Method]:
     """
     cls = named_by(path, "class")
     try:
-        return cls if cls in _own().values() else register(cls)
+        return cls if cls in _of_kvjax().values() else register(cls)
     except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
         raise ValueError(f"{path!r} names no method: {error}") from error
 
@@ -133,7 +133,7 @@ def path_of(cls: type) -> str | None:
     return class_path(cls) if cls in (*outside().values(), *WRAPPERS.values()) else None
 
 
-def _own() -> dict[str, type[Method]]:
+def _of_kvjax() -> dict[str, type[Method]]:
     """Return the classes that kvjax has, by lower-case name."""
     return {**WRAPPERS, **builtin()}
 
@@ -163,7 +163,7 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
         raise TypeError(f"a method must be decorated with kvjax.protocol.typing.pytree, got {cls.__name__} without it")
     check_hooks(cls)
     name = cls.__name__.lower()
-    other = _own().get(name) or known.get(name)
+    other = _of_kvjax().get(name) or known.get(name)
     if other is not None and class_path(other) != class_path(cls):
         raise ValueError(f"the method name {name!r} belongs to {class_path(other)}, got {class_path(cls)}: rename the class")
     known[name] = cls

@@ -53,13 +53,13 @@ _BRACKETS = 50  # of the text of a method; methods in one another need a few
 
 def inner_fields(cls: type[Method]) -> dict[str, bool]:
     """List the fields of a class that hold methods, in order, and whether a field holds a method for each layer index."""
-    made = {}
+    fields = {}
     for name, hint in typing.get_type_hints(cls).items():
         if name in cls.__dataclass_fields__:
             by_layer = typing.get_origin(hint) is dict and _is_method(typing.get_args(hint)[1])
             if by_layer or _is_method(hint):
-                made[name] = by_layer
-    return made
+                fields[name] = by_layer
+    return fields
 
 
 def _is_method(hint: Any) -> bool:
