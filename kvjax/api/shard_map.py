@@ -154,9 +154,9 @@ def decode(
     return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=split)
 
 
-def decode_and_measure(*args: Any, **static: Any) -> tuple[Decoded, Stats]:
+def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
     """Run `decode`, and compute the cost of the step after it: one program instead of many small ones."""
-    end = decode(*args, **static)
+    end = decode(params, cache, *args, **static)
     return end, cost(end.cache)
 
 

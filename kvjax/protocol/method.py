@@ -28,7 +28,7 @@ from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
-from kvjax.protocol.typing import Model, pytree
+from kvjax.protocol.typing import Model, pytree, traced
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import run_if
 
@@ -55,21 +55,25 @@ class Inputs:
 class Prompt:
     """A record of the prompt, for a method that compresses at its end. Unused parts have size zero."""
 
-    query: Array  #: [B, H, G, W, D], the last W rotated queries of each row, oldest first
-    query_position: Array  #: int32 [B, W], EMPTY for queries before the prompt's first token
-    mass: Array  #: float32 [B, H, S], attention probability that each slot received, summed over queries and group
-    tokens: Array  #: int32 [B, S], token id of each slot
-    moments: Moments | None = None  #: of the queries before RoPE; None unless the method `reads` them
-    kept: Array | None = None  #: bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
-    length: Array | None = None  #: int32 [B], tokens of each row; known in `compress`, and None before the prompt's end
+    query: Array = traced("[B, H, G, W, D], the last W rotated queries of each row, oldest first")
+    query_position: Array = traced("int32 [B, W], EMPTY for queries before the prompt's first token")
+    mass: Array = traced("float32 [B, H, S], attention probability that each slot received, summed over queries and group")
+    tokens: Array = traced("int32 [B, S], token id of each slot")
+    moments: Moments | None = traced("of the queries before RoPE; None unless the method `reads` them", default=None)
+    kept: Array | None = traced(
+        "bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread", default=None
+    )
+    length: Array | None = traced(
+        "int32 [B], tokens of each row; known in `compress`, and None before the prompt's end", default=None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """The argument of `Method.reread`: a prompt, and the model, which can prefill further tokens after it."""
 
-    tokens: Array  #: int32 [B, S], token ids, padded on the right
-    length: Array  #: int32 [B], tokens of each row
+    tokens: Array  # int32 [B, S], token ids, padded on the right
+    length: Array  # int32 [B], tokens of each row
     # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
     # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
     # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
@@ -80,23 +84,23 @@ class Reading:
 class Step:
     """The tokens that a decode step (T = 1) or an `extend` has just stored."""
 
-    query: Array  #: [B, H, G, T, D], rotated
-    position: Array  #: int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything
-    tokens: Array  #: int32 [B, T], token ids
-    shared: Any  #: the method's shared state
-    guess: Array | None = None  #: [B, H, G, T, D], rotated; None where `Inputs.guess` is None
-    select_aux: Any = None  #: in `update` of one token: what `select` put into `Selection.select_aux`
+    query: Array = traced("[B, H, G, T, D], rotated")
+    position: Array = traced("int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything")
+    tokens: Array = traced("int32 [B, T], token ids")
+    shared: Any = traced("the method's shared state")
+    guess: Array | None = traced("[B, H, G, T, D], rotated; None where `Inputs.guess` is None", default=None)
+    select_aux: Any = traced("in `update` of one token: what `select` put into `Selection.select_aux`", default=None)
 
 
 @pytree
 class Cost:
     """The cost of decoding one more token in one layer, per row. A slot that this token will evict does not count."""
 
-    attended: Array  #: float32 [B], tokens in the softmax, mean over KV heads
-    kv_bytes: Array  #: float32 [B], bytes of keys and values read, all KV heads
-    metadata_bytes: Array  #: float32 [B], bytes of the method's own metadata read, all KV heads
-    bus_bytes: Array | float = 0.0  #: float32 [B], at least so many of `kv_bytes` cross the bus
-    counters: Mapping[str, Array]  #: the method's statistics of the run so far, float32 [B] each
+    attended: Array  # float32 [B], tokens in the softmax, mean over KV heads
+    kv_bytes: Array  # float32 [B], bytes of keys and values read, all KV heads
+    metadata_bytes: Array  # float32 [B], bytes of the method's own metadata read, all KV heads
+    bus_bytes: Array | float = 0.0  # float32 [B], at least so many of `kv_bytes` cross the bus
+    counters: Mapping[str, Array]  # the method's statistics of the run so far, float32 [B] each
 
     @property
     def bytes_read(self) -> Array:
