@@ -75,7 +75,7 @@ class Periodic(SlotMethod):
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True
     moves_slots = True
-    selects = False
+    selects = SlotMethod.selects  # it attends to all that `evict` has left
     slot_block = None  # each device would need the slots of all to score them again
 
     def check(self) -> None:
