@@ -199,16 +199,16 @@ class Method(abc.ABC):
         """Return the knobs for ``length`` tokens of text, and what differs from the paper; None if a budget is all."""
         return None
 
-    @abc.abstractmethod
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. Or None."""
+        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. By default None."""
+        return None
 
-    @abc.abstractmethod
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         """Update the shared state of the cache after a decode step, the prompt or an `extend`.
 
         The layers and the logits of ``cache`` are up to date already.
         """
+        return cache
 
 
 class LayerMethod(Method):
@@ -276,12 +276,6 @@ class LayerMethod(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method itself. A method whose layers differ returns other methods for some layers."""
         return self
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:

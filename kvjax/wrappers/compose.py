@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.over_cache import Selection
-from kvjax.cache import Cache, LayerCache, LayerStorage
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.protocol.fields import shown
-from kvjax.protocol.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
+from kvjax.protocol.method import LayerMethod, Method, Prompt, Step, check_method, declarations
 from kvjax.protocol.slots import Reads, SlotMethod, count_all
 from kvjax.protocol.typing import not_none, pytree, static, traced
 
@@ -149,12 +149,6 @@ class PerLayer(Method):
                 f"PerLayer: layers must name each layer once, got {sorted(self.layers)} for a model of {num_layers} layers"
             )
         return by_index.get(layer, self.default).for_layer(layer, num_layers)
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
 
 
 @answers("evict", "retrieve")

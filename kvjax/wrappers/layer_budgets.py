@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Cache
-from kvjax.protocol.method import LayerMethod, LayerSpec, Method, check_method, with_inner
+from kvjax.protocol.method import LayerMethod, Method, check_method, with_inner
 from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import floor_share
 from kvjax.wrappers.compose import answers
@@ -70,12 +69,6 @@ class LayerBudgets(Method):
                 f"LayerBudgets: shares must have a number for each of the model's {num_layers} layers, got {len(self.shares)}"
             )
         return _multiplied(self.method, self.shares[layer]).for_layer(layer, num_layers)
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
 
 
 def layer_shares(similarity: Sequence[float], share: float = 0.35) -> tuple[float, ...]:

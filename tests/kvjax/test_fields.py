@@ -140,12 +140,6 @@ class Mine(Method):
     def for_layer(self, layer, num_layers):
         raise NotImplementedError
 
-    def init_shared(self, specs):
-        return None
-
-    def observe(self, cache, decoding):
-        return cache
-
 
 def test_a_declared_field_is_checked():
     made = Mine(size=np.int64(4), share=1, pair=(np.int32(3),))
