@@ -11,7 +11,6 @@ import pytest
 
 import kvjax
 from kvjax.attention.sinks import with_sinks
-from kvjax.exact import FromJudge
 from kvjax.methods import Full, MosaicKV
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.dispatch import run_shared
