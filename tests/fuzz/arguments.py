@@ -168,6 +168,7 @@ def fields() -> tuple[Argument, ...]:
 
 def _field(cls: type, field: dataclasses.Field) -> Argument:
     rule = _rule(field.name, typing.get_type_hints(cls)[field.name], field.metadata.get("limits", Limits()), field.metadata)
+    rule = either(none, rule) if field.default is None else rule
     if field.name == "boundary":
         rule = lambda x: x is None or (isinstance(x, (np.ndarray, jax.Array)) and x.dtype == bool and x.ndim == 1)  # noqa: E731
     if field.name == "offload":
