@@ -31,7 +31,6 @@ from kvjax.attention.patterns import FILE, Table, to_file
 from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
-from kvjax.rope import rotate
 from kvjax.wrappers import Pattern, Prefill
 from models.files.directories import locate_gguf
 from models.hub.progress import progress_bar
@@ -97,8 +96,7 @@ class Measuring(BesideFull):
         out, inner = Full().attend(state.inner, inputs)
         share = state.share
         if isinstance(inputs.start, int):
-            query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-            key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+            query, key = inputs.rotated()
             share = self.kept(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
         return out, Kept(inner=inner, share=share)
 

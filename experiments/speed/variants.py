@@ -206,9 +206,6 @@ class Nothing(LayerMethod):
         out, _, _ = lax.optimization_barrier((inputs.query, inputs.key, inputs.value))
         return out, state
 
-    def finish(self, state: Array, spec: LayerSpec) -> Array:
-        return state
-
     def chosen(self, state: Array, inputs: Inputs) -> Array:
         return jnp.zeros((*inputs.key.shape[:2], 0), jnp.int32)
 
@@ -217,9 +214,6 @@ class Nothing(LayerMethod):
         return Cost(attended=none, kv_bytes=none, metadata_bytes=none, counters={})
 
     def room(self, state: Array) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
         return None
 
 

@@ -54,9 +54,6 @@ class Recurrent(LayerMethod):
     def attend(self, state: Memory, inputs: Inputs) -> tuple[Array, Memory]:
         raise ValueError("a recurrent layer has no keys to attend to: expected a call of `advance`")
 
-    def finish(self, state: Memory, spec: LayerSpec) -> Memory:
-        return state
-
     def chosen(self, state: Memory, inputs: Inputs) -> Array:
         return jnp.full((*inputs.key.shape[:2], 1), EMPTY, jnp.int32)
 
@@ -66,9 +63,6 @@ class Recurrent(LayerMethod):
         return Cost(attended=none, kv_bytes=none + row_bytes(self.keeps_of_row), metadata_bytes=none, counters={})
 
     def room(self, state: Memory) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import append_tokens, attend_few_mass, attend_stored
+from kvjax.attention.over_cache import attend_few_mass, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
 from kvjax.exact.rewind import rewound
@@ -115,9 +115,8 @@ class VerifiedLayer(LayerMethod):
             float32 [B, H, S], None unless the draft observes it in this storage. Where a kernel makes the mass beside the
             attention, it comes from a row's first token, which is always kept; elsewhere it comes from all tokens.
         """
-        given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         full = full_of(state)
-        query, cache = append_tokens(full.cache, *given)
+        query, cache = inputs.append_to(full.cache)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
@@ -201,9 +200,7 @@ class VerifiedLayer(LayerMethod):
         return lax.fori_loop(0, count, body, state)
 
     def chosen(self, state: Any, inputs: Inputs) -> Array:
-        cache = full_of(state).cache
-        given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        return append_tokens(cache, *given)[1].position
+        return inputs.append_to(full_of(state).cache)[1].position
 
     def cost(self, state: Any, shared: Passes) -> Cost:
         """Compute the cost of one more token: of a pass and its drafts, divided by the tokens that passes gave so far."""

@@ -44,7 +44,6 @@ from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState, check_budget
 from kvjax.protocol.typing import EMPTY, Model, not_none, pytree, static, traced
-from kvjax.rope import rotate
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -107,8 +106,7 @@ class KVzip(AppendOnly):
 
             def attend(state: tuple[LayerCache, Array], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score = state
-                query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-                key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+                query, key = inputs.rotated()
                 out, lse = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
                 own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
                 at = jnp.where(at < begin, EMPTY, at)

@@ -66,9 +66,6 @@ class StreamingLLM(LayerMethod):
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
         return self._attend_one(query, cache, position, inputs), self._evict(cache, 1)
 
-    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
-        return state
-
     def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
         return state.append(inputs.key, inputs.value, inputs.position).position
 

@@ -29,6 +29,7 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
 from kvjax.protocol.typing import Model, pytree, traced
+from kvjax.rope import rotate
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import run_if
 
@@ -49,6 +50,18 @@ class Inputs:
     # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
     sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
+
+    def rotated(self) -> tuple[Array, Array]:
+        """Rotate the query and the key at their positions."""
+        query = rotate(self.query, self.position[:, None, None], self.inv_freq)
+        return query, rotate(self.key, self.position[:, None], self.inv_freq)
+
+    def append_to[Storage: LayerStorage](self, cache: Storage) -> tuple[Array, Storage]:
+        """Store the tokens, which come after the prompt, with rotated keys: return the rotated query, and the cache."""
+        if self.query.shape[3] == 1:  # a kernel rotates and stores
+            return cache.append_rotated(self.query, self.key, self.value, self.position, self.inv_freq)
+        query, key = self.rotated()
+        return query, cache.append(key, self.value, self.position)
 
 
 @pytree
@@ -231,9 +244,9 @@ class LayerMethod(Method):
     def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
         """Store the tokens and attend with them. Return the output [B, H, G, T, D] and the new state."""
 
-    @abc.abstractmethod
     def finish(self, state: Any, spec: LayerSpec) -> Any:
-        """Make the state that decoding needs from the state after the last prompt chunk."""
+        """Make the state that decoding needs from the state after the last prompt chunk; by default they are the same."""
+        return state
 
     @abc.abstractmethod
     def chosen(self, state: Any, inputs: Inputs) -> Array:
@@ -247,9 +260,9 @@ class LayerMethod(Method):
     def room(self, state: Any) -> Array | None:
         """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
 
-    @abc.abstractmethod
     def max_tokens(self, in_prompt: bool) -> int | None:
-        """Return the most tokens that one `attend` call can take; None means any number."""
+        """Return the most tokens that one `attend` call can take; None, the default, means any number."""
+        return None
 
     def due(self, state: Any) -> Array | None:
         """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.moments import add_queries, no_moments
-from kvjax.attention.over_cache import Selection, append_tokens, attend_selected, attend_stored, attend_whole, mass_of
+from kvjax.attention.over_cache import Selection, attend_selected, attend_stored, attend_whole, mass_of
 from kvjax.attention.sinks import with_sinks
 from kvjax.attention.sparse import SparsePrompt
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
@@ -122,10 +122,6 @@ class SlotAttention(LayerMethod):
         """Return the slots of bounded storage, scratch included; None, the default, if storage grows with the tokens."""
         return None
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        """Return the most tokens that one `attend` call can take; None, the default, means any number."""
-        return None
-
     def gap(self, aux: Any) -> Array | None:
         """Return a range of empty slots of each KV head that a step need not read, int32 [B, H, 2]; None if there is none."""
         return None
@@ -133,9 +129,7 @@ class SlotAttention(LayerMethod):
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         if state.prompt is not None:
             return self._read(state, state.prompt, inputs)
-        query, cache = append_tokens(
-            state.cache, inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         step, single = _step(query, inputs), inputs.query.shape[3] == 1
         chosen = self.select(cache, state.aux, step) if single else None
         if chosen is None:
@@ -158,7 +152,7 @@ class SlotAttention(LayerMethod):
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
         """Attend with a prompt chunk: causally, and densely unless there is a `sparse_prompt`."""
         start, sparse = not_none("start", inputs.start), self.sparse_prompt
-        query, key, value = _rotated(inputs)
+        (query, key), value = inputs.rotated(), inputs.value
         cache = state.cache.append(key, value, inputs.position, start)
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         mass = None
@@ -191,8 +185,8 @@ class SlotAttention(LayerMethod):
         return out.reshape(inputs.query.shape), SlotState(cache=cache, prompt=prompt)
 
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
-        query, key, value = _rotated(inputs)
-        cache = state.cache.append(key, value, inputs.position)
+        query, key = inputs.rotated()
+        cache = state.cache.append(key, inputs.value, inputs.position)
         chosen = self.select(cache, state.aux, _step(query, inputs))
         if chosen is None:
             return cache.position
@@ -296,9 +290,6 @@ class BoundedSlots(SlotAttention):
         slots = min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)
         return SlotState(cache=empty_resident(spec, slots))
 
-    def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
-        return state
-
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
         score = check_score(self, self.score(cache), cache.valid.shape, "[B, H, S]")
         if step.position.shape[1] == 1:
@@ -364,12 +355,6 @@ def check_budget(method: Any, least: int, needs: str) -> None:
         who = type(method).__name__
         raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {given}")
     object.__setattr__(method, "budget", clamped(method.budget, least, None))
-
-
-def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
-    """Rotate query and key; return them with the value."""
-    query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-    return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
 
 
 def _step(query: Array, inputs: Inputs) -> Step:

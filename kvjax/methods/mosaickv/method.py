@@ -133,7 +133,8 @@ class MosaicKV(LayerMethod):
     def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
         if state.store is None:
             return self._prompt(state.cache, inputs)
-        query, key, cache = _append(state.cache, inputs)
+        query, cache = inputs.append_to(state.cache)
+        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
         layout = self._layout(query.shape[-1])
         # Tokens packed now are not visible yet. They are packed before attention, so that nothing reads the old store later
         # and the new store can be written in place.
@@ -159,7 +160,7 @@ class MosaicKV(LayerMethod):
         return MosaicState(cache=cache, store=store)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
-        query, _, cache = _append(state.cache, inputs)
+        query, cache = inputs.append_to(state.cache)
         layout = self._layout(query.shape[-1])
         store = not_none("store", state.store)
         blocks, count = self._select(layout, store, projected(store, query[..., 0, :]))
@@ -236,7 +237,7 @@ class MosaicKV(LayerMethod):
 
     def _prompt(self, cache: LayerStorage, inputs: Inputs) -> tuple[Array, MosaicState]:
         """Prefill a chunk with dense and exact attention."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = cache.append(key, inputs.value, inputs.position, inputs.start)
         if isinstance(inputs.start, int):  # no earlier chunk
             return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
@@ -291,23 +292,6 @@ class MosaicKV(LayerMethod):
             # Tokens behind a full buffer are packed last, because a new segment can begin with them.
             store = write(layout, cache, store, key, value, late)
         return MosaicState(cache=cache, store=store)
-
-
-def _append(cache: LayerStorage, inputs: Inputs) -> tuple[Array, Array, LayerStorage]:
-    """Append to the buffer: the rotated query [B, H, G, T, D], the rotated key [B, H, T, D], and the new buffer."""
-    if inputs.query.shape[3] > 1:
-        query, key = _at_positions(inputs)
-        return query, key, cache.append(key, inputs.value, inputs.position)
-    query, cache = cache.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
-    return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), cache
-
-
-def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """Rotate the query and the key at their positions."""
-    return (
-        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
-        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
-    )
 
 
 def _listed(blocks: Array, count: Array) -> Array:

@@ -121,9 +121,7 @@ class ShadowKV(LayerMethod):
             return self._read(state, inputs)
         if inputs.query.shape[3] > 1:
             return self._attend_to_all(state, state.shadow, inputs)
-        query, cache = state.cache.append_rotated(
-            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         query, shadow = query[..., 0, :], state.shadow
         chunks, listed = self._chosen(shadow, query)
         out, lse = low_rank_attention(
@@ -170,9 +168,7 @@ class ShadowKV(LayerMethod):
         return ShadowState(cache=dataclasses.replace(cache, key=key), shadow=shadow)
 
     def chosen(self, state: ShadowState, inputs: Inputs) -> Array:
-        query, cache = state.cache.append_rotated(
-            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         chunks, listed = self._chosen(not_none("shadow", state.shadow), query[..., 0, :])
         slots, listed = page_slots(chunks, self.chunk_size), jnp.repeat(listed, self.chunk_size, axis=2)
         return jnp.concatenate([cache.position, jnp.where(listed, slots, EMPTY)], axis=2)
@@ -198,12 +194,9 @@ class ShadowKV(LayerMethod):
     def room(self, state: ShadowState) -> Array | None:
         return free_slots(state.cache, None)
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return None
-
     def _read(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Prefill a chunk with dense and exact attention."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
         state = ShadowState(cache=cache, inv_freq=inv_freq)
@@ -222,7 +215,7 @@ class ShadowKV(LayerMethod):
 
     def _attend_to_all(self, state: ShadowState, shadow: Shadow, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Attend with several tokens after the prompt, rebuilding the keys of all chunks."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = state.cache.append(key, inputs.value, inputs.position)
         value = to_device(shadow.value)
         slots = jnp.broadcast_to(jnp.arange(value.shape[2], dtype=jnp.int32)[None, None], value.shape[:3])
@@ -257,14 +250,6 @@ class ShadowKV(LayerMethod):
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
         # A row with few outliers has empty slots before its other tokens.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
-
-
-def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """Rotate the query and the key at their positions."""
-    return (
-        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
-        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
-    )
 
 
 def _all_slots(cache: LayerCache) -> tuple[Array, Array]:
