@@ -27,7 +27,6 @@ stays. Where RoPE's frequencies depend on the length of the text, the departure 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -35,35 +34,23 @@ from jax import Array
 
 from kvjax.attention.moments import Moments, pair_lengths
 from kvjax.cache import LayerCache
-from kvjax.protocol.families import Eviction
-from kvjax.protocol.method import LayerMethod, Prompt
+from kvjax.protocol.method import Prompt
 from kvjax.protocol.slots import Reads
-from kvjax.protocol.typing import not_none, pytree, static, traced
-from kvjax.wrappers.periodic import Periodic
+from kvjax.protocol.typing import not_none, pytree, traced
+from kvjax.wrappers.periodic import PeriodicEviction
 from pallas_kernels.numerics import product_precision
 
 
 @pytree
-class TriAttention(Eviction):
+class TriAttention(PeriodicEviction):
     """Keep what the mean query will attend to, evicted while decoding; see the module docstring."""
 
     budget: int | Array = traced("tokens kept per KV head by every eviction", default=2048, least=1, within="capacity")
-    interval: int | None = static("tokens between evictions; None evicts at the prompt's end alone", default=128, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2604.04921"
     reach = 65536  # largest offset in tokens, from which later queries are taken
 
-    keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
     reads = Reads(moments_from=0)
-
-    @property
-    def moves_slots(self) -> bool:
-        return self.interval is not None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        if self.interval is None:
-            return self
-        return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         moments, exact = not_none("moments", prompt.moments), product_precision(jnp.float32)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -185,6 +186,25 @@ class Periodic(SlotMethod):
             return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
         return jax.tree.map(of_rows, compressed, cache)
+
+
+@pytree
+class PeriodicEviction(Eviction):
+    """An `Eviction` that is `Periodic` by itself. Write ``score``."""
+
+    budget: int | Array = traced("tokens kept per KV head by every eviction", default=1024, least=1, within="capacity")
+    interval: int | None = static("tokens between evictions; None evicts at the prompt's end alone", default=128, least=1)
+
+    keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
+
+    @property
+    def moves_slots(self) -> bool:
+        return self.interval is not None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        if self.interval is None:
+            return self
+        return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
 
 
 def _slots(method: SlotMethod) -> int:
