@@ -18,7 +18,7 @@ from jax import Array
 
 from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
-from kvjax.api.programs import consume, decode_program, extend_program, generate_program, step_program
+from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
 from kvjax.api.text import GrowingText, rows_of, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
@@ -89,7 +89,7 @@ def decode_step(
     check_vocabulary(fed, cache.model)
     check_room(cache, moves.astype(jnp.int32))
     args = place_rows(cache.plan, fed[:, None], moves[:, None])
-    return consume(step_program, params, cache, *args)
+    return consuming(step_program, params, cache, args)(params, cache, *args)
 
 
 @in_32_bits
@@ -118,7 +118,7 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | Non
     if not padded.shape[1]:
         return cache
     args = place_rows(cache.plan, padded, length)
-    return consume(extend_program, params, cache, *args)
+    return consuming(extend_program, params, cache, args)(params, cache, *args)
 
 
 @in_32_bits
@@ -163,18 +163,9 @@ def generate(
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
-    end, cost = consume(
-        generate_program,
-        params,
-        cache,
-        sampler,
-        key,
-        eos,
-        done,
-        most,
-        steps=max_new_tokens,
-        stop_early=(eos.size > 0 or most is not None) and not in_trace,
-    )
+    args = params, cache, sampler, key, eos, done, most
+    stop_early = (eos.size > 0 or most is not None) and not in_trace
+    end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early)
     tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
     _check_finite(bad)
     stats = with_bytes(cost, end.cache, params)

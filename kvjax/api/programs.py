@@ -42,12 +42,12 @@ _KEEP = {  # the same programs, which do not consume their cache
 }
 
 
-def consume(program: Any, *args: Any, **static: Any) -> Any:
-    """Run a program, which consumes its cache; but if one of its arguments is traced, the program that does not.
+def consuming(program: Any, *args: Any) -> Any:
+    """Return the program itself, which consumes its cache, or the program that does not if one of its arguments is traced.
 
     A mapped or differentiated function may close over its cache, and is then called again.
     """
-    return (program if is_known(args) else _KEEP[program])(*args, **static)
+    return program if is_known(args) else _KEEP[program]
 
 
 def lower_programs(

@@ -23,12 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.whole_model import Cache, repeat_rows
-from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step, start_decode
+from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
 from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.shared_storage import Once
-from kvjax.exact.progress import Call
 from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
 from kvjax.protocol.describe import describe
@@ -136,28 +135,30 @@ def decode(
     eos: Array,
     done: Array,
     limits: Array | None = None,
-    *,
-    steps: int,
-    stop_early: bool,
+    **static: Any,
 ) -> Decoded:
-    """Run the loop over tokens of the cache's method, `run_decode` or `run_verified`, on the devices that hold the cache."""
-
-    def run(params: Any, cache: Cache, sampler: Sampler, key: Any, eos: Array, done: Array, limits: Any) -> Decoded:
-        if drafts_tokens(cache):
-            return run_verified(Call(params, sampler, eos, limits), start_decode(cache, key, done, steps, limits))
-        return run_decode(params, cache, sampler, key, eos, done, limits, steps=steps, stop_early=stop_early)
+    """Run `run_decode` on the devices that hold the cache, with the same arguments."""
 
     def split(cache: Cache, row: Any) -> Decoded:
         return Decoded(cache=cache, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
 
+    run = functools.partial(run_decode, advance=_loop(cache), **static)
     same = {"sampler": sampler, "key": key, "eos": eos}
     return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=split)
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
     """Run `decode`, and compute the cost of the step after it: one program instead of many small ones."""
+    if cache.plan is None:
+        end = run_decode(params, cache, *args, advance=_loop(cache), **static)
+        return end, step_cost(end.cache)
     end = decode(params, cache, *args, **static)
     return end, cost(end.cache)
+
+
+def _loop(cache: Cache) -> Callable[..., Decoded] | None:
+    """Return the loop of a method that drafts tokens; None for all others."""
+    return run_verified if drafts_tokens(cache) else None
 
 
 def cost(cache: Cache) -> Stats:

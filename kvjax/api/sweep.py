@@ -28,10 +28,9 @@ from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
-from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
+from kvjax.decoding.decode import Call, Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from kvjax.exact.progress import Call
 from kvjax.exact.verify import advance, drafts_tokens
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
 from kvjax.protocol.describe import describe, is_known
@@ -267,7 +266,7 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    once, counts = functools.partial(decode_once, params, Sampler(), eos, None), True
+    once, counts = functools.partial(decode_once, Call(params, Sampler(), eos)), True
     if drafts_tokens(start.cache):  # a lane that has run all its steps may end before the others
         limits = jnp.full(length.shape, max_new_tokens, jnp.int32)
         once, counts = functools.partial(advance, Call(params, Sampler(), eos, limits)), False

@@ -27,12 +27,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.decoding.decode import Decoded, padding_token, run_step
+from kvjax.decoding.decode import Call, Decoded, padding_token, run_step
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.exact.progress import (
-    Call,
     active_rows,
     draw,
     ends,
