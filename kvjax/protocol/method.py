@@ -73,12 +73,8 @@ class Prompt:
     mass: Array = traced("float32 [B, H, S], attention probability that each slot received, summed over queries and group")
     tokens: Array = traced("int32 [B, S], token id of each slot")
     moments: Moments | None = traced("of the queries before RoPE; None unless the method `reads` them", default=None)
-    kept: Array | None = traced(
-        "bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread", default=None
-    )
-    length: Array | None = traced(
-        "int32 [B], tokens of each row; known in `compress`, and None before the prompt's end", default=None
-    )
+    kept: Array | None = traced("bool [B, H, S], slots that `Method.reread` keeps; None if there was no reread", default=None)
+    length: Array | None = traced("int32 [B], tokens of each row; None before the prompt's end", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,11 +357,9 @@ def check_method(role: str, value: Any) -> Method:
     """
     if isinstance(value, Method):
         return value
-    if isinstance(value, str):
-        raise ValueError(f"{role} must be a kvjax method, got the name {value!r}: kvjax.make it")
-    if isinstance(value, type):
-        raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
-    raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
+    name = f"the name {value!r}: kvjax.make it" if isinstance(value, str) else shown(value)
+    hint = f": call it, {value.__name__}(...)" if isinstance(value, type) else ""
+    raise ValueError(f"{role} must be a kvjax method, got {name}{hint}")
 
 
 def declarations(kind: type[Method]) -> tuple[str, ...]:
