@@ -27,4 +27,5 @@ Making:
 
 * ``training``: how the shipped model and the adapter were made.
 * ``site``: pages and tables of the documentation that come from docstrings and records.
+* ``goldens``: numbers of other programs, which ``tests/goldens`` keeps.
 """
