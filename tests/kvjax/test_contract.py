@@ -160,7 +160,7 @@ def test_index_updated_equals_index_rebuilt(name):
     jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache.resident()))
 
 
-@pytest.mark.parametrize("name", repeated(MASKED, but=("quest", "mosaickv", "tokenselect")))
+@pytest.mark.parametrize("name", repeated(MASKED, but=("quest", "mosaickv")))
 def test_mask_mode_equals_gather_mode(name):
     laws.mask_mode_equals_gather_mode(subject(name))
 

@@ -44,14 +44,14 @@ def report(run, names, strict=True):
         jax.config.update("jax_numpy_dtype_promotion", "strict")
         jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_disable_most_optimizations", True)
-    found = {}
+    outcomes = {}
     for name in names:
         try:
             run(name)
-            found[name] = None
+            outcomes[name] = None
         except (Exception, SystemExit):
-            found[name] = traceback.format_exc(limit=-6)[-3000:]
-    print(json.dumps(found))
+            outcomes[name] = traceback.format_exc(limit=-6)[-3000:]
+    print(json.dumps(outcomes))
 
 
 @contextlib.contextmanager
@@ -96,8 +96,8 @@ def run_two(module, *args, devices):
                 process.kill()
         for file in files:
             file.seek(0)
-        told = [file.read().decode()[-3000:] for file in files]
-    assert codes == [0, 0], "\n".join(told)
+        texts = [file.read().decode()[-3000:] for file in files]
+    assert codes == [0, 0], "\n".join(texts)
 
 
 @contextlib.contextmanager
