@@ -86,9 +86,9 @@ WRAPPERS = {
 }
 
 
-def group(name: str) -> Any:
+def group(name: str, *more: Any) -> Any:
     """A parameter whose tests run on the same worker, so that they share compiled programs."""
-    return pytest.param(name, marks=pytest.mark.xdist_group(name))
+    return pytest.param(name, *more, marks=pytest.mark.xdist_group(name))
 
 
 def kinds(wanted: Callable[[Any], bool]) -> tuple[str, ...]:
