@@ -13,7 +13,6 @@ import shutil
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -41,8 +40,6 @@ from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from kvjax import registry
 from kvjax.api.sweep import group_by_structure
-from kvjax.protocol.families import Retrieval
-from kvjax.protocol.typing import pytree, static
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -981,45 +978,6 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
     ):
         assert main(wrong) == 2
         assert told in capsys.readouterr().err
-
-
-# ---- a broken method ----------------------------------------------------------------------------------------------
-
-
-@pytree
-class WorstPages(Retrieval):
-    """Quest turned around: attends to the pages whose keys could score lowest."""
-
-    budget: int = 128
-    capacity: int = static(default=128)
-
-    def for_layer(self, layer, num_layers):
-        return kvjax.methods.Full() if layer < 2 else self  # as in Quest
-
-    def summarize(self, key, valid):
-        return kvjax.methods.Quest().summarize(key, valid)
-
-    def join(self, summary, cache):
-        return kvjax.methods.Quest().join(summary, cache)
-
-    def score(self, summary, query, cursor):
-        score = kvjax.methods.Quest().score(summary, query, cursor)
-        return jnp.where(jnp.isfinite(score), -score, score)  # infinite: the newest page, and empty ones
-
-
-@pytest.mark.thorough  # tests/experiments/test_lm_eval.py shows that the model needs its needles
-def test_a_broken_method_scores_worse(tmp_path):
-    chosen = EvaluationSettings.from_mapping(
-        {
-            "tasks": ["niah_single_2"], "lengths": [1024], "samples": 2, "workers": 0,
-            "methods": [{"quest": {"budget": 128}}, f"{__name__}:WorstPages"],
-        }, "a test",
-    )  # fmt: skip
-    one = runner.Runner(chosen, load_model("builtin"), tmp_path, progress=False)
-    one.run()
-    full, quest, worst = one.folder.rows
-    assert full["value"] == quest["value"] == 100 and worst["value"] == 0
-    assert not quest["no_effect"] and not worst["no_effect"] and worst["examples"] == 2
 
 
 # ---- figures of other records -------------------------------------------------------------------------------------
