@@ -1,6 +1,6 @@
 """The shapes at which `sparse_attention` is timed: the last 8192 tokens of a prompt of up to 512K tokens.
 
-Each of the Q blocks of 64 of the T queries attends to K of the N blocks in front, near or scattered, and to C columns.
+A query attends to K of the N blocks of 64 in front, near or scattered, and to C columns. The queries are in Q blocks.
 """
 
 from pallas_kernels.formats.shapes import CONTEXT, Timed, few, full, lists, normal
@@ -17,7 +17,7 @@ TIMED = Timed(
         "query": normal("B H G T D"),
         "key": normal("B H S D"),
         "value": normal("B H S D"),
-        "distances": lists("B H G Q K", lambda n: n.N if n.blocks == "scattered" else n.K, first=1),
+        "distances": lists("B H G K", lambda n: n.N if n.blocks == "scattered" else n.K, first=1),
         "first": full("B H G Q", 0),
         "count": full("B H G Q", "K"),
         "columns": lists("B H G C", "S"),
