@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ XLA = "xla"  # the name of plain JAX in every table
 
 # The module of JAX without which the implementations of a name do not run. Those in Triton's own language are for comparison.
 _NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS_TRITON, "pallas_tpu": PALLAS_TPU}
+
+# The platforms of each back end, which is a file of this name in an operation's folder; `reference` runs everywhere.
+BACK_ENDS = {"pallas_triton": ("gpu",), "jax_triton": ("gpu",), "cudnn": ("gpu",), "pallas_tpu": ("tpu",)}
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
 _DEFAULT = jax.make_user_context(None)
@@ -205,6 +209,18 @@ class Operation:
     name: str
     implementations: Mapping[str, Implementation]
     logits: bool = False  # True: it computes logits of attention, which only plain JAX does under a `soft_cap`
+
+    @classmethod
+    def of(cls, name: str, *modules: ModuleType, logits: bool = False) -> Operation:
+        """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
+
+        A file has a function of the operation's name, and a back end's has a function ``check`` (`Implementation`). The table
+        names it as the file, and the reference "xla".
+        """
+        *kernels, reference = modules
+        names = {module.__name__.rpartition(".")[2]: module for module in kernels}
+        rows = {end: Implementation(getattr(x, name), BACK_ENDS[end], x.check) for end, x in names.items()}
+        return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits)
 
     @property
     def table(self) -> dict[str, Implementation]:
