@@ -116,10 +116,12 @@ def compiled(run, **static):
     return jax.jit(functools.partial(run, **static))
 
 
-@functools.cache
-def mapped(run, **static):
-    """``run`` with static arguments under ``vmap`` over the first axis of every argument, jitted."""
-    return jax.jit(jax.vmap(functools.partial(run, **static)))
+def one_by_one(run, *calls, rtol=1e-6, atol=1e-6):
+    """Compare ``run`` under `jax.vmap` with single calls; each of ``calls`` has the positional arguments of one."""
+    together = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.stack(x), *calls))
+    for at, arrays in enumerate(calls):
+        for alone, many in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(together), strict=True):
+            np.testing.assert_allclose(many[at], alone, rtol=rtol, atol=atol)
 
 
 SINKS = 2  # first slots of which an offloaded cache in these tests has copies

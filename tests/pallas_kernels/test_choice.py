@@ -14,7 +14,9 @@ import pytest
 from pallas_kernels.choose.collision import Part
 from pallas_kernels.choose.rerank import Regions
 from pallas_kernels.dispatch import XLA
-from pallas_kernels.formats.shapes import counted, full, integers, normal
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.formats.shapes import counted, full, integers, normal, packed
+from pallas_kernels.layer.coded_product import MOST_VECTORS
 from tests.pallas_kernels.operations import PLACES, choose, every_operation, table
 
 TRITON, LANGUAGE, TPU, CUDNN = "pallas_triton", "jax_triton", "pallas_tpu", "cudnn"
@@ -33,9 +35,17 @@ def rows(*cases):
 
 
 PAGES = {"S": 512, "K": 8, "P": 16, "slots": full("B F K", 0)}  # of gather_attention
+PARTS = {"partials": lambda d: (normal("B H G D", jnp.float32)(d), normal("B H G", jnp.float32)(d))}
 PART = Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])
 BUCKETS = {"query": integers("B H G L", 8, jnp.uint8), "ids": integers("B H L S", 8, jnp.uint8)}
 FEW_BUCKETS = {"query": integers("B H G P", 8, jnp.uint8), "ids": integers("B H P S", 8, jnp.uint8)}
+
+
+def gates(d):
+    return CodedMatrix(codes=full("2 N K", 0, jnp.int8)(d), scales=full("2 N 1", 1, jnp.float32)(d))
+
+
+GATES = {"bits": 8, "N": 40, "K": 128, "gated": True, "matrix": gates}
 CHOICES = [
     ("causal_attention", "cpu", {"D": 64}, XLA),
     ("causal_attention", "tpu", {"D": 64}, XLA),
@@ -76,7 +86,6 @@ CHOICES = [
     ("merge_splits", "gpu", {"N": 2000, "H": 1, "G": 1, "D": 64}, XLA),
     ("packed_attention", "gpu", {}, TRITON),
     ("packed_score", "gpu", {}, TRITON),
-    ("packed_score", "gpu", {"values": normal("B H N R", jnp.float32)}, XLA),
     ("project_query", "gpu", {"D": 48}, XLA),
     ("cluster_rank", "gpu", {"S": 2**14}, TRITON),
     ("cluster_rank", "gpu", {"S": 2**14 + 1}, XLA),
@@ -126,8 +135,12 @@ CHOICES = [
     ("coded_product", "gpu", {"bits": 8, "V": 17, "N": 40, "K": 128}, XLA),
     ("coded_product", "gpu", {"bits": 8, "V": 1, "N": 40, "K": 128, "dtype": "float32"}, XLA),
     ("coded_product", "gpu", {"bits": 8, "V": 1, "N": 40, "K": 96}, XLA),
+    ("coded_product", "gpu", GATES | {"V": MOST_VECTORS}, TRITON),
+    ("coded_product", "gpu", GATES | {"V": MOST_VECTORS + 1}, XLA),
     ("bucket_score", "gpu", {}, TRITON),
     ("bucket_score", "gpu", {"D": 48}, XLA),
+    ("bucket_score", "gpu", {"P": 1}, XLA),
+    ("bucket_score", "gpu", {"P": 10, "ids": integers("B H N R", 8, jnp.uint16)}, XLA),
     ("bucket_score", "gpu", {"H": 8, "B": 40}, XLA),  # offsets into bytes between 2 and 4 GiB wrap
     ("page_logits", "gpu", {"N": 16384}, TRITON),
     ("page_logits", "gpu", {"N": 16384, "D": 96}, XLA),
@@ -237,6 +250,9 @@ def test_a_missing_package_is_named(name, monkeypatch):
 
 # What arguments must be beyond their own shapes and dtypes.
 REFUSED = [
+    ("dense_decode", "query", {"T": 5, "query": normal("B H G D")}),
+    ("dense_decode", "query_position", {"T": 5, "query_position": full("B 4", 0)}),
+    ("dense_decode", "partials", {"T": 5, **PARTS}),
     ("dense_attention", "block", {"block": 0}),
     ("gather_attention", "page_size", {"page_size": 0}),
     ("gather_attention", "page_size", {"page_size": 8, "bias": full("B F K", 0, jnp.float32)}),
@@ -255,11 +271,16 @@ REFUSED = [
     ("kth_select", "budget", {"budget": full("", 3, jnp.float32)}),
     ("kth_select_mask", "lse", {"lse": normal("B H G", jnp.float32)}),
     ("match_select", "capacity", {"capacity": 0}),
-    ("sampled_bias", "slots", {"slots": left_out}),
+    ("sampled_bias", "own", {"slots": None}),
     ("token_list", "miss", {"chosen": counted("B K")}),
     ("project_query", "dtype", {"dtype": "int32"}),
     ("packed_score", "reduce", {"reduce": "sum"}),
     ("column_mass", "reduce", {"reduce": "mean"}),
+    ("page_score", "query", {"query": normal("B H G 16")}),
+    ("page_score", "limit", {"limit": full("3", 0)}),
+    ("page_score", "high", {"high": normal("B H N D", jnp.float32)}),
+    ("page_score", "added", {"added": normal("B H G D")}),
+    ("page_score", "position", {"reduce": "each", "high": None, "position": counted("B N")}),
     ("page_score", "reduce", {"first": 1}),
     ("page_score", "reduce", {"reduce": "mean"}),
     ("page_score", "page_size", {"page_size": 0}),
@@ -268,6 +289,8 @@ REFUSED = [
     ("coded_product", "scale", {"scale": full("64", 1, jnp.float32)}),
     ("coded_product", "residual", {"residual": normal("V K")}),
     ("coded_product", "matrix", {"gated": True}),
+    ("add_norm", "update", {"update": normal("T 7")}),
+    ("pack_token", "store", {"store": lambda d: packed("B H S", "R")(d) * 2}),
     ("evict_token", "gain", {"score": left_out, "gain": full("B H S", 0, jnp.float32)}),
     ("store_token", "inv_freq", {"query": left_out}),
 ]

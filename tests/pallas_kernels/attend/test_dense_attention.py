@@ -13,7 +13,16 @@ from pallas_kernels import _cudnn
 from pallas_kernels.attend.dense_attention import DENSE_ATTENTION, cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
-from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, compiled, dense_oracle, one_shape, positioned_cache
+from tests.pallas_kernels.cases import (
+    NEEDS_GPU,
+    SCALE,
+    close,
+    compiled,
+    dense_oracle,
+    one_by_one,
+    one_shape,
+    positioned_cache,
+)
 
 
 def added(query, key, value, *, scale, bias):
@@ -78,13 +87,8 @@ def test_chunks_of_a_prompt_skip_the_future():
 
 
 def test_a_mapped_call_equals_calls_one_by_one():
-    pairs = [positioned_cache(seed) for seed in (1, 2)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(dense_attention, scale=SCALE, block=16)
-    together = jax.jit(jax.vmap(lambda arrays, positions: fn(*arrays, **positions)))(*stacked)
-    for i, (arrays, positions) in enumerate(pairs):
-        for a, b in zip(fn(*arrays, **positions), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda arrays, positions: fn(*arrays, **positions), positioned_cache(1), positioned_cache(2))
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=NEEDS_GPU)])
@@ -113,15 +117,12 @@ def test_a_bias_for_cudnn_hides_what_no_query_sees(on_cpu, dtype, width):
 def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
     """Also where the positions of queries are the same for all calls."""
     (first, positions), (second, others) = (positioned_cache(seed) for seed in (11, 12))
-    asked, held = positions["query_position"], jnp.stack([positions["key_position"], others["key_position"]])
 
+    @jax.jit
     def run(arrays, held):
-        return on_cpu(*arrays, query_position=asked, key_position=held)
+        return on_cpu(*arrays, query_position=positions["query_position"], key_position=held)
 
-    together = jax.jit(jax.vmap(run))(jax.tree.map(lambda *x: jnp.stack(x), first, second), held)
-    for at, arrays in enumerate((first, second)):
-        for got, expected in zip(together, jax.jit(run)(arrays, held[at])):
-            np.testing.assert_allclose(got[at], expected, rtol=1e-6, atol=1e-6)
+    one_by_one(run, (first, positions["key_position"]), (second, others["key_position"]))
 
 
 def test_a_gpu_takes_cudnn_for_several_queries():

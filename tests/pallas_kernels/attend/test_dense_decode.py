@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_decode import DENSE_DECODE, Rotation, dense_decode, pallas_tpu, pallas_triton
-from pallas_kernels.formats.quantised import quantise
+from pallas_kernels.attend.dense_decode import Rotation, dense_decode, pallas_tpu, pallas_triton
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
     SCALE,
@@ -22,6 +20,7 @@ from tests.pallas_kernels.cases import (
     every_body_and_tpu,
     joined,
     on_gpu_and_thorough_tpu,
+    one_by_one,
     one_shape,
     softmax_attention,
 )
@@ -194,12 +193,8 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
 @on_gpu_and_thorough_tpu
 def test_mapped_and_looped_calls_equal_calls_one_by_one(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
-    arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(DENSE[name], scale=SCALE)
-    together = jax.jit(jax.vmap(lambda arrays, rest: fn(*arrays, **rest)))(arrays, rest)
-    for i, (arrays, rest) in enumerate(pairs):
-        for a, b in zip(fn(*arrays, **rest), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda arrays, rest: fn(*arrays, **rest), *pairs)
     (query, key, value), rest = pairs[0]
     # The output of a row that sees nothing is 0, so the last query is 0 there too.
     loop = jax.jit(lambda q, key, value, rest: jax.lax.fori_loop(0, 3, lambda _, q: fn(q, key, value, **rest)[0], q))
@@ -240,67 +235,3 @@ def test_merge_partials_of_disjoint_parts():
     parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
     for a, b in zip(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts)))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "slots", "expected"),
-    [
-        ("cpu", "bfloat16", 64, 32, "xla"),
-        ("tpu", "bfloat16", 128, 32, "pallas_tpu"),
-        ("tpu", "float32", 256, 8, "pallas_tpu"),
-        ("tpu", "bfloat16", 64, 32, "xla"),
-        ("tpu", "bfloat16", 128, 33, "xla"),
-        ("tpu", "float16", 128, 32, "xla"),
-        ("gpu", "bfloat16", 64, 32, "pallas_triton"),
-        ("gpu", "float32", 64, 32, "pallas_triton"),
-        ("gpu", "bfloat16", 80, 32, "xla"),
-        ("gpu", "bfloat16", 64, 8, "xla"),
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, slots, expected):
-    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
-    rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
-    rest = {"position": jax.ShapeDtypeStruct(rows.shape[:3], "int32"), "limit": jax.ShapeDtypeStruct((1,), "int32")}
-    assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
-
-
-def test_impossible_implementations_are_refused(monkeypatch):
-    arrays, rest, _ = cache(1)
-    run = functools.partial(dense_decode, **rest, scale=SCALE, platform="gpu")
-    with pytest.raises(ValueError, match="implementation='cudnn' is unknown, expected one of .'pallas_triton', 'jax_triton'"):
-        run(*arrays, implementation="cudnn")
-    for name in ("pallas_triton", "jax_triton"):
-        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
-            run(*(x[..., :24] for x in arrays), implementation=name)
-    on_tpu = functools.partial(dense_decode, **rest, scale=SCALE, implementation="pallas_tpu", platform="tpu")
-    with pytest.raises(NotImplementedError, match="got head_dim 32, expected a multiple of 128, the length of a tile's rows"):
-        on_tpu(*arrays)
-    with pytest.raises(NotImplementedError, match="got 75 slots, expected a multiple of 8, the rows of a tile"):
-        on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
-    with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
-        on_tpu(*(x.astype("float16") for x in arrays))
-    wide = [jnp.tile(x, (1, 1, 1, 8)) for x in arrays[:2]]
-    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
-        with pytest.raises(NotImplementedError, match="got keys of 256 numbers and values of 32, expected one width"):
-            dense_decode(*wide, arrays[2], **rest, scale=SCALE, implementation=name, platform=platform)
-    with pytest.raises(NotImplementedError, match="got keys of 24 numbers, expected a multiple of 16 up to 256"):
-        run(*(x[..., :24] for x in arrays[:2]), arrays[2], implementation="pallas_triton")
-    many = [jnp.zeros((1, 128, n, 128)) for n in (1, 8, 8)]
-    where = {"position": jnp.zeros((1, 128, 8), jnp.int32), "limit": jnp.zeros((1,), jnp.int32)}
-    with pytest.raises(NotImplementedError, match="got 8,388,608 bytes in 128 slots of all heads, expected at most"):
-        dense_decode(*many, **where, scale=SCALE, implementation="pallas_tpu", platform="tpu")
-    codes = [quantise(x, "int8") for x in arrays[1:]]
-    with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
-        on_tpu(arrays[0], *codes)
-    with pytest.raises(ValueError, match="got block=100, expected a multiple of 128"):
-        pallas_tpu.Config(block=100)
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        run(*arrays, implementation="jax_triton")
-
-
-def test_a_config_is_checked():
-    with pytest.raises(ValueError, match="got block=8, expected a power of two of at least 16"):
-        pallas_triton.Config(block=8)
-    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
-        pallas_triton.Config(splits=0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode, pallas_triton
+from pallas_kernels.attend.dense_decode import dense_decode, pallas_triton
 from pallas_kernels.formats.quantised import quantise, whole
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
@@ -139,32 +138,3 @@ def test_queries_together_equal_queries_one_by_one(length):
         one = compiled(RUN["xla"], scale=SCALE)(query[..., t, :], key, value, position=position, limit=rest["limit"])
         for a, b in zip(together, one, strict=True):
             np.testing.assert_allclose(a[:, :, :, t], b, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("platform", "group", "length", "expected"),
-    [("gpu", 4, 8, "pallas_triton"), ("gpu", 8, 8, "pallas_triton"), ("gpu", 8, 9, "xla"), ("tpu", 4, 2, "xla")],
-)
-def test_the_rows_of_a_product_choose_the_implementation(platform, group, length, expected):
-    shape = jax.ShapeDtypeStruct
-    rows, position = shape((1, 2, 64, 128), "bfloat16"), shape((1, 2, 64), "int32")
-    rest = {"position": position, "limit": shape((1,), "int32"), "query_position": shape((1, length), "int32")}
-    query = shape((1, 2, group, length, 128), "bfloat16")
-    assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
-
-
-def test_several_queries_that_cannot_run_are_refused():
-    arrays, rest, _ = cache(1, 3, 5)
-    run = functools.partial(dense_decode, scale=SCALE)
-    with pytest.raises(ValueError, match="query_position"):
-        run(*arrays, **rest | {"query_position": rest["query_position"][:, :4]})
-    with pytest.raises(ValueError, match="query"):
-        run(arrays[0][..., 0, :], *arrays[1:], **rest)
-    with pytest.raises(ValueError, match="partials"):
-        run(*arrays, **rest, partials=(arrays[0][..., 0, :], arrays[0][..., 0, 0]))
-    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
-        with pytest.raises(NotImplementedError, match="got 5 queries per head with positions, expected one without"):
-            run(*arrays, **rest, implementation=name, platform=platform)
-    many = jnp.tile(arrays[0], (1, 1, 5, 1, 1))
-    with pytest.raises(NotImplementedError, match="got 5 queries of 15 query heads, expected at most 64 in all"):
-        run(many, *arrays[1:], **rest, implementation="pallas_triton", platform="gpu")

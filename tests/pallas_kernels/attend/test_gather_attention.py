@@ -6,7 +6,6 @@ The Pallas kernel runs interpreted here and compiled where there is a GPU, with 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import pytest
 
 from kvjax.rope import rotate
 from pallas_kernels._triton.rotate import cosine_sine
-from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
+from pallas_kernels.attend.gather_attention import gather_attention, jax_triton, pallas_triton
 from pallas_kernels.attend.gather_attention.reference import rotate_rows
 from pallas_kernels.host import Rows
 from tests.pallas_kernels.cases import (
@@ -25,6 +24,7 @@ from tests.pallas_kernels.cases import (
     compiled,
     every_body,
     every_kernel,
+    one_by_one,
     one_shape,
     softmax_attention,
     thorough,
@@ -246,17 +246,14 @@ def test_an_empty_list_gives_zeros(name):
     query, key, value, slots, mask, _ = lists(1)
     out, lse = GATHER[name](query, key, value, slots[..., :0], mask[..., :0], scale=SCALE)
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
+    with pytest.raises(NotImplementedError, match="at least one entry"):
+        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
 
 
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
-    stacked = [jnp.stack(x) for x in zip(*sets)]
-    fn = compiled(GATHER[name], scale=SCALE)
-    together = jax.jit(jax.vmap(lambda *args: fn(*args[:5], bias=args[5])))(*stacked)
-    for i, one in enumerate(sets):
-        for a, b in zip(fn(*one[:5], bias=one[5]), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    run = compiled(GATHER[name], scale=SCALE)
+    one_by_one(lambda *args: run(*args[:5], bias=args[5]), *(lists(seed, rows=1, listed=20) for seed in (1, 2)))
 
 
 def test_splits_and_blocks_change_nothing_but_rounding():
@@ -290,70 +287,6 @@ def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
         expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
         close(out, expected[0], "float32")
         close(lse, expected[1], "float32")
-
-
-def test_unknown_and_impossible_implementations_are_refused():
-    query, key, value, slots, mask, bias = lists(1)
-    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    names = r"\['pallas_triton', 'jax_triton', 'pallas_tpu', 'xla'\]"
-    with pytest.raises(ValueError, match=f"implementation='fast' is unknown, expected one of {names}"):
-        run(implementation="fast")
-    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
-        run(implementation="pallas_triton", platform="cpu")
-    odd = [x[..., :24] for x in (query, key, value)]
-    for name in ("pallas_triton", "jax_triton"):  # the second never runs where the first cannot
-        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
-            gather_attention(*odd, slots, mask, scale=SCALE, implementation=name, platform="gpu")
-    with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
-        gather_attention(
-            query, key.astype(jnp.bfloat16), value, slots, mask,
-            scale=SCALE, implementation="pallas_triton", platform="gpu",
-        )  # fmt: skip
-    narrow = [x[..., :16] for x in (query, key, value)]
-    rotation = {"place": slots, "inv_freq": jnp.ones(8)}
-    with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
-        gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place, host rows, partials or logits"):
-        run(bias=bias, implementation="jax_triton", platform="gpu")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    query, key, value, slots, mask, _ = lists(1)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        gather_attention(query, key, value, slots, mask, scale=SCALE, implementation="jax_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="expected at least one entry"):
-        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "expected"),
-    [
-        ("cpu", "bfloat16", 64, "xla"),
-        ("tpu", "bfloat16", 64, "xla"),
-        ("gpu", "bfloat16", 64, "pallas_triton"),
-        ("gpu", "float32", 64, "pallas_triton"),
-        ("gpu", "bfloat16", 80, "xla"),
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, expected):
-    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
-    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
-    slots, mask = (jax.ShapeDtypeStruct((1, 2, 8), x) for x in ("int32", "bool"))
-    assert GATHER_ATTENTION.resolve(query, rows, rows, slots, mask, scale=SCALE, platform=platform) == expected
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    query, key, value, slots, mask, bias = lists(1)
-    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    with pytest.raises(ValueError, match="page_size"):
-        run(page_size=8, bias=bias)
-    with pytest.raises(ValueError, match="inv_freq"):
-        run(place=slots)
-    with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
-        pallas_triton.Config(block=24)
-    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
-        pallas_triton.Config(splits=0)
 
 
 def test_default_config_gives_every_program_work():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention, pallas_triton
+from pallas_kernels.attend.low_rank_attention import low_rank_attention, pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,
@@ -19,6 +18,7 @@ from tests.pallas_kernels.cases import (
     implementations,
     joined,
     on_gpu,
+    one_by_one,
     one_shape,
     rotated,
     softmax_attention,
@@ -108,13 +108,8 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    pairs = [given(seed)[:2] for seed in (1, 2)]
-    args, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
-    together = jax.jit(jax.vmap(lambda args, rest: run(*args, **rest)))(args, rest)
-    for i, (args, rest) in enumerate(pairs):
-        for a, b in zip(run(*args, **rest), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda args, rest: run(*args, **rest), given(1)[:2], given(2)[:2])
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])
@@ -123,32 +118,3 @@ def test_values_in_host_memory(name):
     run = compiled(RUN[name], scale=SCALE, page_size=4)
     for a, b in zip(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest)):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "rank", "expected"),
-    [
-        ("cpu", "bfloat16", 128, 160, "xla"),
-        ("tpu", "bfloat16", 128, 160, "xla"),
-        ("gpu", "bfloat16", 128, 160, "pallas_triton"),
-        ("gpu", "float32", 64, 48, "pallas_triton"),
-        ("gpu", "bfloat16", 96, 160, "xla"),
-        ("gpu", "bfloat16", 16, 160, "xla"),
-        ("gpu", "bfloat16", 128, 12, "xla"),
-        ("gpu", "float32", 256, 1024, "xla"),  # a megabyte of the right factor
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, rank, expected):
-    shape = jax.ShapeDtypeStruct
-    factors = shape((1, 64, rank), dtype), shape((1, 2, rank, dim), dtype)
-    lists = shape((1, 2, 4), "int32"), shape((1, 2, 4), bool)
-    args = shape((1, 2, 4, dim), dtype), *factors, shape((1, 2, 64, dim), dtype), *lists
-    rest = {"page_size": 8, "inv_freq": shape((dim // 2,), "float32"), "scale": SCALE, "partials": None}
-    assert LOW_RANK_ATTENTION.resolve(*args, **rest, platform=platform) == expected
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    args, rest, _ = given(1)
-    run = functools.partial(low_rank_attention, scale=SCALE)
-    with pytest.raises(ValueError, match="pages"):
-        run(*args[:4], *(x[..., :0] for x in args[4:]), **rest, page_size=4)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.attend.packed_attention import packed_attention
 from pallas_kernels.attend.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.query.project_query import PROJECT_QUERY, project_query
 from pallas_kernels.query.project_query import pallas_triton as project
-from pallas_kernels.score.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.query.project_query import project_query
+from pallas_kernels.score.packed_score import packed_score
 from pallas_kernels.score.packed_score import pallas_triton as score
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, one_by_one, thorough
 
 SCALE = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -211,28 +211,7 @@ def test_a_mapped_call_in_a_loop_equals_calls_one_by_one(name):
 
         return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
 
-    alone = jax.jit(one)
-    together = jax.jit(jax.vmap(one))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
-    for i, x in enumerate(arrays):
-        np.testing.assert_allclose(together[i], alone(x), atol=1e-6, rtol=0)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    given, _ = problem(0)
-    parts = project_query(given["query"], given["basis_key"], dtype="float32")
-    with pytest.raises(ValueError, match="project_query: got dtype int32, expected one of"):
-        project_query(given["query"], given["basis_key"], dtype="int32")
-    odd = jnp.zeros((1, 1, 1, 48))
-    with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
-        project_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
-    assert PROJECT_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
-    kinds = {"span": 4, "unit": 1, "owner": None, "reduce": "max", "platform": "gpu"}
-    assert PACKED_SCORE.resolve(parts, *given["block"], None, None, **kinds) == "pallas_triton"
-    mixed = given["block"][0].astype(jnp.bfloat16)
-    assert PACKED_SCORE.resolve(parts, mixed, given["block"][1], None, None, **kinds) == "xla"
-    kinds = {"scale": 1.0, "granule": 8, "span": 4, "owner": None, "platform": "gpu"}
-    given = [parts, given["query"], given["key"], given["value"], None, None, None, None, given["recent"]]
-    assert PACKED_ATTENTION.resolve(*given, **kinds) == "pallas_triton"
+    one_by_one(jax.jit(one), *((x,) for x in arrays), rtol=0)
 
 
 def test_default_config_gives_every_program_work():

@@ -120,15 +120,3 @@ def test_the_memory_of_plain_jax_does_not_grow_with_the_square_of_the_tokens():
 def _sizes(line):
     """Elements of the arrays that a line of a program names."""
     return [math.prod(int(n) for n in x.split("x")[:-1]) for x in re.findall(r"tensor<((?:\d+x)+\w+)>", line)]
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    args, more, _ = given(0)
-    more = {**more, "block": 32, "scale": SCALE}
-    with pytest.raises(ValueError, match="first"):
-        sparse_attention(*args, **{**more, "first": more["first"][..., :2]})
-    with pytest.raises(ValueError, match="columns"):
-        sparse_attention(*args, **{**more, "columns": more["columns"][..., :0]})
-    with pytest.raises(NotImplementedError, match="got blocks of 24 tokens, expected a power of two from 16 to 128"):
-        wrong = {**more, "block": 24}
-        sparse_attention(*args, **wrong, implementation="pallas_triton", platform="gpu")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.compact import COMPACT, compact, pallas_triton
+from pallas_kernels.choose.compact import compact, pallas_triton
 from tests.pallas_kernels.cases import NEEDS_GPU, one_shape
 
 COMPACTS = {
@@ -39,9 +39,3 @@ def test_lists_are_the_true_entries(name, slots, capacity):
             assert not np.any(listed[r, h, len(found) :])
     flat, _ = jax.jit(run, static_argnums=1)(jnp.asarray(mask[1, 0]), capacity)
     np.testing.assert_array_equal(flat, listed[1, 0])
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
-        pallas_triton.Config(tile=8)
-    assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"

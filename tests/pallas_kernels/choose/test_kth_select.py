@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -220,38 +219,6 @@ def test_selection_of_valid_slots_of_any_score():
     listed, keep = compact_slots(valid, 3)
     np.testing.assert_array_equal(listed, [[[0, 1, 2]]])
     assert np.all(keep)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    score = jnp.zeros((1, 2, 64), jnp.float32)
-    with pytest.raises(ValueError, match="budget"):
-        kth_select(score, jnp.zeros((3,), jnp.int32), 4)
-    with pytest.raises(ValueError, match="score"):
-        kth_select_mask(score, 3, 4, lse=score)
-    with pytest.raises(ValueError, match="lse"):
-        kth_select_mask(jnp.zeros((1, 2, 4, 64)), 3, 4, lse=score)
-    with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
-        pallas_triton.Config(tile=48)
-    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
-    for group, chosen in ((16, "pallas_triton"), (17, "xla")):
-        logits, lse = rows((1, 8, group, 1 << 14)), rows((1, 8, 33, group))
-        assert KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu") == chosen
-    with pytest.raises(NotImplementedError, match="got logits of query heads, expected one score for each entry"):
-        KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu", implementation="jax_triton")
-    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
-        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
-    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
-        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    rows = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        KTH_SELECT.resolve(rows, 5, 9, platform="gpu", implementation="jax_triton")
 
 
 @NEEDS_GPU

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.score.page_logits import PAGE_LOGITS, page_logits, pallas_triton
+from pallas_kernels.score.page_logits import page_logits, pallas_triton
 from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
 
 RUN = implementations(
@@ -67,10 +67,3 @@ def test_pages_equal_float64_also_when_mapped(name):
         np.testing.assert_allclose(one[0], oracle(query, vector, seen)[0], rtol=2e-5, atol=2e-5)
         for a, b in zip(one, both):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
-
-
-def test_shapes_choose_the_implementation():
-    shape = jax.ShapeDtypeStruct
-    for dim, pages, chosen in ((128, 16384, "pallas_triton"), (96, 16384, "xla"), (128, 0, "xla")):
-        args = shape((1, 8, 4, dim), "bfloat16"), shape((1, 8, pages, dim), "bfloat16"), shape((1,), "int32")
-        assert PAGE_LOGITS.resolve(*args, None, scale=1.0, platform="gpu") == chosen

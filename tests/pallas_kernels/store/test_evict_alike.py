@@ -160,14 +160,3 @@ def test_the_sum_keeps_no_error_of_10000_steps(name):
     # The directions that are kept cancel each other, so the sum is short; no error has grown.
     np.testing.assert_allclose(numbers(total, slots), directions(key, position).sum(2), atol=5e-7)
     np.testing.assert_allclose(numbers(total, slots), numbers(direction_sum(key, position), slots), atol=1e-7)
-
-
-def test_impossible_kernels_are_refused():
-    (*stored, position, cursor), newest = case()
-    total, done = sums(stored[0], position, cursor, newest), jnp.zeros(cursor.shape, jnp.int32)
-    named = {"implementation": "pallas_triton", "platform": "gpu", "newest": newest, "budget": 3}
-    with pytest.raises(NotImplementedError, match="head_dim 8, expected a power of two of at least 16"):
-        evict_alike(*(x[..., :8] for x in stored), position, cursor, total[..., :8], done, **named)
-    wide = [jnp.zeros((4, 3, 16385, 16))] * 2
-    with pytest.raises(NotImplementedError, match="got 16385 slots, expected 1 to 16384"):
-        evict_alike(*wide, jnp.zeros((4, 3, 16385), jnp.int32), cursor, total[..., :16], done, **named)

@@ -101,12 +101,3 @@ def test_mapped_budgets_equal_budgets_one_by_one(name):
     for lane, budget in enumerate(budgets.tolist()):
         for x, want in zip(got, oracle(*args, score, budget=budget, recent=budget // 2), strict=True):
             np.testing.assert_array_equal(np.asarray(x[lane], np.float64), want)
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    args, (score, gain) = case()
-    with pytest.raises(ValueError, match="gain"):
-        evict_token(*args, None, gain=gain, budget=3)
-    with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
-        wide = [jnp.zeros((3, 2, 21, 24))] * 2
-        evict_token(*wide, *args[2:], score, budget=3, implementation="pallas_triton", platform="gpu")

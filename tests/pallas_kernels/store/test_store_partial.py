@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_partial import STORE_PARTIAL, pallas_triton, store_partial
+from pallas_kernels.store.store_partial import pallas_triton, store_partial
 from tests.pallas_kernels.cases import (
     SINKS,
     TOLERANCE,
@@ -16,9 +16,9 @@ from tests.pallas_kernels.cases import (
     every_body,
     every_kernel,
     implementations,
-    mapped,
     near,
     offloaded,
+    one_by_one,
     thorough,
 )
 
@@ -79,14 +79,4 @@ def test_copies_of_an_offloaded_cache(name):
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [given(seed) for seed in (1, 2)]
-    both = mapped(STORE[name])(*(jnp.stack(x) for x in zip(*sets)))
-    for at, args in enumerate(sets):
-        for a, b in zip(compiled(STORE[name])(*args), both):
-            np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
-
-
-def test_shapes_choose_the_implementation():
-    args = given(0)
-    assert STORE_PARTIAL.resolve(*args, platform="gpu") == "pallas_triton"
-    assert STORE_PARTIAL.resolve(*given(0, dim=24), platform="gpu") == "xla"
+    one_by_one(compiled(STORE[name]), given(1), given(2))
