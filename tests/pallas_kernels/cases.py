@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dispatch import Implementation, added_implementation
 from pallas_kernels.host import Rows, copy_row, has_copy
+from tests.pallas_kernels.operations import public, table
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
@@ -32,12 +34,20 @@ on_gpu = pytest.mark.parametrize("name", _GPU_NAMES)
 on_gpu_and_thorough_tpu = pytest.mark.parametrize("name", [*_GPU_NAMES, pytest.param("interpreted_tpu", marks=thorough)])
 
 
-def implementations(public, interpreted):
-    """A table of the implementations in `NAMES`: the public function by name, and the kernel ``interpreted``."""
+@functools.cache
+def implementations(name, back_end="pallas_triton", **options):
+    """An operation in plain JAX, by a kernel that runs interpreted with ``options`` such as its `Config`, and on a GPU."""
+    function, kernel = public(name), table(name).implementations[back_end].run
+    entry = Implementation(functools.partial(kernel, **options, interpret=True))
+
+    def interpreted(*args, **kwargs):
+        with added_implementation(name, "interpreted", entry):
+            return function(*args, **kwargs, implementation="interpreted")
+
     return {
-        "xla": functools.partial(public, implementation="xla"),
+        "xla": functools.partial(function, implementation="xla"),
         "interpreted": interpreted,
-        "pallas_triton": functools.partial(public, implementation="pallas_triton"),
+        "pallas_triton": functools.partial(function, implementation="pallas_triton"),
     }
 
 

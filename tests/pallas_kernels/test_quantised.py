@@ -13,16 +13,12 @@ import pytest
 from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.attend.dense_decode import pallas_triton as dense_kernel
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.attend.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, pack, quantise, unpack, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from pallas_kernels.query.rotated_rows import pallas_triton as rotated_kernel
-from pallas_kernels.query.rotated_rows import rotated_rows
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN, store_token
-from pallas_kernels.store.store_token import pallas_triton as store_kernel
 from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)
@@ -40,23 +36,16 @@ def bodies(*always):
 
 
 CONFIG = dense_kernel.Config(block=16, splits=2)
-DENSE = implementations(dense_decode, functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True))
-GATHER = implementations(
-    gather_attention,
-    lambda *args, page_size=1, **rest: gather_kernel.gather_attention(
-        *args, page_size=page_size, config=CONFIG, interpret=True, **rest
-    ),
-)
-ROTATED = implementations(rotated_rows, functools.partial(rotated_kernel.rotated_rows, interpret=True))
-EVICT = implementations(evict_token, functools.partial(evict_kernel.evict_token, interpret=True))
+DENSE = implementations("dense_decode", config=CONFIG)
+GATHER = implementations("gather_attention", config=CONFIG)
+ROTATED = implementations("rotated_rows")
+EVICT = implementations("evict_token")
 
 
 def store(name, *args, **rest):
     """`store_token` of an implementation, as a tuple."""
-    if name == "interpreted":
-        return store_kernel.store_token(*args, **rest, interpret=True)
-    made = store_token(*args, **rest, implementation=name)
-    return made.key, made.value, made.position, made.cursor, made.query
+    stored = implementations("store_token")[name](*args, **rest)
+    return stored.key, stored.value, stored.position, stored.cursor, stored.query
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -153,8 +142,7 @@ def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     gap = jnp.asarray([[[16, 33], [0, 0]], [[0, 37], [9, 9]]], jnp.int32)
     rest["position"] = rest["position"].at[0, 0, 16:33].set(-1).at[1, 0].set(-1)
     config = dense_kernel.Config(block=16, splits=splits)
-    own = functools.partial(dense_kernel.dense_decode, config=config, interpret=True)
-    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    run = compiled(implementations("dense_decode", config=config)[name], scale=SCALE)
     got = run(query, key, value, **rest, partials=partials, gap=gap)
     want = dense_decode(query, whole(key), whole(value), **rest, partials=partials, scale=SCALE, implementation="xla")
     for a, b in zip(got, want, strict=True):

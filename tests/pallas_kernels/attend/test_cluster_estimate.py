@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.attend.cluster_estimate import cluster_estimate
-from pallas_kernels.attend.cluster_estimate import pallas_triton as kernel
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
-ESTIMATE = implementations(
-    cluster_estimate, functools.partial(kernel.cluster_estimate, config=Config(block=16, splits=3), interpret=True)
-)
+ESTIMATE = implementations("cluster_estimate", config=Config(block=16, splits=3))
 
 
 def clusters(seed, count, group=3, dim=16, dtype="float32"):

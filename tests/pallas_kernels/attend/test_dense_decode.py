@@ -18,6 +18,7 @@ from tests.pallas_kernels.cases import (
     every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
+    implementations,
     joined,
     on_gpu_and_thorough_tpu,
     one_by_one,
@@ -27,11 +28,8 @@ from tests.pallas_kernels.cases import (
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
 CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is halved
-DENSE = {
-    "xla": functools.partial(dense_decode, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True),
-    "interpreted_tpu": functools.partial(pallas_tpu.dense_decode, config=pallas_tpu.Config(block=128), interpret=True),
-    "pallas_triton": functools.partial(dense_decode, implementation="pallas_triton"),
+DENSE = implementations("dense_decode", config=CONFIG) | {
+    "interpreted_tpu": implementations("dense_decode", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
 
 
@@ -152,8 +150,7 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
     origin = np.asarray([[7, 90], [5, 70], [3, 2000]], np.int32)
     inv_freq = 1 / 10000 ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     rotation = Rotation(jnp.asarray(inv_freq), jnp.asarray(origin), 40)
-    own = functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True)
-    run = own if name == "interpreted" else DENSE[name]
+    run = DENSE[name]
     got = jax.jit(lambda *x: run(*x[:3], position=x[3], limit=x[4], rotation=Rotation(x[5], x[6], 40), scale=SCALE))(
         query, key, value, position, rest["limit"], *rotation[:2]
     )
@@ -210,7 +207,7 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     whole = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
     for block, splits in CUTS:
         config = pallas_triton.Config(block=block, splits=splits)
-        parts = compiled(pallas_triton.dense_decode, scale=SCALE, config=config, interpret=True)(*arrays, **rest)
+        parts = compiled(implementations("dense_decode", config=config)["interpreted"], scale=SCALE)(*arrays, **rest)
         for a, b in zip(whole, parts):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_decode import dense_decode, pallas_triton
+from pallas_kernels.attend.dense_decode import pallas_triton
 from pallas_kernels.formats.quantised import quantise, whole
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
@@ -24,7 +22,7 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
-RUN = implementations(dense_decode, functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True))
+RUN = implementations("dense_decode", config=CONFIG)
 
 
 def cache(seed, group, length, dim=32, slots=75, dtype="float32"):

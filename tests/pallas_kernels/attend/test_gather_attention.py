@@ -24,6 +24,7 @@ from tests.pallas_kernels.cases import (
     compiled,
     every_body,
     every_kernel,
+    implementations,
     one_by_one,
     one_shape,
     softmax_attention,
@@ -31,21 +32,7 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
-OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
-
-
-def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
-    """The Pallas body as the public function calls it."""
-    optional = {**OPTIONAL, **optional}
-    run = pallas_triton.gather_attention
-    return run(*args, scale=scale, page_size=page_size, config=config, interpret=True, **optional)
-
-
-GATHER = {
-    "xla": functools.partial(gather_attention, implementation="xla"),
-    "interpreted": interpreted,
-    "pallas_triton": functools.partial(gather_attention, implementation="pallas_triton"),
-}
+GATHER = implementations("gather_attention", config=CONFIG)
 
 
 def lists(seed, group=3, dim=32, listed=37, dtype="float32", rows=2, heads=2, slots=96):
@@ -100,8 +87,7 @@ def test_parts_beside_the_list_join(name, config):
     rest = out, lse = gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])
     out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
     lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
-    options = {"config": config} if name == "interpreted" else {}
-    run = compiled(GATHER[name], scale=SCALE, **options)
+    run = compiled(implementations("gather_attention", config=config)[name], scale=SCALE)
     for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
         got = run(query, key, value, slots[..., :many], mask[..., :many], partials=(out, lse))
         for x, y in zip(got, want, strict=True):
@@ -113,14 +99,14 @@ def test_parts_beside_the_list_join(name, config):
 def test_logits_belong_to_the_softmax(name, config):
     *args, bias = lists(4)
     query, key, _, slots, mask = args
-    options = {"config": config} if name == "interpreted" else {}
-    out, lse, logits = compiled(GATHER[name], scale=SCALE, logits=True, **options)(*args, bias=bias)
-    for x, y in zip((out, lse), compiled(GATHER[name], scale=SCALE, **options)(*args, bias=bias), strict=True):
+    run = implementations("gather_attention", config=config)[name]
+    out, lse, logits = compiled(run, scale=SCALE, logits=True)(*args, bias=bias)
+    for x, y in zip((out, lse), compiled(run, scale=SCALE)(*args, bias=bias), strict=True):
         np.testing.assert_array_equal(x, y)
     keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
     want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
     close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
-    *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
+    *_, none = run(query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True)
     assert none.shape == (*query.shape[:3], 0)
     with pytest.raises(ValueError, match="page_size"):
         gather_attention(*args, scale=SCALE, logits=True, page_size=2)
@@ -261,7 +247,7 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     whole = gather_attention(query, key, value, slots, mask, bias=bias, scale=SCALE)
     for block, splits in [(16, 1), (64, 1), (16, 8)]:
         config = pallas_triton.Config(block=block, splits=splits)
-        run = compiled(interpreted, scale=SCALE, config=config)
+        run = compiled(implementations("gather_attention", config=config)["interpreted"], scale=SCALE)
         for a, b in zip(whole, run(query, key, value, slots, mask, bias=bias)):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

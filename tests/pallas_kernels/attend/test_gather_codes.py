@@ -13,26 +13,15 @@ from pallas_kernels.attend.gather_attention import code_kernel, gather_attention
 from pallas_kernels.formats.quantised import Quantised, quantise, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 CONFIG = pallas_triton.Config(block=16, splits=2)
-OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None}
 INT8, FLOAT8, PLAIN = ("int8",) * 2, ("float8_e4m3fn",) * 2, ("int4",) * 2  # keys, values
 MIXED8, MIXED4 = (("int8", True), ("int4", True)), (("int4", True), ("int4", True))
 
 
-def interpreted(*args, scale, page_size=1, config=CONFIG, **given):
-    """The Pallas body as the public function calls it."""
-    options = {"page_size": page_size, "config": config, "interpret": True, **OPTIONAL, **given}
-    return pallas_triton.gather_attention(*args, scale=scale, **options)
-
-
 def run_of(name, **static):
-    return compiled(interpreted, **static) if name == "interpreted" else compiled(named(name), **static)
-
-
-def named(name):
-    return lambda *args, **rest: gather_attention(*args, implementation=name, **rest)
+    return compiled(implementations("gather_attention", config=CONFIG)[name], **static)
 
 
 def drawn(kinds, group=3, dim=64, listed=37, slots=96, seed=0):

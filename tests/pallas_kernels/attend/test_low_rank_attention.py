@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.low_rank_attention import low_rank_attention, pallas_triton
+from pallas_kernels.attend.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,
@@ -26,9 +26,7 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=2)
-RUN = implementations(
-    low_rank_attention, functools.partial(pallas_triton.low_rank_attention, config=CONFIG, interpret=True)
-)
+RUN = implementations("low_rank_attention", config=CONFIG)
 
 
 def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.merge_splits import merge_splits
-from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
-from tests.pallas_kernels.cases import close, compiled, every_body, one_by_one, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body, implementations, one_by_one, one_shape
 
-MERGE = {
-    "xla": functools.partial(merge_splits, implementation="xla"),
-    "interpreted": lambda out, lse, dtype=jnp.float32: merge_kernel.merge_splits(out, lse, dtype=dtype, interpret=True),
-    "pallas_triton": functools.partial(merge_splits, implementation="pallas_triton"),
-}
+MERGE = implementations("merge_splits")
 
 
 def partials(seed, parts, dim=64, lists=3, group=3):

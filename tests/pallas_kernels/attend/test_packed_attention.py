@@ -9,45 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import packed_attention
 from pallas_kernels.attend.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.query.project_query import pallas_triton as project
-from pallas_kernels.query.project_query import project_query
-from pallas_kernels.score.packed_score import packed_score
 from pallas_kernels.score.packed_score import pallas_triton as score
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, one_by_one, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 SCALE = 0.2
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
-def choose(name, public, body, **config):
-    """The public function by a named implementation, or its kernel interpreted."""
-    if name != "interpreted":
-        return functools.partial(public, implementation=name)
-    return functools.partial(body, interpret=True, **config)
-
-
-@functools.cache
 def project_by(name):
-    return choose(name, project_query, lambda *x, dtype, **k: project.project_query(*x, dtype=jnp.dtype(dtype), **k))
+    return implementations("project_query")[name]
 
 
-@functools.cache
 def score_by(name):
-    body = functools.partial(score.packed_score, config=score.Config(tile=16, tiles=2))
-    if name == "interpreted":
-        return lambda *x, unit=1, owner=None, **k: body(*x, unit=unit, owner=owner, interpret=True, **k)
-    return choose(name, packed_score, body)
+    return implementations("packed_score", config=score.Config(tile=16, tiles=2))[name]
 
 
-@functools.cache
 def attend_by(name, splits=3):
-    body = functools.partial(attend.packed_attention, config=attend.Config(tile=16, splits=splits))
-    if name == "interpreted":
-        return lambda *x, owner=None, **k: body(*x, owner=owner, interpret=True, **k)
-    return choose(name, packed_attention, body)
+    return implementations("packed_attention", config=attend.Config(tile=16, splits=splits))[name]
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):

@@ -11,21 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.sparse_attention import pallas_triton, reference, sparse_attention
-from tests.pallas_kernels.cases import SCALE, close, compiled, every_kernel, softmax_attention, thorough
+from pallas_kernels.attend.sparse_attention import pallas_triton, reference
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_kernel,
+    implementations,
+    softmax_attention,
+    thorough,
+)
 
-CONFIG = pallas_triton.Config(tile=16)
-
-
-def interpreted(*args, **options):
-    return pallas_triton.sparse_attention(*args, config=CONFIG, interpret=True, **options)
-
-
-RUN = {
-    "xla": functools.partial(sparse_attention, implementation="xla"),
-    "interpreted": interpreted,
-    "pallas_triton": functools.partial(sparse_attention, implementation="pallas_triton"),
-}
+RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
 
 def given(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, tokens=72, block=32, extra=9):

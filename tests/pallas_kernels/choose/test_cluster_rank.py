@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.choose.cluster_rank import cluster_rank
-from pallas_kernels.choose.cluster_rank import pallas_triton as kernel
 from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
 SCALE = 0.3
-RANK = implementations(
-    functools.partial(cluster_rank, scale=SCALE),
-    functools.partial(kernel.cluster_rank, scale=SCALE, config=Config(block=16, splits=3), part=16, interpret=True),
-)
+RANK = implementations("cluster_rank", config=Config(block=16, splits=3), part=16)
+RANK = {name: functools.partial(run, scale=SCALE) for name, run in RANK.items()}
 
 
 def clusters(seed, count, group=3, dim=16, dtype="float32"):

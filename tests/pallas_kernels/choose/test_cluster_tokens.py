@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.cluster_tokens import cluster_tokens
-from pallas_kernels.choose.cluster_tokens import pallas_triton as kernel
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
-TOKENS = implementations(cluster_tokens, functools.partial(kernel.cluster_tokens, block=16, interpret=True))
+TOKENS = implementations("cluster_tokens", block=16)
 
 
 def lists(seed, entries, slots=240):

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.code_select import code_select
 from pallas_kernels.choose.code_select import pallas_triton as kernel
 from pallas_kernels.formats import bit_codes
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
 
-SELECT = implementations(
-    code_select, functools.partial(kernel.code_select, config=kernel.Config(block=64), interpret=True)
-)
+SELECT = implementations("code_select", config=kernel.Config(block=64))
 
 
 def coded(seed, count, parts, slots, rows=4, group=3, dim=12, dtype="float32"):

@@ -7,29 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.collision import Part, collision, pallas_triton
+from pallas_kernels.choose.collision import Part, pallas_triton
 from pallas_kernels.choose.collision.votes import portion
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, on_gpu, one_by_one, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
-def run(name, config=None, **static):
-    if name == "interpreted":
-        config = pallas_triton.Config(block=64, tile=64) if config is None else config
-        return compiled(pallas_triton.collision, **static, config=config, interpret=True)
-    return compiled(collision, **static, implementation=name)
+SMALL = pallas_triton.Config(block=64, tile=64)
 
 
-def once(name, *arrays, **more):
-    """Without `jax.jit`, so that a function among the arguments sees numbers."""
-    if name == "interpreted":
-        config = pallas_triton.Config(block=64, tile=64)
-        return pallas_triton.collision(*arrays, **more, config=config, interpret=True)
-    return collision(*arrays, **more, implementation=name)
+def run(name, config=SMALL, **static):
+    return compiled(implementations("collision", config=config)[name], **static)
 
 
 def million(share):
@@ -152,7 +143,8 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     def of_part(i, every):
         part = Part(begin=jnp.int32(i * each), number=jnp.int32(i), every=every)
         mine = ids[:, :, parts[i]], position[:, :, parts[i]]
-        return once(name, query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
+        once = implementations("collision", config=SMALL)[name]  # without `jax.jit`: the function sees numbers
+        return once(query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
 
     own = []  # a first round tells what each part sends
     for i in range(number_of_parts):

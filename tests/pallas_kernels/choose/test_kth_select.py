@@ -12,15 +12,15 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, one_shape, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, implementations, one_shape, thorough
 
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
 SELECT = {
     "xla": functools.partial(kth_select, implementation="xla"),
-    "interpreted": lambda *args: pallas_triton.kth_select(*args, interpret=True)[::2],
-    "interpreted long": lambda *args: pallas_triton.kth_select(*args, config=LONG, interpret=True)[::2],
-    "interpreted, many segments": lambda *args: pallas_triton.kth_select(*args, config=MANY, interpret=True)[::2],
+    "interpreted": implementations("kth_select")["interpreted"],
+    "interpreted long": implementations("kth_select", config=LONG)["interpreted"],
+    "interpreted, many segments": implementations("kth_select", config=MANY)["interpreted"],
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
 }

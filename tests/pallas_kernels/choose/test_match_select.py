@@ -12,19 +12,15 @@ import pytest
 from pallas_kernels.choose import match_select as select
 from pallas_kernels.choose.match_select import pallas_triton as lists
 from pallas_kernels.formats.quantised import quantise
-from pallas_kernels.score import bucket_matches as matches
 from pallas_kernels.score import sampled_bias as biases
 from pallas_kernels.score.bucket_matches import pallas_triton as scan
-from pallas_kernels.score.sampled_bias import pallas_triton as corrections
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, on_gpu, one_shape
 from tests.pallas_kernels.ptx import Threads
 
 BLOCK = scan.Config(num_warps=1)
-MATCHES = implementations(
-    matches.bucket_matches, functools.partial(scan.bucket_matches, config=BLOCK, interpret=True)
-)
-SELECT = implementations(select.match_select, functools.partial(lists.match_select, config=BLOCK, interpret=True))
-BIAS = implementations(biases.sampled_bias, functools.partial(corrections.sampled_bias, interpret=True))
+MATCHES = implementations("bucket_matches", config=BLOCK)
+SELECT = implementations("match_select", config=BLOCK)
+BIAS = implementations("sampled_bias")
 
 
 def hashed(seed, tables, bits, slots, rows=4, group=3):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.kth_select import pallas_triton as kth
-from pallas_kernels.choose.partial_select import pallas_triton, partial_select
 from pallas_kernels.score.partial_score import pallas_triton as scores
 from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
 
@@ -27,9 +24,10 @@ def twice(near):
 def run(name, **static):
     """The implementation, with options that make several programs and segments of short rows."""
     static = {"scale": SCALE, "total": twice} | static
-    kernel = functools.partial(pallas_triton.partial_select, interpret=True, config=scores.Config(block=32, programs=18))
-    table = implementations(partial_select, functools.partial(kernel, chosen=LONG))
-    return compiled((table | {"interpreted, short": kernel})[name], **static)
+    config = scores.Config(block=32, programs=18)
+    table = implementations("partial_select", config=config, chosen=LONG)
+    short = implementations("partial_select", config=config)["interpreted"]
+    return compiled((table | {"interpreted, short": short})[name], **static)
 
 
 def given(seed, group=3, channels=5, slots=150, dtype="float32"):

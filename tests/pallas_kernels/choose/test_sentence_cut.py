@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose import sentence_cut as cut_package
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, one_by_one
+from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one
 
-CUT = {
-    "xla": functools.partial(sentence_cut, implementation="xla"),
-    "interpreted": lambda *args, rules: cut_package.pallas_triton.sentence_cut(
-        *args[:-1], jnp.asarray(args[-1], jnp.int32), rules=rules, interpret=True
-    ),
-    "pallas_triton": functools.partial(sentence_cut, implementation="pallas_triton"),
-}
+CUT = implementations("sentence_cut")
 PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
 
 

@@ -15,7 +15,6 @@ from pallas_kernels.query.rotated_rows import ROTATED_ROWS
 from pallas_kernels.query.step_query import STEP_QUERY
 from tests.pallas_kernels.cases import every_body, one_shape, rotated
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 INV_FREQ = (1 / 50 ** (np.arange(8) / 8)).astype(np.float32)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,15 +10,11 @@ import jax.test_util
 import numpy as np
 import pytest
 
-from pallas_kernels.layer.add_norm import add_norm, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, one_shape
+from pallas_kernels.layer.add_norm import add_norm
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 EPS = 1e-3
-RUN = {
-    "xla": functools.partial(add_norm, eps=EPS, implementation="xla"),
-    "interpreted": lambda *args: pallas_triton.add_norm(*args, eps=EPS, interpret=True),
-    "pallas_triton": functools.partial(add_norm, eps=EPS, implementation="pallas_triton"),
-}
+RUN = {name: functools.partial(run, eps=EPS) for name, run in implementations("add_norm").items()}
 
 
 @every_body

@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
-from pallas_kernels.layer.coded_product import coded_product, few_vectors, pallas_triton
-from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, one_shape
+from pallas_kernels.layer.coded_product import coded_product, few_vectors
+from tests.pallas_kernels.cases import (
+    NAMES,
+    NEEDS_GPU,
+    NEEDS_JAX_TRITON,
+    compiled,
+    every_body,
+    implementations,
+    one_shape,
+)
 
-RUN = {
-    "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.coded_product, dtype=jnp.float32, interpret=True),
-    "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
-    "jax_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="jax_triton"),
-}
+RUN = implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
+RUN = {name: functools.partial(run, dtype=jnp.float32) for name, run in RUN.items()}
 EACH = [*NAMES, pytest.param("jax_triton", marks=[NEEDS_GPU, NEEDS_JAX_TRITON])]
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
 

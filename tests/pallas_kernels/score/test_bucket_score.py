@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.score.bucket_score import bucket_score, lookup, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, on_gpu, one_by_one, one_shape, thorough
+from pallas_kernels.score.bucket_score import lookup, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_gpu, one_by_one, one_shape, thorough
 from tests.pallas_kernels.ptx import Threads, words_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 FIRST, LOCAL = 3, 5
 TEMPERATURE = 0.3
 
 
 def scoring(name, warps=None, first=FIRST, num_local=LOCAL):
-    fixed = {"first": first, "num_local": num_local}
-    if name != "interpreted":
-        return compiled(bucket_score, **fixed, implementation=name)
     config = None if warps is None else pallas_triton.Config(blocks=2, num_warps=warps, ahead=1 + warps // 32)
-    return compiled(pallas_triton.bucket_score, **fixed, config=config, interpret=True)
+    run = implementations("bucket_score", config=config)[name]
+    return compiled(run, first=first, num_local=num_local)
 
 
 def problem(seed, *, rows=2, heads=2, group=3, dim=32, tables=5, bits=4, slots=200, dtype="float32", cursor=None, more=0):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.column_mass import column_mass, pallas_triton
+from pallas_kernels.score.column_mass import column_mass
 from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
-RUN = implementations(
-    column_mass, functools.partial(pallas_triton.column_mass, interpret=True, limit=None, block=1024)
-)
+RUN = implementations("column_mass")
 
 
 @every_body

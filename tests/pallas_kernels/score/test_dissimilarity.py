@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.dissimilarity import dissimilarity, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
-RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilarity, interpret=True))
+RUN = implementations("dissimilarity")
 
 
 @every_body

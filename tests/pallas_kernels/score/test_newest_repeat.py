@@ -9,16 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.newest_repeat import newest_repeat, pallas_triton, reference
-from tests.pallas_kernels.cases import NAMES, compiled, one_shape
+from pallas_kernels.score.newest_repeat import pallas_triton, reference
+from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape
 
-CONFIG = pallas_triton.Config(block=16, tile=16, strip=32)
-RUN = {
-    "xla": functools.partial(newest_repeat, implementation="xla"),
-    "tiles": functools.partial(reference.newest_repeat, whole=1, tiles=(16, 12)),  # the last begin in those before them
-    "interpreted": functools.partial(pallas_triton.newest_repeat, config=CONFIG, interpret=True),
-    "pallas_triton": functools.partial(newest_repeat, implementation="pallas_triton"),
-}
+RUN = implementations("newest_repeat", config=pallas_triton.Config(block=16, tile=16, strip=32))
+RUN = RUN | {"tiles": functools.partial(reference.newest_repeat, whole=1, tiles=(16, 12))}  # the last begin in those before
 with_tiles = pytest.mark.parametrize("name", [*NAMES, "tiles"])
 KINDS = ("random", "repeats", "same", "signs")
 

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.score.page_logits import page_logits, pallas_triton
 from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
 
-RUN = implementations(
-    functools.partial(page_logits, scale=SCALE),
-    functools.partial(pallas_triton.page_logits, scale=SCALE, config=Config(block=16, splits=3), interpret=True),
-)
+RUN = implementations("page_logits", config=Config(block=16, splits=3))
+RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
 def given(seed, group=3, dim=16, pages=90, dtype="float32"):

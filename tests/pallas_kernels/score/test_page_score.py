@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.page_score import page_score, pallas_tpu, pallas_triton
+from pallas_kernels.score.page_score import pallas_tpu, pallas_triton
 from tests.pallas_kernels.cases import (
     compiled,
     every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
+    implementations,
     one_by_one,
     thorough,
 )
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
-CONFIG = pallas_triton.Config(block=16)
-PLAIN = {"page_size": 1, "added": None, "reduce": "max", "newest": False, "position": None, "first": 0}
-
-
-def interpreted(*args, **given):
-    options = PLAIN | given
-    return pallas_triton.page_score(*args, **options, config=CONFIG, interpret=True)
-
-
-def interpreted_tpu(*args, **given):
-    options = PLAIN | given
-    return pallas_tpu.page_score(*args, **options, config=pallas_tpu.Config(block=128), interpret=True)
-
-
-RUN = {
-    "xla": functools.partial(page_score, implementation="xla"),
-    "interpreted": interpreted,
-    "interpreted_tpu": interpreted_tpu,
-    "pallas_triton": functools.partial(page_score, implementation="pallas_triton"),
+RUN = implementations("page_score", config=pallas_triton.Config(block=16)) | {
+    "interpreted_tpu": implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
 
 

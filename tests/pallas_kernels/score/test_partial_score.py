@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.partial_score import pallas_triton, partial_score
+from pallas_kernels.score.partial_score import pallas_triton
 from tests.pallas_kernels.cases import (
     SCALE,
     compiled,
@@ -21,15 +21,8 @@ from tests.pallas_kernels.cases import (
 )
 
 ALPHA = np.float32(1.5)
-RUN = implementations(
-    functools.partial(partial_score, scale=SCALE),
-    functools.partial(
-        pallas_triton.partial_score,
-        scale=SCALE,
-        config=pallas_triton.Config(block=32, programs=18),
-        interpret=True,
-    ),
-)
+RUN = implementations("partial_score", config=pallas_triton.Config(block=32, programs=18))
+RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
 def given(seed, group=3, channels=5, slots=75, dtype="float32"):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.token_vote import pallas_triton, token_vote
+from pallas_kernels.score.token_vote import pallas_triton
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
-VOTE = implementations(token_vote, functools.partial(pallas_triton.token_vote, config=CONFIG, interpret=True))
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+VOTE = implementations("token_vote", config=CONFIG)
 
 
 def rows(seed, heads=2, group=4, dim=16, tokens=101, dtype="float32", bounds=((5, 77), (33, 101), (0, 16), (7, 7))):

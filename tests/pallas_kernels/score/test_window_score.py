@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.window_score import pallas_triton, reference, window_score
-from tests.pallas_kernels.cases import NAMES, SCALE, compiled, one_by_one, one_shape
+from pallas_kernels.score.window_score import pallas_triton, reference
+from tests.pallas_kernels.cases import NAMES, SCALE, compiled, implementations, one_by_one, one_shape
 
-CONFIG = pallas_triton.Config(block=16, splits=2)
-RUN = {
-    "xla": functools.partial(window_score, implementation="xla"),
-    "blocked": functools.partial(reference.window_score, block=16),
-    "interpreted": functools.partial(pallas_triton.window_score, config=CONFIG, interpret=True),
-    "pallas_triton": functools.partial(window_score, implementation="pallas_triton"),
-}
+RUN = implementations("window_score", config=pallas_triton.Config(block=16, splits=2))
+RUN = RUN | {"blocked": functools.partial(reference.window_score, block=16)}
 with_blocks = pytest.mark.parametrize("name", [*NAMES, "blocked"])
 
 

@@ -11,8 +11,6 @@ from tests.oracles import pariskv as plain
 from tests.pallas_kernels.cases import every_body, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-
 
 @every_body
 @pytest.mark.parametrize(("dim", "rotate"), [(16, True), *one_shape((64, False), (128, True))])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.quantised import MOST, quantise, whole
-from pallas_kernels.store.evict_alike import direction_sum, evict_alike, pallas_triton
+from pallas_kernels.store.evict_alike import direction_sum
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
 
-EVICT = implementations(evict_alike, functools.partial(pallas_triton.evict_alike, interpret=True))
+EVICT = implementations("evict_alike")
 
 
 def case(slots=150, heads=3, dim=32, dtype="float32", seed=0):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.evict_token import evict_token, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations
 
-EVICT = implementations(evict_token, functools.partial(pallas_triton.evict_token, interpret=True))
+EVICT = implementations("evict_token")
 
 
 def evict(name, *args, first=0, **kwargs):

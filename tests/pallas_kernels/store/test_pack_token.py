@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.store.pack_token import pack_token, pallas_triton
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, implementations, one_shape
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-PACK = implementations(pack_token, functools.partial(pallas_triton.pack_token, interpret=True))
+PACK = implementations("pack_token")
 
 
 def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
-from pallas_kernels.store.sentence_add import pallas_triton, sentence_add
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_by_one
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, near, offloaded, one_by_one
 
-ADD = {
-    "xla": functools.partial(sentence_add, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.sentence_add, interpret=True),
-    "pallas_triton": functools.partial(sentence_add, implementation="pallas_triton"),
-}
+ADD = implementations("sentence_add")
 
 
 def book(seed, rows=3, heads=2, group=2, dim=16, slots=20, dtype="float32"):

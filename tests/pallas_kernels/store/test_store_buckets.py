@@ -7,16 +7,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.store.store_buckets import pallas_triton, store_buckets
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_by_one, one_shape
-
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+from tests.pallas_kernels.cases import (
+    compiled,
+    every_body,
+    implementations,
+    near,
+    offloaded,
+    on_gpu,
+    one_by_one,
+    one_shape,
+)
 
 
 def storing(name):
-    if name == "interpreted":
-        return compiled(pallas_triton.store_buckets, interpret=True)
-    return compiled(store_buckets, implementation=name)
+    return compiled(implementations("store_buckets")[name])
 
 
 def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype="float32", more=0):

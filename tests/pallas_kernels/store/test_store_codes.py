@@ -7,19 +7,24 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
-from pallas_kernels.store.store_codes import pallas_triton, store_codes
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_by_one, one_shape
+from tests.pallas_kernels.cases import (
+    compiled,
+    every_body,
+    implementations,
+    near,
+    offloaded,
+    on_gpu,
+    one_by_one,
+    one_shape,
+)
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 LOCAL, BUFFER = 4, 3
 
 
 def storing(name, dim, rotate=True):
     fixed = {"num_local": LOCAL, "buffer": BUFFER, "scale": dim**-0.5 if rotate else 1.0}
-    if name == "interpreted":
-        return compiled(pallas_triton.store_codes, **fixed, interpret=True)
-    return compiled(store_codes, **fixed, implementation=name)
+    return compiled(implementations("store_codes")[name], **fixed)
 
 
 @every_body

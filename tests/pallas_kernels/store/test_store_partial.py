@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_partial import pallas_triton, store_partial
 from tests.pallas_kernels.cases import (
     SINKS,
     TOLERANCE,
@@ -22,7 +19,7 @@ from tests.pallas_kernels.cases import (
     thorough,
 )
 
-STORE = implementations(store_partial, functools.partial(pallas_triton.store_partial, interpret=True))
+STORE = implementations("store_partial")
 CURSOR = (5, 22, 0, 23, 9)  # a full row whose token was stored, an empty one, one that could not store its token
 
 

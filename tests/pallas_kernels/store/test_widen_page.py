@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.widen_page import pallas_triton, widen_page
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded
+from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded
 
-WIDEN = {
-    "xla": functools.partial(widen_page, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.widen_page, interpret=True),
-    "pallas_triton": functools.partial(widen_page, implementation="pallas_triton"),
-}
+WIDEN = implementations("widen_page")
 
 
 def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):
