@@ -57,10 +57,15 @@ def one_shape(*shapes):
     return [first, *(pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=thorough) for x in others)]
 
 
+def alike(got, expected, rtol=0.0, atol=0.0):
+    """Compare two trees, array by array: equal numbers if nothing else is said."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=rtol, atol=atol)
+
+
 def close(got, expected, dtype):
-    """Compare with the tolerance of ``dtype``."""
-    got = np.asarray(got, np.float64)
-    np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    """Compare two trees with the tolerance of ``dtype``."""
+    alike(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def softmax_attention(query, key, value, seen, bias=0.0):
@@ -130,8 +135,7 @@ def one_by_one(run, *calls, rtol=1e-6, atol=1e-6):
     """Compare ``run`` under `jax.vmap` with single calls; each of ``calls`` has the positional arguments of one."""
     together = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.stack(x), *calls))
     for at, arrays in enumerate(calls):
-        for alone, many in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(together), strict=True):
-            np.testing.assert_allclose(many[at], alone, rtol=rtol, atol=atol)
+        alike(jax.tree.map(lambda x, at=at: x[at], together), run(*arrays), rtol=rtol, atol=atol)
 
 
 SINKS = 2  # first slots of which an offloaded cache in these tests has copies

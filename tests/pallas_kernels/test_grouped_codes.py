@@ -17,7 +17,7 @@ from pallas_kernels.formats.mixing import block_of
 from pallas_kernels.formats.quantised import Quantised, dequantise, quantise, unpack, vector_bytes, zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.evict_token import evict_token
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, alike, close, compiled, implementations, softmax_attention
 from tests.pallas_kernels.test_quantised import normal, soiled
 
 CONFIG = dense_kernel.Config(block=16, splits=2)
@@ -102,8 +102,7 @@ def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
     pair = [soiled(x, jnp.asarray(~seen)) for x in pair]
     got = compiled(DENSE[name], scale=SCALE)(query, *pair, position=jnp.asarray(position), limit=jnp.asarray(limit))
     every = np.broadcast_to(seen[:, :, None], (2, 2, group, slots))
-    for x, want in zip(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], strict=True):
-        close(x, want, dtype)
+    close(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,8 +127,7 @@ def test_gather_attention_equals_float64(name, kind, group, dim, dtype, page):
     run = compiled(GATHER[name], scale=SCALE, page_size=page)
     got = run(query, *pair, jnp.asarray(listed), jnp.asarray(mask), **rest)
     every = np.broadcast_to(seen[:, :, None], (2, 2, group, slots))
-    for x, want in zip(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], strict=True):
-        close(x, want, dtype)
+    close(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,8 +142,7 @@ def test_rows_in_host_memory_have_their_scales_on_the_device(name):
     near = [dataclasses.replace(x, codes=x.codes[:, :, slots - ring :]) for x in (key, value)]  # the newest slots
     rows = Rows(host=host, newest=jnp.full((2,), slots, jnp.int32), sinks=0)
     got = compiled(GATHER[name], scale=SCALE)(query, *near, listed, mask, rows=rows)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)
 
 
 def store(name, *args, **rest):

@@ -19,7 +19,7 @@ from pallas_kernels.machine import assume_machine
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN, store_token
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, alike, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)
 
@@ -121,8 +121,7 @@ def test_dense_decode_on_codes_equals_dequantised_rows(name, kind, dtype, group,
     numbers = [np.asarray(whole(x), np.float32) for x in (key, value)]
     every = np.broadcast_to(seen[:, :, None], (rows, heads, group, slots))
     expected = softmax_attention(np.asarray(query, np.float32), *numbers, every)
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     # The query is rounded to codes too, where it is bfloat16 and keys are int8.
     np.testing.assert_allclose(mass, expected[2].sum(axis=2), rtol=0.05, atol=0.01)
     assert not np.any(np.asarray(mass)[~seen])
@@ -189,8 +188,7 @@ def test_gather_attention_on_codes_equals_dequantised_rows(name, kind, how):
         key, value = (soiled(x, position < 0) for x in (key, value))
     got = compiled(GATHER[name], **fixed)(query, key, value, listed, mask, **rest)
     want = gather_attention(query, *numbers, listed, mask, implementation="xla", **fixed, **rest)
-    for a, b in zip(got, want, strict=True):
-        close(a, b, "float32")
+    close(got, want, "float32")
 
 
 @bodies(("interpreted", "int8"))
@@ -226,8 +224,7 @@ def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
     hosted = jax.device_put(hosted, jax.memory.Space.Host)
     rows = Rows(host=hosted, newest=jnp.asarray(newest), sinks=sinks)
     got = compiled(GATHER[name], **fixed)(query, near_key, near, *arguments, rows=rows, **rest)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)
 
 
 def test_rows_of_another_kind_are_refused():
@@ -272,8 +269,7 @@ def test_codes_go_to_copies_and_scales_to_slots(name, kind):
     few = dataclasses.replace(full[1], codes=full[1].codes[:, :, :near])  # all keys are on the device
     rows = Rows(host=jnp.zeros((batch, heads, slots, dim), stored_dtype(kind)), newest=cursor, sinks=sinks)
     got = compiled(run)(key, value, place, cache_key=full[0], cache_value=few, **rest, rows=rows)
-    for a, b in zip(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4]))):
-        np.testing.assert_array_equal(a, b)
+    alike(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4])))
     expected = np.array(few.codes)
     for row, slot in ((0, 1), (3, 17)):  # the others store nothing
         expected[row, :, slot if slot < sinks else sinks + (slot - sinks) % (near - sinks)] = want[1].codes[row, :, slot]
@@ -324,8 +320,7 @@ def test_evict_token_moves_codes_and_scales(name, kind):
     want = evict_token(whole(key), whole(value), *rest, budget=5, implementation="xla")
     for made, numbers in zip(got[:2], want[:2], strict=True):
         np.testing.assert_array_equal(whole(made), numbers)
-    for a, b in zip(got[2:], want[2:], strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got[2:], want[2:])
 
 
 def test_gpus_without_float8_read_float8_codes_by_xla():

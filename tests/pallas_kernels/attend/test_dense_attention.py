@@ -16,6 +16,7 @@ from pallas_kernels.score.column_mass import column_mass
 from tests.pallas_kernels.cases import (
     NEEDS_GPU,
     SCALE,
+    alike,
     close,
     compiled,
     dense_oracle,
@@ -52,8 +53,7 @@ def test_attention_and_column_mass_equal_float64(block, dtype, group, dim, lengt
     run = compiled(dense_attention, scale=SCALE, block=block)
     out, lse = run(query, key, value, **positions)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
     mass = compiled(column_mass, scale=SCALE, block=block)(query, key, lse, **positions)
     assert mass.dtype == jnp.float32
@@ -67,13 +67,11 @@ def test_a_limit_hides_nothing_and_skips_the_rest(limit):
     run = compiled(dense_attention, scale=SCALE, block=16)
     plain = run(query, key, value, **positions)
     bounded = run(query, key, value, **positions, limit=jnp.int32(limit))
-    for a, b in zip(plain, bounded):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    alike(plain, bounded, rtol=1e-6, atol=1e-6)
     if limit == 16:  # a limit that lies skips whole blocks: the loop really stops there
         (_, _, _), full = positioned_cache(7)
         early = run(query, key, value, **full, limit=jnp.int32(limit))
-        for a, b in zip(plain, early):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        alike(plain, early, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_of_a_prompt_skip_the_future():
@@ -97,8 +95,7 @@ def test_a_query_sees_nothing_before_its_first_position(name):
     arrays, positions = positioned_cache(9, dtype=dtype)
     positions["query_first"] = jnp.maximum(positions["query_position"] - 9, 0)
     run = compiled(dense_attention, scale=SCALE, block=16, implementation=name)
-    for got, expected in zip(run(*arrays, **positions), dense_oracle(*arrays, **positions)):
-        close(got, expected, dtype)
+    close(run(*arrays, **positions), dense_oracle(*arrays, **positions)[:2], dtype)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", None), ("bfloat16", 9)])
@@ -109,8 +106,7 @@ def test_a_bias_for_cudnn_hides_what_no_query_sees(on_cpu, dtype, width):
         positions["query_first"] = jnp.maximum(positions["query_position"] - width, 0)
     out, lse = jax.jit(on_cpu)(*arrays, **positions)
     expected = dense_oracle(*arrays, **positions)
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.attend.dense_decode import Rotation, dense_decode, pallas_tp
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
@@ -59,11 +60,9 @@ def test_attention_equals_float64(name, dtype, group, dim, slots):
     query, key, value = (np.asarray(x, np.float32) for x in arrays)
     expected = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
-    for first, second in zip((out, lse), run(*arrays, **rest)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*arrays, **rest))
 
 
 @every_body
@@ -82,14 +81,12 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
     out[lse == -np.inf] = np.nan
     partials = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
     config = pallas_triton.Config(block=16, splits=splits)
-    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
-    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    run = compiled(implementations("dense_decode", config=config)[name], scale=SCALE)
     got = run(query, key, value, **rest, partials=partials)
     among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
     alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
     assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
-    for a, b in zip(got, joined(partials, *alone)):
-        close(a, b, dtype)
+    close(got, joined(partials, *alone), dtype)
     assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
 
 
@@ -107,8 +104,7 @@ def test_a_gap_changes_nothing_and_is_not_read(name):
         unread = (block >= first) & (block + 16 <= np.minimum(stop, np.asarray(rest["limit"])[:, None, None]))
         assert unread.sum() > 100
         rest["position"] = jnp.where(unread, 1, rest["position"])
-    for a, b in zip(run(*arrays, **rest, gap=jnp.asarray(gap)), want):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    alike(run(*arrays, **rest, gap=jnp.asarray(gap)), want, rtol=1e-5, atol=1e-5)
 
 
 @every_body
@@ -117,8 +113,7 @@ def test_parts_join_to_the_whole(name):
     out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
     assert out.dtype == lse.dtype == jnp.float32 and out.shape[2] == (3 if name == "interpreted" else lse.shape[2])
     whole = merge_partials(jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0))
-    for a, b in zip(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    alike(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole, rtol=1e-5, atol=1e-5)
 
 
 @every_body
@@ -127,16 +122,14 @@ def test_what_each_slot_receives(name, group, slots, splits):
     """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
     arrays, rest, seen = cache(5, group, slots=slots)
     config = pallas_triton.Config(block=16, splits=splits)
-    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
-    run = own if name == "interpreted" else DENSE[name]
+    run = implementations("dense_decode", config=config)[name]
     out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
     query, key, value = (np.asarray(x, np.float32) for x in arrays)
     weight = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))[2]
     assert mass.dtype == jnp.float32 and mass.shape == seen.shape
     close(mass, weight.sum(axis=2), "float32")
     assert not np.any(np.asarray(mass)[~seen])
-    for a, b in zip((out, lse), compiled(run, scale=SCALE)(*arrays, **rest)):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    alike((out, lse), compiled(run, scale=SCALE)(*arrays, **rest), rtol=1e-6, atol=1e-6)
 
 
 @every_body
@@ -162,8 +155,7 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
     numbers = np.asarray(query, np.float32), np.concatenate([turned.real, turned.imag], -1), np.asarray(value, np.float32)
     want = softmax_attention(*numbers, among)
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]  # an angle of 2000 radians in float32 is 1e-4 off
-    for a, b in zip(got, want):
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
+    alike(got, want[:2], rtol=tolerance, atol=tolerance)
 
 
 def test_a_rotation_of_another_width():
@@ -183,8 +175,7 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     arrays, rest, _ = cache(1)
     run = functools.partial(compiled(DENSE[name], scale=SCALE), *arrays, position=rest["position"])
     plain = run(limit=rest["limit"])
-    for a, b in zip(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32))):
-        np.testing.assert_array_equal(a, b)
+    alike(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32)))
 
 
 @on_gpu_and_thorough_tpu
@@ -208,8 +199,7 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     for block, splits in CUTS:
         config = pallas_triton.Config(block=block, splits=splits)
         parts = compiled(implementations("dense_decode", config=config)["interpreted"], scale=SCALE)(*arrays, **rest)
-        for a, b in zip(whole, parts):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        alike(whole, parts, rtol=1e-5, atol=1e-5)
 
 
 def test_default_config_fills_the_gpu_once():
@@ -230,5 +220,4 @@ def test_merge_partials_of_disjoint_parts():
         position, limit = rest["position"][:, :, first:last], rest["limit"] - first
         parts.append(dense_decode(query, *piece, position=position, limit=limit, scale=SCALE))
     parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
-    for a, b in zip(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts)))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    alike(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts))), rtol=1e-5, atol=1e-6)

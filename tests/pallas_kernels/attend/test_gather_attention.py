@@ -20,6 +20,7 @@ from pallas_kernels.host import Rows
 from tests.pallas_kernels.cases import (
     NEEDS_GPU,
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
@@ -71,11 +72,9 @@ def test_attention_equals_float64(name, dtype, group, dim, listed, biased):
     out, lse = run(*args, bias=bias)
     expected = gather_oracle(*args, bias)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
-    for first, second in zip((out, lse), run(*args, bias=bias)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*args, bias=bias))
 
 
 @every_kernel  # plain JAX: tests/kvjax/methods/test_retroinfer.py
@@ -90,8 +89,7 @@ def test_parts_beside_the_list_join(name, config):
     run = compiled(implementations("gather_attention", config=config)[name], scale=SCALE)
     for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
         got = run(query, key, value, slots[..., :many], mask[..., :many], partials=(out, lse))
-        for x, y in zip(got, want, strict=True):
-            close(x, y, "float32")
+        close(got, want, "float32")
 
 
 @every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
@@ -101,8 +99,7 @@ def test_logits_belong_to_the_softmax(name, config):
     query, key, _, slots, mask = args
     run = implementations("gather_attention", config=config)[name]
     out, lse, logits = compiled(run, scale=SCALE, logits=True)(*args, bias=bias)
-    for x, y in zip((out, lse), compiled(run, scale=SCALE)(*args, bias=bias), strict=True):
-        np.testing.assert_array_equal(x, y)
+    alike((out, lse), compiled(run, scale=SCALE)(*args, bias=bias))
     keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
     want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
     close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
@@ -136,9 +133,8 @@ def test_masked_slots_may_hold_anything(name):
     plain = run(query, key, value, slots, mask)
     wild = run(query, key, value, jnp.where(mask, slots, -(2**31)), mask)
     past = run(query, key, value, jnp.where(mask, slots, 2**31 - 1), mask)
-    for a, b, c in zip(plain, wild, past):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
+    alike(plain, wild)
+    alike(plain, past)
 
 
 def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group=3):
@@ -173,8 +169,7 @@ def test_lists_of_pages_equal_float64(name, page, shared):
         query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[-1]))
     )
     out, lse = compiled(GATHER[name], scale=SCALE, page_size=page)(*args, position=position)
-    close(out, expected[0], "float32")
-    close(lse, expected[1], "float32")
+    close((out, lse), expected[:2], "float32")
 
 
 @every_body
@@ -185,8 +180,7 @@ def test_one_list_for_all_heads(name):
     every = [jnp.broadcast_to(x, slots.shape) for x in one]
     run = compiled(GATHER[name], scale=SCALE)
     shared = run(query, key, value, *one[:2], bias=one[2])
-    for a, b in zip(shared, run(query, key, value, *every[:2], bias=every[2])):
-        np.testing.assert_array_equal(a, b)
+    alike(shared, run(query, key, value, *every[:2], bias=every[2]))
 
 
 @every_body
@@ -206,8 +200,7 @@ def test_keys_rotated_when_read(name, dtype):
     )
     # An angle of 5000 radians in float32 is 2e-4 radians off.
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected[0], atol=tolerance, rtol=tolerance)
-    np.testing.assert_allclose(lse, expected[1], atol=tolerance, rtol=tolerance)
+    alike((out, lse), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_rotation_is_the_one_of_the_methods():
@@ -248,8 +241,7 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     for block, splits in [(16, 1), (64, 1), (16, 8)]:
         config = pallas_triton.Config(block=block, splits=splits)
         run = compiled(implementations("gather_attention", config=config)["interpreted"], scale=SCALE)
-        for a, b in zip(whole, run(query, key, value, slots, mask, bias=bias)):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        alike(whole, run(query, key, value, slots, mask, bias=bias), rtol=1e-5, atol=1e-5)
 
 
 @every_kernel
@@ -271,8 +263,7 @@ def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
         mask = np.broadcast_to(mask, chosen.shape)
         out, lse = run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask))
         expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
-        close(out, expected[0], "float32")
-        close(lse, expected[1], "float32")
+        close((out, lse), expected[:2], "float32")
 
 
 def test_default_config_gives_every_program_work():
@@ -330,8 +321,7 @@ def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recen
     hosted = jax.device_put(hosted, jax.memory.Space.Host)
     offloaded = Rows(host=hosted, newest=newest, sinks=sinks)
     got = run(query, near_key, jnp.asarray(near[1]), slots, mask, rows=offloaded, position=position)
-    for a, b in zip(got, expected):
-        np.testing.assert_array_equal(a, b)
+    alike(got, expected)
 
 
 def test_host_rows_are_checked():

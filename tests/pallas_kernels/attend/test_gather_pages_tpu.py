@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels.attend.gather_attention import pallas_tpu
 from tests.pallas_kernels.attend.test_gather_attention import pages
-from tests.pallas_kernels.cases import SCALE, close, compiled, one_by_one, softmax_attention, thorough
+from tests.pallas_kernels.cases import SCALE, alike, close, compiled, one_by_one, softmax_attention, thorough
 
 SMALL = pallas_tpu.Config(block=128, buffers=2)
 TPU = plt.InterpretParams(detect_races=True)
@@ -62,8 +62,7 @@ def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group
     args = [*(x.astype(dtype) for x in args[:3]), args[3], jnp.asarray(mask)]
     out, lse = attend(args, position, page_size, config, TPU)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    for got, want in zip((out, lse), expected(args, seen), strict=True):
-        close(got, want, dtype)
+    close((out, lse), expected(args, seen), dtype)
     assert not np.any(out[1, 0]) and np.all(lse[1, 0] == -np.inf)
 
 
@@ -72,8 +71,7 @@ def test_blocks_and_buffers_change_nothing_but_rounding():
     args, position, _ = pages(2, 16, False, 24, slots=400, dim=128)
     whole = attend(args, position, 16, pallas_tpu.Config())
     for block, buffers in ((128, 2), (256, 4), (512, 8)):
-        for a, b in zip(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        alike(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough

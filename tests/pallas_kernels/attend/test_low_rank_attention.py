@@ -12,6 +12,7 @@ from pallas_kernels.attend.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
@@ -82,11 +83,9 @@ def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, s
     run = compiled(RUN[name], scale=SCALE, page_size=page)
     out, lse = run(*args, **rest)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    for a, b in zip((out, lse), oracle(args, rest, seen)):
-        close(a, b, dtype)
+    close((out, lse), oracle(args, rest, seen), dtype)
     assert not np.any(out[0, 1, 1:]) and np.all(lse[0, 1, 1:] == -np.inf)
-    for first, second in zip((out, lse), run(*args, **rest)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*args, **rest))
 
 
 @thorough
@@ -99,8 +98,7 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
     config = pallas_triton.Config(block=block, splits=splits)
     own = functools.partial(pallas_triton.low_rank_attention, config=config, interpret=True)
     got = compiled(own if name == "interpreted" else RUN[name], scale=SCALE, page_size=16)(*args, **rest)
-    for a, b in zip(got, oracle(args, rest, seen)):
-        close(a, b, "float32")
+    close(got, oracle(args, rest, seen), "float32")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
 
 
@@ -114,5 +112,4 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
 def test_values_in_host_memory(name):
     args, rest, _ = given(3)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
-    for a, b in zip(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest)):
-        np.testing.assert_array_equal(a, b)
+    alike(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest))

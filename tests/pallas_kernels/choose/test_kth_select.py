@@ -12,7 +12,7 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, implementations, one_shape, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, alike, implementations, one_shape, thorough
 
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
@@ -124,8 +124,7 @@ def test_lists_equal_a_stable_sort(name, kind):
 def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
     run = jax.jit(SELECT[name], static_argnums=(1, 2))
-    for got, expected in zip(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
-        np.testing.assert_array_equal(got, expected)
+    alike(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity))
 
 
 @pytest.mark.parametrize(  # jax_triton has no batching rule
@@ -176,8 +175,7 @@ def test_rows_that_want_nothing_are_not_read(name, budget):
     score, budget = scores("normal", (2, 2, 301)), np.asarray(budget, np.int32)
     expected = oracle(score, budget, 13)
     score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
-    for got, want in zip(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected):
-        np.testing.assert_array_equal(got, want)
+    alike(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected)
 
 
 def of_shares(logits, lse):
@@ -232,5 +230,4 @@ def test_kth_select_at_full_size(slots, capacity, kind, name):
     run = jax.jit(SELECT[name], static_argnums=2)
     expected = oracle(score, capacity, capacity)
     for _ in range(3):
-        for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
-            np.testing.assert_array_equal(got, want)
+        alike(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected)

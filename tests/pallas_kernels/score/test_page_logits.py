@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
+from tests.pallas_kernels.cases import (
+    SCALE,
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    implementations,
+    one_shape,
+    thorough,
+)
 
 RUN = implementations("page_logits", config=Config(block=16, splits=3))
 RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
@@ -48,8 +57,7 @@ def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     np.testing.assert_allclose(logits, want, rtol=2e-5, atol=2e-5)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(np.log(np.exp(np.float64(lse)).sum(axis=2)), whole, rtol=2e-5, atol=2e-5)
-    for first, second in zip((logits, lse), run(query, vector, limit, held=held)):
-        np.testing.assert_array_equal(first, second)
+    alike((logits, lse), run(query, vector, limit, held=held))
 
 
 @thorough

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.score.partial_score import pallas_triton
 from tests.pallas_kernels.cases import (
     SCALE,
+    alike,
     compiled,
     every_body,
     every_kernel,
@@ -65,8 +66,7 @@ def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     np.testing.assert_allclose(got[0], score, rtol=2e-5, atol=2e-5)
     assert np.all((least <= got[1]) & (got[1] <= most)) and np.sum(most - least) < 3 and most[0] > 0
     np.testing.assert_array_equal(got[2], stored)
-    for first, second in zip(got, run(*args, jnp.asarray(ALPHA))):
-        np.testing.assert_array_equal(first, second)
+    alike(got, run(*args, jnp.asarray(ALPHA)))
 
 
 @thorough

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.formats.quantised import MOST, quantise, whole
 from pallas_kernels.store.evict_alike import direction_sum
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
+from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, one_shape
 
 EVICT = implementations("evict_alike")
 
@@ -81,8 +81,7 @@ def oracle(key, value, position, cursor, budget):
 def test_the_key_most_alike_goes(name, slots, dtype, budget):
     (*stored, position, cursor), newest = case(slots, dtype=dtype)
     key, value, moved, left, total, done = evict(name, *stored, position, cursor, newest, budget)
-    for x, want in zip((key, value, moved, left), oracle(*stored, position, cursor, budget), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float64), want)
+    alike((key, value, moved, left), oracle(*stored, position, cursor, budget))
     np.testing.assert_array_equal(done, 0)
     np.testing.assert_allclose(numbers(total, slots), directions(key, moved).sum(2), atol=2e-6)
 
@@ -110,10 +109,8 @@ def test_codes_are_evicted_as_what_they_read_back(name, kind):
     codes = [quantise(x, kind) for x in (key, value)]
     got = evict(name, *codes, position, cursor, newest, 12)
     want = oracle(*(whole(x) for x in codes), position, cursor, 12)
-    for x, exact in zip(map(whole, got[:2]), want[:2], strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float64), exact)
-    for x, exact in zip(got[2:4], want[2:], strict=True):
-        np.testing.assert_array_equal(x, exact)
+    alike(map(whole, got[:2]), want[:2])
+    alike(got[2:4], want[2:])
     np.testing.assert_allclose(numbers(got[4], 150), directions(whole(got[0]), got[2]).sum(2), atol=2e-6)
 
 

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, near, offloaded, one_by_one
+from tests.pallas_kernels.cases import (
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    implementations,
+    near,
+    offloaded,
+    one_by_one,
+)
 
 ADD = implementations("sentence_add")
 
@@ -79,5 +88,4 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
     key, query, cursor, event, state = book(0)
     want = compiled(ADD[name])(key, query, cursor, event, state)
     got = compiled(ADD[name])(near(key, cursor, 5), query, cursor, event, state, rows=offloaded(cursor))
-    for a, b in zip(got, want):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)

@@ -9,6 +9,7 @@ import pytest
 from tests.pallas_kernels.cases import (
     SINKS,
     TOLERANCE,
+    alike,
     compiled,
     every_body,
     every_kernel,
@@ -61,16 +62,14 @@ def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
     np.testing.assert_allclose(np.float64(got[0]), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     np.testing.assert_array_equal(np.asarray(got[0])[~changed], np.asarray(args[6])[~changed])
     np.testing.assert_array_equal(got[1], last)
-    for once, twice in zip(got, run(*args[:6], *got)):
-        np.testing.assert_array_equal(once, twice)
+    alike(got, run(*args[:6], *got))
 
 
 @every_body
 def test_copies_of_an_offloaded_cache(name):
     key, *rest = given(2)
     got = compiled(STORE[name])(near(key, rest[1], SINKS + 4), *rest, rows=offloaded(rest[1]))
-    for a, b in zip(got, oracle(key, *rest)):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    alike(got, oracle(key, *rest), rtol=2e-5, atol=2e-5)
 
 
 @thorough

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded
+from tests.pallas_kernels.cases import alike, compiled, every_body, implementations, near, offloaded
 
 WIDEN = implementations("widen_page")
 
@@ -64,5 +64,4 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
 def test_copies_of_an_offloaded_cache_do_as_well(name, cursor):
     key, position, cursor, before, after = stored(1, cursor)
     run = compiled(WIDEN[name], page_size=4)
-    for got, want in zip(run(near(key, cursor, 6), position, cursor, *before, rows=offloaded(cursor)), after):
-        np.testing.assert_array_equal(got, want)
+    alike(run(near(key, cursor, 6), position, cursor, *before, rows=offloaded(cursor)), after)
