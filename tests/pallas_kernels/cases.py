@@ -69,7 +69,7 @@ def close(got, expected, dtype):
 
 
 def softmax_attention(query, key, value, seen, bias=0.0):
-    """Float64: query [..., M, D], key, value [..., N, D], seen [..., M, N] -> out, lse, probabilities."""
+    """Float64: query [..., M, D], key, value [..., N, D], seen [..., M or 1, N] -> out, lse, probabilities."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     logits = np.where(seen, SCALE * query @ np.nan_to_num(key).swapaxes(-1, -2) + bias, -np.inf)
     peak = np.max(logits, axis=-1, keepdims=True, initial=-1e30)

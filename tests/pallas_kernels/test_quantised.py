@@ -118,9 +118,7 @@ def test_dense_decode_on_codes_equals_dequantised_rows(name, kind, dtype, group,
     out, lse, mass = compiled(DENSE[name], scale=SCALE, mass=True)(
         query, soiled(key, ~seen), soiled(value, ~seen), position=jnp.asarray(position), limit=jnp.asarray(limit)
     )
-    numbers = [np.asarray(whole(x), np.float32) for x in (key, value)]
-    every = np.broadcast_to(seen[:, :, None], (rows, heads, group, slots))
-    expected = softmax_attention(np.asarray(query, np.float32), *numbers, every)
+    expected = softmax_attention(query, whole(key), whole(value), seen[:, :, None])
     close((out, lse), expected[:2], dtype)
     # The query is rounded to codes too, where it is bfloat16 and keys are int8.
     np.testing.assert_allclose(mass, expected[2].sum(axis=2), rtol=0.05, atol=0.01)

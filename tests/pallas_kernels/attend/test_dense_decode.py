@@ -57,8 +57,7 @@ def test_attention_equals_float64(name, dtype, group, dim, slots):
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
     run = compiled(DENSE[name], scale=SCALE)
     out, lse = run(*arrays, **rest)
-    query, key, value = (np.asarray(x, np.float32) for x in arrays)
-    expected = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))
+    expected = softmax_attention(*arrays, seen[:, :, None])
     assert out.dtype == dtype and lse.dtype == jnp.float32
     close((out, lse), expected[:2], dtype)
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
@@ -83,8 +82,7 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
     config = pallas_triton.Config(block=16, splits=splits)
     run = compiled(implementations("dense_decode", config=config)[name], scale=SCALE)
     got = run(query, key, value, **rest, partials=partials)
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
-    alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
+    alone = softmax_attention(query, key, value, seen[:, :, None])[:2]
     assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
     close(got, joined(partials, *alone), dtype)
     assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
@@ -124,8 +122,7 @@ def test_what_each_slot_receives(name, group, slots, splits):
     config = pallas_triton.Config(block=16, splits=splits)
     run = implementations("dense_decode", config=config)[name]
     out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
-    query, key, value = (np.asarray(x, np.float32) for x in arrays)
-    weight = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))[2]
+    weight = softmax_attention(*arrays, seen[:, :, None])[2]
     assert mass.dtype == jnp.float32 and mass.shape == seen.shape
     close(mass, weight.sum(axis=2), "float32")
     assert not np.any(np.asarray(mass)[~seen])
@@ -151,9 +148,7 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
     place = at - np.where(at < 40, origin[:, :1, None], origin[:, 1:, None])
     first, second = np.split(np.nan_to_num(np.asarray(key, np.float64)), 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * place[..., None] * np.float64(inv_freq))
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
-    numbers = np.asarray(query, np.float32), np.concatenate([turned.real, turned.imag], -1), np.asarray(value, np.float32)
-    want = softmax_attention(*numbers, among)
+    want = softmax_attention(query, np.concatenate([turned.real, turned.imag], -1), value, seen[:, :, None])
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]  # an angle of 2000 radians in float32 is 1e-4 off
     alike(got, want[:2], rtol=tolerance, atol=tolerance)
 

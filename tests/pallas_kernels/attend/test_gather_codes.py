@@ -46,8 +46,7 @@ def drawn(kinds, group=3, dim=64, listed=37, slots=96, seed=0):
 
 def expected(query, exact, items, mask, bias=0.0):
     rows = [np.take_along_axis(x, np.asarray(items)[..., None], 2) for x in exact]
-    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
-    return softmax_attention(np.asarray(query, np.float64), *rows, seen, bias)[:2]
+    return softmax_attention(query, *rows, np.asarray(mask)[:, :, None], bias)[:2]
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

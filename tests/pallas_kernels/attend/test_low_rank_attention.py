@@ -64,8 +64,7 @@ def oracle(args, rest, seen):
     query, left, right, value = (np.asarray(x, np.float64) for x in args[:4])
     key = np.nan_to_num(left)[:, None] @ right
     key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[2]))
-    found = softmax_attention(query, key, value, among)[:2]
+    found = softmax_attention(query, key, value, seen[:, :, None])[:2]
     if rest["partials"] is not None:
         for part in range(3):
             found = joined([x[:, :, part] for x in rest["partials"]], *found)
