@@ -68,11 +68,12 @@ class Chosen(Exception):
 def choose(name, *, platform=None, implementation=None, **sizes):
     """Return the implementation that a call of these sizes takes; no implementation is run or traced."""
     shape = sized(name, **sizes)
+    arrays = arguments(shape)
     run = functools.partial(public(name), **shape.options, platform=platform, implementation=implementation)
 
     def stop(self, *args, **kwargs):
         raise Chosen(self.resolve(*args, **kwargs))
 
     with mock.patch.object(Operation, "run", stop), pytest.raises(Chosen) as caught:
-        jax.eval_shape(run, **arguments(shape))
+        jax.eval_shape(run, **arrays)
     return caught.value.args[0]
