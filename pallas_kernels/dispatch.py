@@ -132,14 +132,11 @@ def run_shared(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: pytrees. Leaves that are no arrays are static.
         **kwargs: pytrees, too.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    arrays, call = _Call.of(run, args, kwargs)
     tracing = any(isinstance(array, jax.core.Tracer) for array in arrays)
     if not tracing or any(array.aval.memory_space == jax.memory.Space.Host for array in arrays):
         return run(*args, **kwargs)  # XLA places arrays in host memory best where it sees all that is done with them
-    # Equal numbers of several types, such as 1 and True, are several calls.
-    fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
-    return _traced_once(arrays, call=_Call(run, structure, fixed))
+    return _traced_once(arrays, call=call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,16 +153,25 @@ class _Call:
     structure: Any
     fixed: tuple[tuple[type, Any] | None, ...]
 
-    def arguments(self, arrays: Iterator[jax.Array]) -> tuple[tuple, dict[str, Any]]:
-        """Put ``arrays`` in their places, and return the positional and the named arguments."""
-        leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
-        return jax.tree.unflatten(self.structure, leaves)
+    @classmethod
+    def of(cls, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[list[jax.Array], _Call]:
+        """Take the arrays out of a call."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # Equal numbers of several types, such as 1 and True, are several calls.
+        fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], cls(run, structure, fixed)
+
+    def __call__(self, arrays: list[jax.Array]) -> Any:
+        """Call the function with ``arrays`` in their places."""
+        rest = iter(arrays)
+        leaves = [next(rest) if entry is None else entry[1] for entry in self.fixed]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return self.run(*args, **kwargs)
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
-    args, kwargs = call.arguments(iter(arrays))
-    return call.run(*args, **kwargs)
+    return call(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +189,11 @@ class _Kernel:
     run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
-        call = _Call(self.run, structure, fixed)
+        arrays, call = _Call.of(self.run, args, kwargs)
 
         @jax.custom_jvp
         def run(arrays: list[jax.Array]) -> Any:
-            args, kwargs = call.arguments(iter(arrays))
-            return call.run(*args, **kwargs)
+            return call(arrays)
 
         @run.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:
@@ -199,7 +202,7 @@ class _Kernel:
                 f"default_implementation({XLA!r})"
             )
 
-        return run([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+        return run(arrays)
 
 
 @dataclasses.dataclass(frozen=True)

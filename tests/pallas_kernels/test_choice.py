@@ -188,6 +188,7 @@ IMPOSSIBLE = [
     ("dense_decode", TRITON, {"T": 5, "G": 15}, "5 queries of 15 query heads"),
     ("gather_attention", TRITON, {"D": 24}, "head_dim 24"),
     ("gather_attention", LANGUAGE, {"D": 24}, "head_dim 24"),
+    ("gather_attention", TRITON, {"dtype": "int8"}, "dtypes"),
     ("gather_attention", TRITON, {"D": 16, "rotate": True}, "head_dim 16"),
     ("gather_attention", LANGUAGE, {"bias": full("B F K", 0, jnp.float32)}, "bias"),
     ("gather_attention", TPU, PAGES | {"D": 64}, "head_dim 64"),

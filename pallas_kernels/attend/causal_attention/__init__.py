@@ -1,7 +1,5 @@
 """Causal self-attention of whole sequences at positions 0..T-1, which training uses."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Attention to clusters of tokens through their sums of values (RetroInfer)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -3,8 +3,6 @@
 Every method is compared with this operation, so it is exact, bounded in memory, and takes the same cache.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

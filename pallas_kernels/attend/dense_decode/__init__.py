@@ -1,7 +1,5 @@
 """Decode attention over all tokens of a cache: one query per head or a few, contiguous slots, a length known at run time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Decode attention over index lists: one list of cache slots or pages per (row, KV head), or one per row."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Decode attention over lists of pages whose keys are products of two thin matrices (ShadowKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

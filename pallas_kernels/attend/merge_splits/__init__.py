@@ -1,7 +1,5 @@
 """Merges the partial results of split-K attention."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

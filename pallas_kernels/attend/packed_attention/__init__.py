@@ -1,7 +1,5 @@
 """Attention over listed blocks of packed vectors and a buffer of raw tokens (MosaicKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Attention of a prompt chunk over the tokens stored before it: every query sees all of the first slots of its row."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

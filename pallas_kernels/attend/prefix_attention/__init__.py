@@ -1,7 +1,5 @@
 """Attention of a prompt chunk over a cache without holes: its own tokens causally, all slots before them fully."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Causal attention of a prompt chunk over listed blocks of keys and listed keys (MInference, XAttention, FlexPrefill)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """The clusters that a query attends to exactly, and those that it estimates (RetroInfer)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

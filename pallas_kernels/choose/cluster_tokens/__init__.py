@@ -1,7 +1,5 @@
 """The tokens of listed clusters as one list, with those at both ends of the row (RetroInfer)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """The tokens that a step attends to where tokens are searched by product-quantised keys (PQCache)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """ParisKV's first stage: keys get votes by the clusters of their slices, and the keys with most votes become candidates."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """The true entries of masks as ascending lists."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """The best entries of score rows as ascending lists."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax

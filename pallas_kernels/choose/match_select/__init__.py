@@ -1,7 +1,5 @@
 """MagicPIG's selection: the tokens that share the most buckets with a query head, as one list of each KV head."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """The tokens that a step attends to, by a few channels of their keys (InfiniGen)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """ParisKV's second stage: the best candidates by a 4-bit estimate of q.k, and the list that a decode step attends to."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated
 

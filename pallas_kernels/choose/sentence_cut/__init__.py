@@ -1,7 +1,5 @@
 """Tokens of the best sentences (SentenceKV): slots rank by the score of their sentence, and the last sentence may be cut."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The tokens that a row attends to, as one list: sinks, chosen tokens and newest tokens (TokenSelect)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

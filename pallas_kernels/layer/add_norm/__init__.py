@@ -1,7 +1,5 @@
 """Adds an update to the residual stream and normalises the sum, in one launch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Products with matrices of weights in 8 or 4 bits, which are read as they are stored."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

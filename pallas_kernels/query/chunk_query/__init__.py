@@ -1,7 +1,5 @@
 """The queries of several tokens: their mean, which scores, and each rotated to attend (TokenSelect)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Queries in the basis of every segment of packed vectors (MosaicKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Keys and values of listed tokens side by side, the keys rotated (TokenSelect)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

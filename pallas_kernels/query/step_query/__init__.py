@@ -1,7 +1,5 @@
 """A decode step's query, rotated to score and to attend, and whether the step reuses its selection (TokenSelect)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import jax.numpy as jnp

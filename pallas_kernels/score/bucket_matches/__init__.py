@@ -1,7 +1,5 @@
 """MagicPIG's scan: which query heads sample a token, because both are in the same bucket in two hash tables or more."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

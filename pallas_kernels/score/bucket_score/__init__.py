@@ -1,7 +1,5 @@
 """SOCKET's search: the score of each token is the sum of soft votes for its buckets in many hash tables."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

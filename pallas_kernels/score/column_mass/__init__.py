@@ -1,7 +1,5 @@
 """Attention probability that every slot of a cache receives: its sum over queries (H2O), or the largest (KVzip)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from jax import Array

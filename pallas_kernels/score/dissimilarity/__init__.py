@@ -1,7 +1,5 @@
 """How far the direction of each stored key is from the mean direction of its head: the score of KeyDiff."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

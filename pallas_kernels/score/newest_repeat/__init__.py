@@ -1,7 +1,5 @@
 """For every slot the newest other slot whose key is near its own, without the map of all cosines (RKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Products of queries with packed vectors (MosaicKV), see `pallas_kernels.formats.packed_vectors`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Logits of pages that have one vector each, for the query of a decode step, and their softmax denominators."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Values of tokens by a few channels of their keys, and how many tokens come near the largest logit (InfiniGen)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

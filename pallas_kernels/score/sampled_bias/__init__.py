@@ -1,7 +1,5 @@
 """MagicPIG's corrections: the logit of a sampled token is raised by the log of how seldom it is sampled."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

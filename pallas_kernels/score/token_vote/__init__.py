@@ -1,7 +1,5 @@
 """Soft vote of all heads for the tokens that they attend to together (TokenSelect)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

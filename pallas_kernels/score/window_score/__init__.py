@@ -1,7 +1,5 @@
 """Attention probability of every slot, summed over a window of queries, without the map of all probabilities (SnapKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Codes of keys (ParisKV): the sign of every channel, a 4-bit code per channel, and a weight per slice."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

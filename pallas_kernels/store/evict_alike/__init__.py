@@ -1,7 +1,5 @@
 """Online eviction in KeyDiff: every head gives up the key most alike to the mean direction of the keys that it holds."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Online eviction: every head gives up the token with the lowest score, and the newest token moves to its slot."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Packs one token of a buffer, and the mean of its block, into a store of packed vectors (MosaicKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Adds one token to the open sentence of every list, and may close the sentence (SentenceKV)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

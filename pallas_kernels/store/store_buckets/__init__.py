@@ -1,7 +1,5 @@
 """Upkeep of SOCKET's index when tokens have been stored: their buckets, and the norms of their values."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

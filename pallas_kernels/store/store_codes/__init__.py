@@ -1,7 +1,5 @@
 """Upkeep of ParisKV's index when tokens have been stored: their codes, and the counts of keys per cluster."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

@@ -1,7 +1,5 @@
 """Upkeep of PQCache's index when tokens have been stored: the numbers of the centroids that are nearest to their keys."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

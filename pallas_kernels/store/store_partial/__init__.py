@@ -1,7 +1,5 @@
 """What a search of later steps reads of a step's token: some channels of its key, and its query (InfiniGen)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

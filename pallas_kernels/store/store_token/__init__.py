@@ -1,7 +1,5 @@
 """Stores one token per row in a cache and rotates its key and query: all that a decode step does before attention."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Upkeep of Quest's index: the newest key of every row widens the bounds of its page."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from jax import Array

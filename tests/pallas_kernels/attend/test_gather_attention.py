@@ -324,7 +324,7 @@ def test_host_rows_are_checked():
     host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
     near = key[:, :, :32]
     for rows, message in (
-        (Rows(host=host, newest=newest, sinks=32), "sinks below 32"),
+        (Rows(host=host, newest=newest, sinks=32), "sinks=32"),
         (Rows(host=host[..., :50], newest=newest, sinks=0), r"host \(2, 2, 96, 50\)"),
     ):
         with pytest.raises(ValueError, match=message):
