@@ -17,6 +17,7 @@ from pallas_kernels.dispatch import XLA
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 from pallas_kernels.formats.shapes import counted, full, integers, normal, packed
 from pallas_kernels.layer.coded_product import MOST_VECTORS
+from pallas_kernels.machine import assume_machine
 from tests.pallas_kernels.operations import PLACES, choose, every_operation, table
 
 TRITON, LANGUAGE, TPU, CUDNN = "pallas_triton", "jax_triton", "pallas_tpu", "cudnn"
@@ -52,6 +53,16 @@ CHOICES = [
     ("causal_attention", "gpu", {"D": 64}, CUDNN),
     ("causal_attention", "gpu", {"D": 64, "dtype": "float32"}, XLA),
     ("causal_attention", "gpu", {"D": 80}, CUDNN),
+    ("dense_attention", "gpu", {"D": 64, "T": 5, "S": 50}, CUDNN),
+    ("dense_attention", "cpu", {"D": 64, "T": 5, "S": 50}, XLA),
+    ("dense_attention", "gpu", {"D": 64, "T": 1, "S": 50}, XLA),
+    ("dense_attention", "gpu", {"D": 64, "T": 5, "S": 50, "dtype": "float32"}, XLA),
+    ("dense_attention", "gpu", {"D": 136, "T": 5, "S": 50}, XLA),
+    *[
+        (name, platform, {"D": 32, "T": 16, "dtype": dtype}, expected)
+        for name in ("past_attention", "prefix_attention")
+        for platform, dtype, expected in (("gpu", "bfloat16", CUDNN), ("gpu", "float32", XLA), ("cpu", "bfloat16", XLA))
+    ],
     ("dense_decode", "cpu", {"D": 64, "S": 32}, XLA),
     ("dense_decode", "tpu", {"D": 128, "S": 32}, TPU),
     ("dense_decode", "tpu", {"D": 256, "S": 8, "dtype": "float32"}, TPU),
@@ -169,10 +180,17 @@ def test_sizes_and_dtypes_choose_the_implementation(name, platform, sizes, expec
     assert choose(name, platform=platform, **sizes) == expected
 
 
+def test_a_named_platform_goes_before_an_assumed_machine():
+    with assume_machine("gpu", (9, 0)):
+        assert [choose("prefix_attention", platform=platform) for platform in (None, "cpu")] == [CUDNN, XLA]
+
+
 WIDE = {"query": normal("B H G 256"), "key": normal("B H S 256")}
 IMPOSSIBLE = [
     ("causal_attention", CUDNN, {"D": 192}, "head_dim 192"),
     ("causal_attention", CUDNN, {"D": 64, "dtype": "float32"}, "'float32'"),
+    ("dense_attention", CUDNN, {"D": 64, "T": 5, "S": 50, "value": normal("B H S 32")}, "keys of 64 numbers and values of 32"),
+    ("dense_attention", CUDNN, {"B": 2, "G": 1, "T": 1 << 16, "S": 1025, "D": 8}, "268697600 numbers in a bias"),
     ("dense_decode", TRITON, {"D": 24}, "head_dim 24"),
     ("dense_decode", LANGUAGE, {"D": 24}, "head_dim 24"),  # it never runs where the first cannot
     ("dense_decode", TPU, {"D": 32}, "head_dim 32"),

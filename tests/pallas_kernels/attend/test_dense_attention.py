@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _cudnn
-from pallas_kernels.attend.dense_attention import DENSE_ATTENTION, cudnn, dense_attention
+from pallas_kernels.attend.dense_attention import cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
 from tests.pallas_kernels.cases import (
@@ -119,25 +119,6 @@ def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
         return on_cpu(*arrays, query_position=positions["query_position"], key_position=held)
 
     one_by_one(run, (first, positions["key_position"]), (second, others["key_position"]))
-
-
-def test_a_gpu_takes_cudnn_for_several_queries():
-    def resolve(platform="gpu", **sizes):
-        arrays, positions = positioned_cache(1, **{"dtype": "bfloat16", **sizes})
-        return DENSE_ATTENTION.resolve(
-            *arrays, **positions, query_first=None, scale=SCALE, limit=None, block=16, platform=platform
-        )
-
-    assert resolve() == "cudnn"
-    assert {resolve("cpu"), resolve(length=1), resolve(dtype="float32"), resolve(dim=136)} == {"xla"}
-    (query, key, value), positions = positioned_cache(1, dtype="bfloat16")
-    options = {"scale": SCALE, "implementation": "cudnn", "platform": "gpu"}
-    with pytest.raises(NotImplementedError, match="got keys of 64 numbers and values of 32, expected one width"):
-        dense_attention(query, key, value[..., :32], **positions, **options)
-    many = jax.ShapeDtypeStruct((2, 2, 1, 1 << 16, 8), jnp.bfloat16)
-    slots = jax.ShapeDtypeStruct((2, 2, 1025, 8), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="got 268697600 numbers in a bias, .* at most 268435456"):
-        cudnn.check(many, slots, slots, **positions, query_first=None, scale=SCALE, limit=None, block=1)
 
 
 def test_parts_of_other_shapes_are_refused():
