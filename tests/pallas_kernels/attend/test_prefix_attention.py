@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from tests.pallas_kernels.attend.test_past_attention import CASES, chunk
-from tests.pallas_kernels.cases import SCALE, close, softmax_attention
+from tests.pallas_kernels.attend.test_past_attention import chunk
+from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, softmax_attention
+
+CASES = [("xla", "float32"), ("xla", "bfloat16"), pytest.param("cudnn", "bfloat16", marks=NEEDS_GPU)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
