@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,8 +93,8 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
     args, rest, seen = given(1, page=16, rank=16, listed=9, slots=100_000)
     rest["partials"] = None
     config = pallas_triton.Config(block=block, splits=splits)
-    own = functools.partial(pallas_triton.low_rank_attention, config=config, interpret=True)
-    got = compiled(own if name == "interpreted" else RUN[name], scale=SCALE, page_size=16)(*args, **rest)
+    run = implementations("low_rank_attention", config=config)[name]
+    got = compiled(run, scale=SCALE, page_size=16)(*args, **rest)
     close(got, oracle(args, rest, seen), "float32")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
 

@@ -15,18 +15,9 @@ from pallas_kernels.score.packed_score import pallas_triton as score
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 SCALE = 0.2
-
-
-def project_by(name):
-    return implementations("project_query")[name]
-
-
-def score_by(name):
-    return implementations("packed_score", config=score.Config(tile=16, tiles=2))[name]
-
-
-def attend_by(name, splits=3):
-    return implementations("packed_attention", config=attend.Config(tile=16, splits=splits))[name]
+PROJECT = implementations("project_query")
+SCORE = implementations("packed_score", config=score.Config(tile=16, tiles=2))
+ATTEND = implementations("packed_attention", config=attend.Config(tile=16, splits=3))
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):
@@ -142,18 +133,18 @@ def run_attention(run, given, parts, span=None, granule=None):
 def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
-    parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
+    parts = compiled(PROJECT[name], dtype=dtype)(given["query"], given["basis_key"])
     projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
     np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), projected, atol=1e-5, rtol=0)
     every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
     common = {"span": given["span"], "unit": given["granule"]}
     for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
-        score_now = compiled(score_by(name), reduce=reduce, **common)
+        score_now = compiled(SCORE[name], reduce=reduce, **common)
         got = score_now(parts, *given["block"], tokens, given["last"], owner=given["owner"])
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
-    run = jax.jit(functools.partial(run_attention, attend_by(name)), static_argnums=(2, 3))
+    run = jax.jit(functools.partial(run_attention, ATTEND[name]), static_argnums=(2, 3))
     arrays = {k: v for k, v in given.items() if k not in ("span", "granule")}
     out = run(arrays, parts, given["span"], given["granule"])
     assert out.dtype == dtype
@@ -167,8 +158,8 @@ def test_nothing_to_attend_to_is_zero(name):
     given["number"] = jnp.zeros_like(given["number"])
     key, value, position = given["recent"]
     given["recent"] = key, value, jnp.full_like(position, -1)
-    parts = compiled(project_by(name), dtype="float32")(given["query"], given["basis_key"])
-    run = jax.jit(lambda arrays, parts: run_attention(attend_by(name), {**given, **arrays}, parts))
+    parts = compiled(PROJECT[name], dtype="float32")(given["query"], given["basis_key"])
+    run = jax.jit(lambda arrays, parts: run_attention(ATTEND[name], {**given, **arrays}, parts))
     arrays = {k: v for k, v in given.items() if k not in ("span", "granule", "owner")}
     assert not np.any(run(arrays, parts))
 
@@ -183,10 +174,10 @@ def test_a_mapped_call_in_a_loop_equals_calls_one_by_one(name):
     def one(x):
         def step(_, out):
             query = x["query"] + 0 * out
-            parts = project_by(name)(query, x["basis_key"], dtype="float32")
+            parts = PROJECT[name](query, x["basis_key"], dtype="float32")
             run = {"span": static["span"], "owner": None, "reduce": "max"}
-            best = score_by(name)(parts, *x["block"], x["count"], x["last"], **run)
-            return run_attention(attend_by(name), {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
+            best = SCORE[name](parts, *x["block"], x["count"], x["last"], **run)
+            return run_attention(ATTEND[name], {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
 
         return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
 
