@@ -109,7 +109,7 @@ def test_codes_are_evicted_as_what_they_read_back(name, kind):
     codes = [quantise(x, kind) for x in (key, value)]
     got = evict(name, *codes, position, cursor, newest, 12)
     want = oracle(*(whole(x) for x in codes), position, cursor, 12)
-    alike(map(whole, got[:2]), want[:2])
+    alike([*map(whole, got[:2])], want[:2])
     alike(got[2:4], want[2:])
     np.testing.assert_allclose(numbers(got[4], 150), directions(whole(got[0]), got[2]).sum(2), atol=2e-6)
 
