@@ -226,7 +226,7 @@ def test_a_bad_text_of_a_method_is_refused(text, told):
 
 
 def test_a_pattern_of_prompts_is_named_with_its_numbers():
-    given = {"kvjax:Prefill": {"method": "full", "block": 128, "pattern": {"kind": "xattention", "share": 0.8}}}
+    given = {"kvjax.wrappers:Prefill": {"method": "full", "block": 128, "pattern": {"kind": "xattention", "share": 0.8}}}
     (choice,) = choices_of([given])
     assert choice.label == "prefill(method=full, block=128, pattern=(kind=xattention, share=0.8))"
     assert choices_of(written([choice])) == (choice,)
@@ -236,7 +236,7 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):
-            check_choices(choices_of([{"kvjax:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
+            check_choices(choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
 
 
 @pytest.mark.parametrize(

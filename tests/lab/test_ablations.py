@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from experiments.answering import load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
+from experiments.answering import calibration
 from experiments.lab.ablations import run as runs
 from experiments.lab.ablations.__main__ import main
 from experiments.lab.ablations.arms import Lab
@@ -106,7 +107,7 @@ def test_chess_ablation_runs_resumes_and_calibrates_once(run, monkeypatch):
     def refused(*args, **kwargs):
         raise AssertionError("nothing is left to run")
 
-    for module, function in ((kvjax, "calibrate_chess"), (kvjax, "prefill"), (kvjax, "generate")):
+    for module, function in ((calibration, "calibrate_chess"), (kvjax, "prefill"), (kvjax, "generate")):
         monkeypatch.setattr(module, function, refused)
     _, again = run("chess")
     assert again["metrics"] == found["metrics"]
