@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.answering import load_model
+from experiments.answering import calibration, load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
-from experiments.answering import calibration
 from experiments.lab.ablations import run as runs
 from experiments.lab.ablations.__main__ import main
 from experiments.lab.ablations.arms import Lab
