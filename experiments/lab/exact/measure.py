@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -20,7 +21,7 @@ import kvjax
 import models
 from experiments.answering import LoadedModel, needs_thresholds, pad
 from experiments.lab.exact.settings import TEXTS, ExactSettings
-from experiments.lab.fidelity import FidelitySettings, answers, passages, shared_room
+from experiments.lab.fidelity import FidelitySettings, answers, passages, share_rooms
 from experiments.records import Results, knobs_of
 from experiments.speed.samplers import ByRow, Forced
 from experiments.speed.verified_cache import verified_cache
@@ -107,7 +108,7 @@ def rows_of(
     ``more`` are further fields of the rows' identities, and the knob ``worth`` of `kvjax.Verified`.
     """
     worth = more.pop("worth", None)
-    drafts: dict[str, list[tuple[Any, Method]]] = {}
+    choices, drafts = [], []
     for choice in settings.drafts:
         # Thresholds of CHESS would have to be calibrated; this trigger has none.
         extra = {"trigger": "fixed"} if needs_thresholds(choice.name, choice.knobs) else {}
@@ -117,20 +118,18 @@ def rows_of(
         except ValueError as error:
             say(f"{choice.label} is left out: {error}")
             continue
-        drafts.setdefault(choice.name, []).append((choice, method))
-    rows = []
-    for budgets in drafts.values():
-        room = shared_room([method for _, method in budgets], length)
-        for at, (choice, method) in enumerate(budgets):
-            identity = {
-                "method": choice.label, "knobs": knobs_of(method), "length": length, "depth": depth,
-                "tokens": settings.tokens, **more,
-            }  # fmt: skip
-            if results.find(identity) is not None:
-                continue
-            if room is not None and "capacity" not in choice.knobs and not isinstance(vars(method)["capacity"], tuple):
-                method = dataclasses.replace(method, capacity=max(room, vars(method)["capacity"]))
-            rows.append(Row(choice.label, kvjax.Verified(draft=method, depth=depth, worth=worth), at, identity))
+        choices.append(choice)
+        drafts.append(method)
+    rows, names = [], collections.Counter()
+    for choice, method, roomy in zip(choices, drafts, share_rooms(choices, drafts, length), strict=True):
+        identity = {
+            "method": choice.label, "knobs": knobs_of(method), "length": length, "depth": depth,
+            "tokens": settings.tokens, **more,
+        }  # fmt: skip
+        if results.find(identity) is None:
+            verified = kvjax.Verified(draft=roomy, depth=depth, worth=worth)
+            rows.append(Row(choice.label, verified, names[choice.name], identity))
+        names[choice.name] += 1
     return rows
 
 
