@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -297,7 +296,7 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
     more = {"name": part, "prompts": settings.prompts, "products": _PRECISION}
     rows = rows_of(settings, model, results, say, length, depth, **more)
     differ, passes = dict.fromkeys(map(id, rows), 0), dict.fromkeys(map(id, rows), 0)
-    with _precise():
+    with jax.default_matmul_precision(_PRECISION):  # a GPU would round operands of float32 to TF32
         for real, prompts in _batches(model, settings, length) if rows else ():
             full = np.zeros(0)
             for row, cache in each_cache(settings, model, prompts, rows, settings.tokens, say):
@@ -313,17 +312,6 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
         count = {"value": differ[id(row)], "unit": "prompts whose tokens differ", "tokens_per_pass": per_pass}
         results.add({**row.identity, **count}, row.identity)
         say(f"{row.label:30s} {count['value']} of {settings.prompts} prompts differ, {per_pass:.2f} tokens per pass")
-
-
-@contextlib.contextmanager
-def _precise() -> Iterator[None]:
-    """Let products of float32 be whole, where a GPU would round their operands to TF32."""
-    before = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", _PRECISION)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_default_matmul_precision", before)
 
 
 def _batches(model: LoadedModel, settings: ExactSettings, length: int) -> Iterator[tuple[int, Prompts]]:
