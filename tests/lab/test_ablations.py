@@ -39,11 +39,11 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(runs, "DECODE_TOKENS", 8)
 
 
-def make_lab(model, path, **given):
-    lab = {"length": 8192, "samples": 20, "seed": 0, "tasks": ("passkey",), "trained_length": 8192,
-           "calibration_prompts": 1, "new_tokens": 64}  # fmt: skip
-    reading = Reading(model.tokenizer_file)
-    return Lab(model=model, base=model, results=Results(path, "x", {}), reading=reading, **lab, **given)
+def make_lab(model, path):
+    settings = AblationSettings(
+        names=("all",), length=8192, samples=20, tasks=("passkey",), trained_length=8192, calibration_prompts=1, new_tokens=64
+    )
+    return Lab(settings, model, model, Results(path, "x", {}))
 
 
 @pytest.mark.slow
