@@ -122,6 +122,13 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def holding(part, count):
+    """The storage with its first slots in use."""
+    at = np.arange(part.position.shape[2])
+    position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
+    return dataclasses.replace(part, position=position)
+
+
 def test_shadowkv_takes_72_bytes_per_token_and_kv_head():
     """Of a layer of Llama-3.1-8B: 40 + 32 bytes a token and KV head for keys and landmarks; values on the host."""
     shadow, tokens = state_of(ShadowKV()).shadow, 4096
@@ -179,11 +186,6 @@ def test_think_counts_the_channels_that_a_step_reads():
     )
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state_of(method, spec))
     cache = state.cache
-
-    def holding(part, count):
-        at = np.arange(part.position.shape[2])
-        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
-        return dataclasses.replace(part, position=position)
 
     cache = dataclasses.replace(cache, older=holding(cache.older, 14), newer=holding(cache.newer, 6))
     found = jax.jit(method.cost)(dataclasses.replace(state, cache=cache), None)
@@ -277,11 +279,6 @@ def test_bytes_and_cost_of_pages_of_packed_keys():
     assert state.cache.num_slots == 4096 + 32 + 64
     odd = state_of(method, dataclasses.replace(SPEC, prompt_slots=4090)).cache
     assert odd.older.key.shape[2] == 4096  # the whole keys begin with a page
-
-    def holding(part, count):
-        at = np.arange(part.position.shape[2])
-        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
-        return dataclasses.replace(part, position=position)
 
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     newer = dataclasses.replace(holding(zeros.cache.newer, 40), cursor=np.array([40], np.int32))
