@@ -222,21 +222,22 @@ def thin_pages(q, k, v, inv_freq, prompt, method):
         yield attend_to(q, k, v, t, chosen), chosen
 
 
-def test_pages_of_packed_keys_are_chosen_as_the_loops_say():
-    """Quest sees a dropped channel as 0, as attention does; rows shorter than what stays whole, and one without it."""
+@pytest.mark.parametrize("num_recent", [6, pytest.param(0, marks=pytest.mark.thorough)])
+def test_pages_of_packed_keys_are_chosen_as_the_loops_say(num_recent):
+    """Quest sees a dropped channel as 0, as attention does; rows shorter than what stays whole, and with nothing whole."""
     under_test = subject("thin_pages")
-    none_whole = dataclasses.replace(under_test.method.evict, num_recent=0)
-    for method in (under_test.method, dataclasses.replace(under_test.method, evict=none_whole)):
-        got, short = under_test.drive(method=method), 0
-        for row, length in enumerate(under_test.lengths):
-            parts = (x[row][..., : length + len(got.outputs), :] for x in under_test.rows)
-            want = thin_pages(*parts, frequencies(16), length, method)
-            for step, (out, chosen) in enumerate(want):
-                attended = [np.flatnonzero(x).tolist() for x in got.attended[step, row]]
-                assert attended == chosen, f"row {row}, step {step}"
-                np.testing.assert_allclose(got.outputs[step, row], out, atol=1e-4, rtol=0)
-                short += sum(length + step + 1 - len(x) for x in chosen)
-        assert short > 100
+    evict = dataclasses.replace(under_test.method.evict, num_recent=num_recent)
+    method = dataclasses.replace(under_test.method, evict=evict)
+    got, short = under_test.drive(method=method), 0
+    for row, length in enumerate(under_test.lengths):
+        parts = (x[row][..., : length + len(got.outputs), :] for x in under_test.rows)
+        want = thin_pages(*parts, frequencies(16), length, method)
+        for step, (out, chosen) in enumerate(want):
+            attended = [np.flatnonzero(x).tolist() for x in got.attended[step, row]]
+            assert attended == chosen, f"row {row}, step {step}"
+            np.testing.assert_allclose(got.outputs[step, row], out, atol=1e-4, rtol=0)
+            short += sum(length + step + 1 - len(x) for x in chosen)
+    assert short > 100
 
 
 @pytest.mark.parametrize("snap", [SnapKV(budget=20, obs_window=5), pytest.param(None, marks=pytest.mark.thorough)])
