@@ -26,7 +26,7 @@ RUN = implementations("page_logits", config=Config(block=16, splits=3))
 RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
-def given(seed, group=3, dim=16, pages=90, dtype="float32"):
+def problem(seed, group=3, dim=16, pages=90, dtype="float32"):
     """Rows with all, some and none of their pages in use; what takes no part is NaN, and so is one page that does."""
     rng = np.random.default_rng(seed)
     query, vector = rng.normal(size=(3, 2, group, dim)), rng.normal(size=(3, 2, pages, dim))
@@ -50,7 +50,7 @@ def oracle(query, vector, seen):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "dim", "pages"), one_shape((3, 16, 90), (1, 64, 5), (8, 128, 200), (4, 32, 48)))
 def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
-    (query, vector, limit), held, seen = given(pages, group, dim, max(pages, 8), dtype)
+    (query, vector, limit), held, seen = problem(pages, group, dim, max(pages, 8), dtype)
     run = compiled(RUN[name])
     logits, lse = run(query, vector, limit, held=held)
     want, whole = oracle(query, vector, seen)
@@ -64,7 +64,7 @@ def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
 @thorough
 @every_kernel
 def test_pages_equal_float64_also_when_mapped(name):
-    calls, run = [given(seed)[0] for seed in (1, 2)], compiled(RUN[name])
+    calls, run = [problem(seed)[0] for seed in (1, 2)], compiled(RUN[name])
     one_by_one(run, *calls)
     for query, vector, limit in calls:
         seen = (np.arange(90) < np.asarray(limit)[:, None, None]) & ~np.isnan(vector).any(axis=3)
