@@ -162,8 +162,8 @@ def answer(
             top_p=top_p,
             key=drawn,
         )
-        made = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
-        tokens.append(made)
-        texts.append(tokenizer.decode([token for token in made if token not in config.eos_token_ids]))
+        ids = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
+        tokens.append(ids)
+        texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
     return Answers(texts, tokens, stats)
