@@ -53,7 +53,7 @@ def command(monkeypatch, capsys, tmp_path):
 
     def run(*arguments):
         out = tmp_path / "speed.json"
-        fixed = ["--model", "tiny", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
+        fixed = ["--model", "tiny", "--methods", "full", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
         code = speed.main(list(map(str, [*fixed, *arguments])))
         if code:
             raise SystemExit(code)
