@@ -72,7 +72,7 @@ def permuting_heads_permutes_the_output(subject: Subject) -> None:
 
 
 def _tells_heads_apart(method: Method) -> bool:
-    """Tell whether a knob has an entry for each head: a table of scores, or several patterns."""
+    # A knob has an entry for each head: a table of scores, or several patterns.
     tuples = [value for value in vars(method).values() if isinstance(value, tuple)]
     return any(not isinstance(entry, (int, float, jax.Array)) for value in tuples for entry in value)
 
