@@ -24,7 +24,7 @@ RUN = implementations("page_score", config=pallas_triton.Config(block=16)) | {
 }
 
 
-def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bounds=True, per_head=False):
+def problem(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", bounds=True, per_head=False):
     """Query, bounds and limits; pages behind the limit are NaN, and a page in use has no token: inf and -inf, or NaN."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
@@ -69,7 +69,7 @@ def oracle(query, low, high, limit, reduce, newest):
     ],
 )
 def test_scores_equal_float64(name, dtype, reduce, group, dim, pages, bounds, per_head, newest):
-    args = given(group, group=group, dim=dim, pages=pages, dtype=dtype, bounds=bounds, per_head=per_head)
+    args = problem(group, group=group, dim=dim, pages=pages, dtype=dtype, bounds=bounds, per_head=per_head)
     run = compiled(RUN[name], reduce=reduce, newest=newest)
     got = run(*args)
     assert got.dtype == jnp.float32 and got.shape == args[1].shape[:3]
@@ -79,7 +79,7 @@ def test_scores_equal_float64(name, dtype, reduce, group, dim, pages, bounds, pe
 
 @every_body
 def test_scores_of_each_query_head(name):
-    args = given(8, group=3, dim=16, dtype="bfloat16", per_head=True)
+    args = problem(8, group=3, dim=16, dtype="bfloat16", per_head=True)
     got = compiled(RUN[name], reduce="each", newest=True)(*args)
     np.testing.assert_allclose(got, oracle(*args, "each", True), rtol=TOLERANCE, atol=TOLERANCE * 16)
 
@@ -88,7 +88,7 @@ def test_scores_of_each_query_head(name):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 def test_tokens_between_two_slots_that_are_held(name, dtype):
     """Query heads apart; slots without a token are NaN, and so is one that has a token."""
-    query, key, _, limit = given(9, group=3, dim=16, dtype=dtype, bounds=False)
+    query, key, _, limit = problem(9, group=3, dim=16, dtype=dtype, bounds=False)
     held = np.random.default_rng(9).random(key.shape[:3]) < 0.7
     key = jnp.where(held[..., None], key, jnp.nan)
     position = jnp.where(held, jnp.arange(key.shape[2], dtype=jnp.int32), -1)
@@ -102,7 +102,7 @@ def test_tokens_between_two_slots_that_are_held(name, dtype):
 @every_body_and_thorough_tpu
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_a_query_of_more_bits_than_the_bounds(name, reduce):
-    query, low, high, limit = given(5, dtype="bfloat16")
+    query, low, high, limit = problem(5, dtype="bfloat16")
     query = query.astype(jnp.float32) * 1.001
     got = compiled(RUN[name], reduce=reduce)(query, low, high, limit)
     np.testing.assert_allclose(got, oracle(query, low, high, limit, reduce, False), rtol=2e-5, atol=1e-4)
@@ -111,7 +111,7 @@ def test_a_query_of_more_bits_than_the_bounds(name, reduce):
 @every_body_and_tpu
 @pytest.mark.parametrize("reduce", ["max", "sum"])
 def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
-    query, low, high, limit = given(6, group=3, dtype="bfloat16")
+    query, low, high, limit = problem(6, group=3, dtype="bfloat16")
     added = jax.random.normal(jax.random.key(0), query.shape)
     run = compiled(RUN[name], page_size=5, reduce=reduce)
     got = run(query, low, high, jnp.maximum(5 * limit - 4, 0), added=added)
@@ -121,11 +121,11 @@ def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
 
 @every_body_and_thorough_tpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *(given(seed, rows=1) for seed in (1, 2)), atol=1e-5)
+    one_by_one(compiled(RUN[name]), *(problem(seed, rows=1) for seed in (1, 2)), atol=1e-5)
 
 
 def test_the_limit_of_pages_may_change_inside_a_loop():
-    query, low, high, _ = given(3, rows=1)
+    query, low, high, _ = problem(3, rows=1)
     low, high = jnp.nan_to_num(low), jnp.nan_to_num(high)
 
     def body(step, total):
