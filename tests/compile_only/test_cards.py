@@ -31,6 +31,7 @@ from pallas_kernels.score.page_score import PAGE_SCORE
 from pallas_kernels.score.partial_score import PARTIAL_SCORE
 from pallas_kernels.score.sampled_bias import SAMPLED_BIAS
 from pallas_kernels.score.token_vote import TOKEN_VOTE
+from pallas_kernels.score.vector_score import VECTOR_SCORE
 from pallas_kernels.score.window_score import WINDOW_SCORE
 from pallas_kernels.store.store_ids import STORE_IDS
 from pallas_kernels.store.store_partial import STORE_PARTIAL
@@ -216,15 +217,14 @@ def sampled(group, dim, dtype):
 
 def token_score(group, dim, dtype):
     """Scores of tokens between two slots, of each query head."""
-    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), None, *arrays([(1,)], "int32"))
-    options = {"page_size": 1, "added": None, "reduce": "each", "newest": False, "first": 128}
-    return PAGE_SCORE, args, {"position": arrays([(1, 2, 4096)], "int32")[0]}, options
+    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), *arrays([(1,)], "int32"))
+    options = {"added": None, "reduce": "each", "first": 128}
+    return VECTOR_SCORE, args, {"position": arrays([(1, 2, 4096)], "int32")[0]}, options
 
 
 def bounds(group, dim, dtype):
     args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype), *arrays([(1,)], "int32"))
-    options = {"page_size": 16, "added": None, "reduce": "max", "newest": True, "position": None, "first": 0}
-    return PAGE_SCORE, args, {}, options
+    return PAGE_SCORE, args, {}, {"page_size": 16, "reduce": "max", "newest": True}
 
 
 def sparse(group, dim, dtype, block=64):
@@ -277,7 +277,7 @@ KERNELS = {
     "partial_select, short rows": functools.partial(partial_lists, slots=4096),
     "store_partial": store_partial,
     "page_score": bounds,
-    "page_score of tokens": token_score,
+    "vector_score of tokens": token_score,
     "sparse_attention": sparse,
     "sparse_attention of 128": functools.partial(sparse, block=128),
 }

@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.score.page_score import page_score
+from pallas_kernels.score.vector_score import vector_score
 from tests.compile_only.test_methods import CONFIG, PROMPT, STORE, decode_step, needs
 
 thorough = pytest.mark.thorough
@@ -70,9 +71,14 @@ def pages(group, dim, dtype, heads, slots, page_size=16):
     return gather_attention, [*rows, *lists], ("position",), {"scale": 0.1, "page_size": page_size}
 
 
-def score(group, dim, dtype, heads, slots, reduce="max"):
+def score(group, dim, dtype, heads, slots):
     rows = arrays(dtype, (2, heads, group, dim), *[(2, heads, slots, dim)] * 2)
-    return page_score, [*rows, *arrays("int32", (2,))], (), {"page_size": 16, "reduce": reduce, "newest": True}
+    return page_score, [*rows, *arrays("int32", (2,))], (), {"page_size": 16, "newest": True}
+
+
+def summed(group, dim, dtype, heads, slots):
+    rows = arrays(dtype, (2, heads, group, dim), (2, heads, slots, dim))
+    return vector_score, [*rows, *arrays("int32", (2,))], (), {}
 
 
 KERNELS = {
@@ -81,7 +87,7 @@ KERNELS = {
     "pages of 32": functools.partial(pages, page_size=32),
     "pages of 128": functools.partial(pages, page_size=128),
     "bounds": score,
-    "summed bounds": functools.partial(score, reduce="sum"),
+    "sums over the group": summed,
 }
 SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
     (4, 128, "bfloat16", 8, 4096),
