@@ -25,36 +25,6 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 # ---- the static strategy against the oracle ----------------------------------------------------------------------
 
-EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"channels": 0.5},
-        {"strategy": "dynamic", "buffer": 16},
-        {"segment": 64},
-        {"block_size": 8, "fraction": 0.1},
-        {"block_size": 2, "buffer": 2, "channels": 0.125},
-    ],
-    ids=lambda changed: ",".join(f"{name}={value}" for name, value in changed.items()) or "plain",
-)
-@pytest.mark.thorough
-def test_every_knob_equals_the_oracle(changed):
-    lengths = EDGES if not changed else [7, 9, 24, 40]
-    if "strategy" in changed:
-        lengths = [9, 24, 40]
-    check({**mosaickv.KNOBS, **changed}, rows(lengths, seed=len(str(changed))), lengths)
-
-
-@pytest.mark.parametrize("heads, groups, dim", [(2, 1, 64), (1, 4, 128), (1, 8, 64)])
-@pytest.mark.thorough
-def test_every_head_dim_and_group_equals_the_oracle(heads, groups, dim):
-    lengths = [13, 40]
-    check(mosaickv.KNOBS, rows(lengths, heads=heads, groups=groups, dim=dim, seed=dim + groups), lengths)
-
-
 @pytest.mark.thorough
 def test_one_block_when_the_fraction_is_less():
     """A tenth of eight blocks is one block; selection reads the block's own kept coordinates, not its tokens'."""

@@ -72,25 +72,6 @@ def weights(method, q, k, prompt, inv_freq, padded=None):
     return np.moveaxis(got.prompt[..., :prompt, 0], 0, -1), np.moveaxis(got.outputs[..., 0], 1, -1)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"kernel": 2},
-        often({"kernel": 3}),
-        often({"kernel": 6}),
-        often({"kernel": 32}),
-        often({"num_local": 9, "chunk": 4}),
-        often({"num_sink": 0, "chunk": 3}),
-        often({"budget": 1}),
-    ],
-    ids=lambda knobs: "-".join(str(x) for x in knobs.values()),
-)
-def test_variants_equal_their_oracle(knobs):
-    lengths = np.array([1, 8, 13, 14, 15, 21, 33])
-    q, k, v = random_tokens(21, len(lengths), 2, 2, lengths.max() + 8, DIM)
-    against_oracle(q, k, v, lengths, **knobs)
-
-
 @pytest.mark.slow
 def test_prompts_of_twenty_times_the_limit_stay_finite():
     lengths = np.array([20 * LIMIT, 100])

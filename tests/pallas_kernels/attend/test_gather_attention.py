@@ -305,10 +305,8 @@ def test_unknown_and_impossible_implementations_are_refused():
         with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
             gather_attention(*odd, slots, mask, scale=SCALE, implementation=name, platform="gpu")
     with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
-        gather_attention(
-            query, key.astype(jnp.bfloat16), value, slots, mask,
-            scale=SCALE, implementation="pallas_triton", platform="gpu",
-        )  # fmt: skip
+        bytewise = [x.astype(jnp.int8) for x in (query, key, value)]
+        gather_attention(*bytewise, slots, mask, scale=SCALE, implementation="pallas_triton", platform="gpu")
     narrow = [x[..., :16] for x in (query, key, value)]
     rotation = {"place": slots, "inv_freq": jnp.ones(8)}
     with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
@@ -420,7 +418,7 @@ def test_host_rows_are_checked():
     host, newest = jnp.concatenate([key, value], axis=3), jnp.asarray([96, 96], jnp.int32)
     near = key[:, :, :32]
     for rows, message in (
-        (Rows(host=host, newest=newest, sinks=32), "sinks below 32"),
+        (Rows(host=host, newest=newest, sinks=32), "sinks=32"),
         (Rows(host=host[..., :50], newest=newest, sinks=0), r"host \(2, 2, 96, 50\)"),
     ):
         with pytest.raises(ValueError, match=message):

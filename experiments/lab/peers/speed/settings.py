@@ -58,8 +58,8 @@ class PeersSettings(Settings):
     def __post_init__(self) -> None:
         known = {"model": MODELS, "methods": METHODS, "caches": CACHES, "mode": MODES}
         for field, values in known.items():
-            given = vars(self)[field]
-            for value in (given,) if isinstance(given, str) else given:
+            chosen = vars(self)[field]
+            for value in (chosen,) if isinstance(chosen, str) else chosen:
                 if value not in values:
                     raise ValueError(f"unknown {field.removesuffix('s')} {value!r}, expected one of {', '.join(values)}")
         check_positive(self, ("lengths", "batches", "tokens", "repeats"))
