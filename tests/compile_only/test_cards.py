@@ -12,29 +12,29 @@ import jax
 import pytest
 
 from kvjax.cache.quantised import KV_DTYPES, has_groups
-from pallas_kernels.attend.cluster_estimate import CLUSTER_ESTIMATE
 from pallas_kernels.attend.dense_decode import DENSE_DECODE
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION
+from pallas_kernels.attend.retroinfer.cluster_estimate import CLUSTER_ESTIMATE
 from pallas_kernels.attend.sparse_attention import SPARSE_ATTENTION
-from pallas_kernels.choose.cluster_rank import CLUSTER_RANK
-from pallas_kernels.choose.code_select import CODE_SELECT
+from pallas_kernels.choose.infinigen.partial_select import PARTIAL_SELECT
 from pallas_kernels.choose.kth_select import KTH_SELECT
-from pallas_kernels.choose.match_select import MATCH_SELECT
-from pallas_kernels.choose.partial_select import PARTIAL_SELECT
+from pallas_kernels.choose.magicpig.match_select import MATCH_SELECT
+from pallas_kernels.choose.pqcache.code_select import CODE_SELECT
+from pallas_kernels.choose.retroinfer.cluster_rank import CLUSTER_RANK
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.formats.quantised import Quantised, zeros
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.score.column_mass import COLUMN_MASS
-from pallas_kernels.score.newest_repeat import NEWEST_REPEAT
+from pallas_kernels.score.infinigen.partial_score import PARTIAL_SCORE
+from pallas_kernels.score.magicpig.sampled_bias import SAMPLED_BIAS
 from pallas_kernels.score.page_logits import PAGE_LOGITS
 from pallas_kernels.score.page_score import PAGE_SCORE
-from pallas_kernels.score.partial_score import PARTIAL_SCORE
-from pallas_kernels.score.sampled_bias import SAMPLED_BIAS
-from pallas_kernels.score.token_vote import TOKEN_VOTE
+from pallas_kernels.score.rkv.newest_repeat import NEWEST_REPEAT
+from pallas_kernels.score.tokenselect.token_vote import TOKEN_VOTE
 from pallas_kernels.score.vector_score import VECTOR_SCORE
 from pallas_kernels.score.window_score import WINDOW_SCORE
-from pallas_kernels.store.store_ids import STORE_IDS
-from pallas_kernels.store.store_partial import STORE_PARTIAL
+from pallas_kernels.store.infinigen.store_partial import STORE_PARTIAL
+from pallas_kernels.store.pqcache.store_ids import STORE_IDS
 from tests.compile_only import compiling
 from tests.compile_only.test_methods import NAMES, PROMPT, STORE, arguments, decode_step, needs, prefill
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.store.encode import encode
-from pallas_kernels.store.encode import pallas_triton as encode_kernel
+from pallas_kernels.store.pariskv.encode import encode
+from pallas_kernels.store.pariskv.encode import pallas_triton as encode_kernel
 from tests.oracles import pariskv as plain
 from tests.pallas_kernels.cases import compiled
 

@@ -17,8 +17,8 @@ from pallas_kernels.attend.gather_attention import pallas_triton as gather_kerne
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, pack, quantise, unpack, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from pallas_kernels.query.rotated_rows import pallas_triton as rotated_kernel
-from pallas_kernels.query.rotated_rows import rotated_rows
+from pallas_kernels.query.tokenselect.rotated_rows import pallas_triton as rotated_kernel
+from pallas_kernels.query.tokenselect.rotated_rows import rotated_rows
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN, store_token

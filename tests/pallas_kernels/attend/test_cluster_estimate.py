@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.attend.cluster_estimate import cluster_estimate
-from pallas_kernels.attend.cluster_estimate import pallas_triton as kernel
+from pallas_kernels.attend.retroinfer.cluster_estimate import cluster_estimate
+from pallas_kernels.attend.retroinfer.cluster_estimate import pallas_triton as kernel
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, mapped, one_shape
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import PACKED_ATTENTION, packed_attention
-from pallas_kernels.attend.packed_attention import pallas_triton as attend
+from pallas_kernels.attend.mosaickv.packed_attention import PACKED_ATTENTION, packed_attention
+from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.query.project_query import PROJECT_QUERY, project_query
-from pallas_kernels.query.project_query import pallas_triton as project
-from pallas_kernels.score.packed_score import PACKED_SCORE, packed_score
-from pallas_kernels.score.packed_score import pallas_triton as score
+from pallas_kernels.query.mosaickv.project_query import PROJECT_QUERY, project_query
+from pallas_kernels.query.mosaickv.project_query import pallas_triton as project
+from pallas_kernels.score.mosaickv.packed_score import PACKED_SCORE, packed_score
+from pallas_kernels.score.mosaickv.packed_score import pallas_triton as score
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, thorough
 
 SCALE = 0.2

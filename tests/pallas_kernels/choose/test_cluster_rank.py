@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.choose.cluster_rank import CLUSTER_RANK, cluster_rank
-from pallas_kernels.choose.cluster_rank import pallas_triton as kernel
+from pallas_kernels.choose.retroinfer.cluster_rank import CLUSTER_RANK, cluster_rank
+from pallas_kernels.choose.retroinfer.cluster_rank import pallas_triton as kernel
 from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_shape
 
 SCALE = 0.3

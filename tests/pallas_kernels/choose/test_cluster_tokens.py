@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.cluster_tokens import cluster_tokens
-from pallas_kernels.choose.cluster_tokens import pallas_triton as kernel
+from pallas_kernels.choose.retroinfer.cluster_tokens import cluster_tokens
+from pallas_kernels.choose.retroinfer.cluster_tokens import pallas_triton as kernel
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, mapped, one_shape
 
 TOKENS = implementations(cluster_tokens, functools.partial(kernel.cluster_tokens, block=16, interpret=True))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose import sentence_cut as cut_package
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
+from pallas_kernels.choose.sentencekv import sentence_cut as cut_package
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped
 
 CUT = {

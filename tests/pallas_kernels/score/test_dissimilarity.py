@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.dissimilarity import dissimilarity, pallas_triton
+from pallas_kernels.score.keydiff.dissimilarity import dissimilarity, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilarity, interpret=True))

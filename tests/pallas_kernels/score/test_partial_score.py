@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.partial_score import PARTIAL_SCORE, pallas_triton, partial_score
+from pallas_kernels.score.infinigen.partial_score import PARTIAL_SCORE, pallas_triton, partial_score
 from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
 
 ALPHA = np.float32(1.5)

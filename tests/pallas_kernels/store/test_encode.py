@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import parts_of_rows
-from pallas_kernels.store.encode import pallas_triton
+from pallas_kernels.store.pariskv.encode import pallas_triton
 from tests.oracles import pariskv as plain
 from tests.pallas_kernels.cases import every_body, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of

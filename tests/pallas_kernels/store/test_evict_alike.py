@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.quantised import MOST, quantise, whole
-from pallas_kernels.store.evict_alike import direction_sum, evict_alike, pallas_triton
+from pallas_kernels.store.keydiff.evict_alike import direction_sum, evict_alike, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
 
 EVICT = implementations(evict_alike, functools.partial(pallas_triton.evict_alike, interpret=True))

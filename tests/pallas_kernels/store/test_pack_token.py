@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.store.pack_token import PACK_TOKEN, pack_token, pallas_triton
+from pallas_kernels.store.mosaickv.pack_token import PACK_TOKEN, pack_token, pallas_triton
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, implementations, one_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
-from pallas_kernels.store.sentence_add import pallas_triton, sentence_add
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS
+from pallas_kernels.store.sentencekv.sentence_add import pallas_triton, sentence_add
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped, near, offloaded
 
 ADD = {

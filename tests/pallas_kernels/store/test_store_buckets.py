@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.store.store_buckets import STORE_BUCKETS, pallas_triton, store_buckets
+from pallas_kernels.store.socket.store_buckets import STORE_BUCKETS, pallas_triton, store_buckets
 from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

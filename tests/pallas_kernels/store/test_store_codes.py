@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
-from pallas_kernels.store.store_codes import STORE_CODES, pallas_triton, store_codes
+from pallas_kernels.store.pariskv.store_codes import STORE_CODES, pallas_triton, store_codes
 from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 

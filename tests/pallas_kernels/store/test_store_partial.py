@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_partial import STORE_PARTIAL, pallas_triton, store_partial
+from pallas_kernels.store.infinigen.store_partial import STORE_PARTIAL, pallas_triton, store_partial
 from tests.pallas_kernels.cases import (
     SINKS,
     TOLERANCE,

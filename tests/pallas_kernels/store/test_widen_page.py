@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.widen_page import pallas_triton, widen_page
+from pallas_kernels.store.quest.widen_page import pallas_triton, widen_page
 from tests.pallas_kernels.cases import compiled, every_body, mapped, near, offloaded
 
 WIDEN = {
