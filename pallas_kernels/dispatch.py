@@ -161,17 +161,17 @@ class _Call:
         fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
         return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], cls(run, structure, fixed)
 
-    def __call__(self, arrays: list[jax.Array]) -> Any:
-        """Call the function with ``arrays`` in their places."""
+    def arguments(self, arrays: list[jax.Array]) -> tuple[tuple, dict[str, Any]]:
+        """Put ``arrays`` in their places, and return the positional and the named arguments."""
         rest = iter(arrays)
         leaves = [next(rest) if entry is None else entry[1] for entry in self.fixed]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return self.run(*args, **kwargs)
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
-    return call(arrays)
+    args, kwargs = call.arguments(arrays)
+    return call.run(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,8 @@ class _Kernel:
 
         @jax.custom_jvp
         def run(arrays: list[jax.Array]) -> Any:
-            return call(arrays)
+            args, kwargs = call.arguments(arrays)
+            return call.run(*args, **kwargs)
 
         @run.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:

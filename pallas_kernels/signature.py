@@ -62,7 +62,7 @@ Raises:
     ValueError: shapes, dtypes or options are not as above, or the implementation is unknown.
     NotImplementedError: the named implementation cannot run here.
 """
-_DTYPES = {"bool", "int8", "uint8", "uint16", "int32", "bfloat16", "float16", "float32", "floating"}
+_DTYPES = frozenset(("bool", "int8", "uint8", "uint16", "int32", "bfloat16", "float16", "float32", "floating"))
 
 
 class _Forward(NamedTuple):

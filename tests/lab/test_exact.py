@@ -15,9 +15,10 @@ from experiments.lab.exact import figures
 from experiments.lab.exact.__main__ import main
 from experiments.lab.exact.measure import same_share
 from experiments.lab.exact.report import bytes_per_token, tokens_per_pass
+from experiments.lab.exact.samplers import ByRow
 from experiments.lab.exact.settings import ExactSettings
-from experiments.speed.samplers import ByRow, Forced
-from experiments.speed.verified_cache import verified_cache
+from experiments.lab.exact.verified_cache import verified_cache
+from experiments.speed.samplers import Forced
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
 from tests.harness import TINY, example, padded, prompts, tiny_params

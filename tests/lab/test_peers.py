@@ -45,7 +45,6 @@ def test_a_missing_package_is_one_sentence(job, name, monkeypatch, capsys, tmp_p
         (PeersSettings, {"caches": ("paged",)}, "unknown cache 'paged'"),
         (PeersSettings, {"model": "gpt"}, "unknown model 'gpt'"),
         (PeersSettings, {"mode": "fast"}, "unknown mode 'fast'"),
-        (PeersSettings, {"lengths": (0,)}, "lengths"),
         (quality_settings.PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
     ],
 )

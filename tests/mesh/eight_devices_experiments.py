@@ -185,12 +185,9 @@ def check_speed():
         (method, sums) for method in ("full", "quest", "chess") for sums in ("xla", "nccl-graph")
     ]
     assert rows[0]["run"] == rows[3]["run"], "one device is in the run of the mesh"
-    assert rows[0]["collectives"] == {} and set(rows[3]["collectives"]) == {"all-reduce", "all-gather"}
-    assert more[0]["collectives"] == more[1]["collectives"] == rows[3]["collectives"]
     assert (alone["mesh"], alone["parts"], whole["mesh"]) == (None, 2, "data=1,model=2")
     for name in ("weight_bytes", "weight_bytes_read", "cache_bytes_read", "cache_bytes", "floor"):
         assert alone[name] == whole[name], name
-    assert alone["collectives"] == {} and whole["collectives"] != {}
     slots = f"data=1,{slots}"
     placed = [None] * 3 + [MESH] * 6 + [slots] * 6
     assert [(row["mesh"], row["error"]) for row in rows] == [(mesh, None) for mesh in placed]

@@ -72,8 +72,8 @@ def test_meshes_that_cannot_be_are_refused():
         make_mesh("data=64,model=64")
     with pytest.raises(ValueError, match="--batches must be multiples of the 2 devices of the axis 'data', got 3"):
         SpeedSettings(mesh="data=2", batches=(2, 3))
-    with pytest.raises(ValueError, match="--mesh has no meaning with --attention-only"):
-        SpeedSettings(mesh="model=2", attention_only=True)
+    with pytest.raises(ValueError, match="--largest-batch has no meaning with --mesh"):
+        SpeedSettings(mesh="model=2", largest_batch=True)
     for given, told in (
         ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
         ({"beside_one": True}, "--beside-one has no meaning without --mesh"),

@@ -19,11 +19,12 @@ import numpy as np
 import kvjax
 import models
 from experiments.answering import LoadedModel, needs_thresholds, pad
+from experiments.lab.exact.samplers import ByRow
 from experiments.lab.exact.settings import TEXTS, ExactSettings
+from experiments.lab.exact.verified_cache import verified_cache
 from experiments.lab.fidelity import FidelitySettings, answers, passages, shared_room
 from experiments.records import Results, knobs_of
-from experiments.speed.samplers import ByRow, Forced
-from experiments.speed.verified_cache import verified_cache
+from experiments.speed.samplers import Forced
 from experiments.tasks import get_task, held_out_text
 from kvjax.api.programs import generate_program
 from kvjax.cache import Cache

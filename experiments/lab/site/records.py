@@ -14,8 +14,9 @@ from experiments.lab.exact.report import exact_tables
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.speed.report import peer_tables
+from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
-from experiments.speed import kernel_table, offload_tables, speed_tables, tpu_bytes_table
+from experiments.speed import kernel_table, offload_tables, speed_tables
 from experiments.tasks import GROUPS
 from kvjax import registry
 

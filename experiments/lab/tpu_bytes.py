@@ -1,4 +1,4 @@
-"""Lists the bytes of decode steps that are compiled for a TPU v5e, without a TPU: `python -m experiments.speed.tpu_bytes`.
+"""Lists the bytes of decode steps that are compiled for a TPU v5e, without a TPU: `python -m experiments.lab.tpu_bytes`.
 
 Steps of each method are compiled with kernels and as plain JAX (implementation "xla"), by the compiler that comes with
 ``jax[tpu]``. Nothing runs. Bytes come from the compiler's cost model: for a kernel, from the kernel's own estimate
@@ -14,7 +14,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jsonargparse.typing import PositiveInt
 
 from experiments.cli import Job, Settings, option, record_path
-from experiments.records import make_record, table_file, write_bytes, write_record
+from experiments.records import make_record, method_title, table_file, write_bytes, write_record
+from experiments.records.report import Column, row_table
 from experiments.speed.settings import Output
-from experiments.speed.tpu_bytes_report import tpu_bytes_table
 from kvjax import registry
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
@@ -48,12 +48,20 @@ _MODEL = ModelConfig(
 )
 _ROOM = 64  # tokens that may follow the prompt
 _KNOBS: Mapping[str, dict[str, Any]] = {"quest": {"num_dense_layers": 0}, "chess": {"trigger": "fixed"}}
+_COLUMNS: dict[str, Column] = {
+    "method": lambda row: method_title(row["method"]),
+    "prompt tokens": "length",
+    "implementation": "implementation",
+    "MB accessed": ("value", 1e-6, ".1f"),
+    "MiB of temporaries": ("temporaries", 2**-20, ".2f"),
+    "kernels in the program": lambda row: ", ".join(f"{count} {name}" for name, count in row["kernels"].items()) or "none",
+}
 _KERNEL = re.compile(r'%(\w+?)(?:\.\d+)? = .*custom_call_target="tpu_custom_call"')
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuBytesSettings(Settings):
-    """The settings of `experiments.speed.tpu_bytes`.
+    """The settings of `experiments.lab.tpu_bytes`.
 
     Attributes:
         methods: comma-separated methods
@@ -66,7 +74,7 @@ class TpuBytesSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class TpuBytesCommand(Output):
-    """Where `experiments.speed.tpu_bytes` writes."""
+    """Where `experiments.lab.tpu_bytes` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/tpu-bytes.json"), read=record_path)
 
@@ -115,6 +123,15 @@ def _compile(name: str, length: int, implementation: str | None, mesh: Mesh) -> 
         "temporaries": step.memory_analysis().temp_size_in_bytes,
         "kernels": {kernel: kernels.count(kernel) for kernel in sorted({*kernels})},
     }
+
+
+def tpu_bytes_table(metrics: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+    """Write the page of a record's table."""
+    about = (
+        "What XLA's cost model says of one decode step compiled for a TPU v5e, in two layers with the heads of Llama-3.1-8B\n"
+        "and small weights. **Nothing was run.** [TPUs](../tpu.md) says how to read it."
+    )
+    return "\n".join(["# Bytes of a step on a TPU", "", about, "", *row_table(metrics, _COLUMNS), ""])
 
 
 main = Job(_compile_all, TpuBytesSettings, TpuBytesCommand)
