@@ -57,6 +57,9 @@ _ARGUMENTS = {
     "rows": "the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.",
     "scale": "factor of the logits, a Python number.",
 }
+# Why an operation has no derivative.
+INTEGERS = "none: its results are integers and truth values"
+LOOP = "none: ``xla`` loops over blocks of keys up to a traced bound"
 _RAISES = """
 Raises:
     ValueError: shapes, dtypes or options are not as above, or the implementation is unknown.
@@ -80,11 +83,16 @@ def forward(finish: Callable[[Any], Any] | None = None, /, **changes: Any) -> An
     return _Forward(finish, changes)
 
 
-def declared[F: Callable[..., Any]](operation: Operation) -> Callable[[F], F]:
+def declared[F: Callable[..., Any]](operation: Operation, *, derivative: str = "through ``xla``") -> Callable[[F], F]:
     """Make a function with a declared signature the front door of ``operation``, see this module.
 
     The operation gets positional arguments by position, and all others by name. A result that is not from `forward` is the
     result of the call.
+
+    Args:
+        operation: the table of implementations.
+        derivative: through which implementations the function is differentiable, and with respect to what; or "none: " and
+            the reason.
     """
 
     def decorate(function: F) -> F:
@@ -110,7 +118,7 @@ def declared[F: Callable[..., Any]](operation: Operation) -> Callable[[F], F]:
             out = operation.run(*positional, **arguments)
             return out if result.finish is None else result.finish(out)
 
-        call.__doc__ = _document(function.__doc__ or "", signature, parts, operation)
+        call.__doc__ = _document(function.__doc__ or "", signature, parts, operation, derivative)
         return typing.cast(F, call)
 
     return decorate
@@ -273,10 +281,11 @@ def _error(operation: str, label: str, value: Any, form: _Form, sizes: dict[str,
     return ValueError(f"{operation}: got {label} {got}, expected {', '.join([str(form), *dict.fromkeys(known)])}")
 
 
-def _document(text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation) -> str:
-    """Complete a docstring by what is declared of each argument, and by what holds for all operations."""
-    head, _, tail = inspect.cleandoc(text).partition("\nArgs:\n")
-    body, _, rest = tail.partition("\n\n")
+def _document(
+    text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation, derivative: str
+) -> str:
+    """Complete a docstring by what is declared of the function and each argument, and by what holds for all operations."""
+    head, body, rest = re.findall(r"\A(.*?)(?:\s+Args:\n(.*?))?(?:\s+(Returns:.*))?\Z", inspect.cleandoc(text), re.DOTALL)[0]
     written = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
     names = f"one of {', '.join(operation.implementations)}; None takes the first that runs. "
     written["implementation"] = names + written.get("implementation", "")
@@ -284,4 +293,6 @@ def _document(text: str, signature: inspect.Signature, parts: list[_Part], opera
     for name in signature.parameters:
         declared = " and ".join(str(x) for x in parts if x.name == name)
         lines += [f"    {name}: {'; '.join(filter(None, [declared, {**_ARGUMENTS, **written}.get(name, '')]))}".rstrip()]
-    return "\n".join([head, "Args:", *lines, *(["", rest] if rest else []), _RAISES])
+    none = derivative.startswith("none: ")
+    slope = f"Not differentiable: {derivative.removeprefix('none: ')}" if none else f"Differentiable: {derivative}"
+    return "\n".join([head, f"\n{slope}.\n", "Args:", *lines, *(["", rest] if rest else []), _RAISES])

@@ -32,8 +32,6 @@ def page_score(
 
     Pages that are not in use may hold anything.
 
-    Differentiable: through ``xla``.
-
     Args:
         low: may differ from the query in dtype.
         limit: slots in use; the last page in use may be incomplete.

@@ -29,8 +29,6 @@ def vector_score(
     The vectors are the mean keys of sentences (SentenceKV), or the keys of tokens: with ``position`` and ``first`` only the
     tokens between two slots are scored (RetrievalAttention, arXiv:2409.10516).
 
-    Differentiable: through ``xla``.
-
     Args:
         vector: may differ from the query in dtype; vectors that are not in use may hold anything.
         limit: the vectors in use are those before.

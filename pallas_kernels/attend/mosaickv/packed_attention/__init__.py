@@ -35,8 +35,6 @@ def packed_attention(
     Block p holds slots ``p * granule`` to ``(p + 1) * granule - 1``. Only the output is projected back onto the model's
     basis, never the cache.
 
-    Differentiable: through ``xla``.
-
     Args:
         parts: made by `project_query`.
         query: the same queries in the model's basis.

@@ -27,8 +27,6 @@ def cluster_estimate(
     The result has N parts, and each cluster enters one part; `pallas_kernels.numerics.merge_partials` joins them.
     Clusters that are not chosen may hold anything.
 
-    Differentiable: through ``xla``.
-
     Args:
         left_out: clusters that are not chosen even where ``chosen``.
         size: tokens of each cluster, at least 1 where it is chosen.

@@ -14,7 +14,7 @@ __all__ = ["LOW_RANK_ATTENTION", "low_rank_attention", "rebuild"]
 LOW_RANK_ATTENTION = Operation.of("low_rank_attention", pallas_triton, reference, logits=True)
 
 
-@declared(LOW_RANK_ATTENTION)
+@declared(LOW_RANK_ATTENTION, derivative="none: ``xla`` runs ``dense_decode``, which loops up to a traced bound")
 def low_rank_attention(
     query: Annotated[Array, "B H G D"],
     left: Annotated[Array, "like query B S R"],
@@ -35,8 +35,6 @@ def low_rank_attention(
     The key of the token in slot i is ``left[i] @ right`` of its head, rotated (rotary embedding, pairs (c, c + D/2), angle
     ``i * inv_freq[c]`` in float32) and then rounded to the dtype of the query. Tokens that are not listed, or listed and
     masked, never enter, and may hold anything, NaN included. A page that is listed twice counts twice.
-
-    Not differentiable: ``xla`` runs ``dense_decode``, which loops up to a traced bound.
 
     Args:
         left: all heads share it.

@@ -8,14 +8,14 @@ from jax import Array
 from pallas_kernels.choose.infinigen.partial_select import pallas_triton, reference
 from pallas_kernels.choose.infinigen.partial_select.reference import wanted
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["PARTIAL_SELECT", "partial_select", "wanted"]
 
 PARTIAL_SELECT = Operation.of("partial_select", pallas_triton, reference)
 
 
-@declared(PARTIAL_SELECT)
+@declared(PARTIAL_SELECT, derivative=INTEGERS)
 def partial_select(
     query: Annotated[Array, "floating B H G C"],
     key: Annotated[Array, "like query B H C N>=S"],
@@ -39,8 +39,6 @@ def partial_select(
         1 + min(total(near) // query_heads, budget)            elsewhere
 
     Of equal scores the lower slot is taken.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         query: as in `partial_score`, like ``key``, ``position``, ``cursor`` and ``alpha``.

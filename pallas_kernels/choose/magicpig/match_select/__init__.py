@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.choose.magicpig.match_select import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 MATCH_SELECT = Operation.of("match_select", pallas_triton, reference)
 
 
-@declared(MATCH_SELECT)
+@declared(MATCH_SELECT, derivative=INTEGERS)
 def match_select(
     query: Annotated[Array, "uint8|uint16 B H G L"],
     ids: Annotated[Array, "like query B H L N"],
@@ -30,8 +30,6 @@ def match_select(
     Slots ``first`` to ``near - 1`` are searched. A query head samples a slot if both have the same bucket in two tables or
     more. If any head of the group has sampled a slot, it is listed; if there is no room for all, those that have the most
     equal buckets with one query head, and of equal numbers the lower slots.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         query: the bucket of each query head in each table, below 2**num_bits.

@@ -14,7 +14,7 @@ __all__ = ["COLLISION", "Part", "collision"]
 COLLISION = Operation.of("collision", pallas_triton, reference)
 
 
-@declared(COLLISION)
+@declared(COLLISION, derivative="through ``xla``, the mean query only")
 def collision(
     query: Annotated[Array, "B H G D"],
     signs: Annotated[Array | None, "float32 D"],
@@ -37,8 +37,6 @@ def collision(
     best cluster on. A key gets a vote for every slice and every tier in which its cluster begins. The candidates are the keys
     with most votes, and of equal votes the lower slots; their number is a share of the zone too. Shares depend on how many
     keys the zone holds.
-
-    Differentiable: through ``xla``, the mean query only.
 
     Args:
         signs: of the random rotation (`pallas_kernels.store.pariskv.encode`), or None: the query is not rotated.

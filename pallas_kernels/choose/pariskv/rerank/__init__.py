@@ -7,7 +7,7 @@ from jax import Array
 
 from pallas_kernels.choose.pariskv.rerank import pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["ESTIMATES", "RERANK", "Regions", "estimates", "rerank"]
 
@@ -65,7 +65,7 @@ def estimates(
     return forward()
 
 
-@declared(RERANK)
+@declared(RERANK, derivative=INTEGERS)
 def rerank(
     query: Annotated[Array, "float32 B H D"],
     slots: Annotated[Array, "int32 B H C"],
@@ -86,8 +86,6 @@ def rerank(
 
     Of equal estimates the lower entry is taken. Rows with ``cursor`` below ``enough``, and rows whose zone is empty, list
     their first slots instead. Empty slots and slots from ``cursor`` on are listed, but masked.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         query: rotated as the keys were.

@@ -7,12 +7,12 @@ from jax import Array
 from pallas_kernels.choose.pqcache.code_select import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 CODE_SELECT = Operation.of("code_select", pallas_triton, reference)
 
 
-@declared(CODE_SELECT)
+@declared(CODE_SELECT, derivative=INTEGERS)
 def code_select(
     query: Annotated[Array, "B H G D"],
     centroids: Annotated[Array, "float32 B H M C D/M"],
@@ -34,8 +34,6 @@ def code_select(
         s[i] = sum over g of  softmax_i( q[g] . c(i) / sqrt(D) )
 
     where c(i) is the key that the centroids of slot i make. Of equal scores the lower slot is better.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         centroids: of each part of the channels.

@@ -11,7 +11,7 @@ from pallas_kernels.signature import declared, forward
 CLUSTER_RANK = Operation.of("cluster_rank", pallas_triton, reference)
 
 
-@declared(CLUSTER_RANK)
+@declared(CLUSTER_RANK, derivative="through ``xla``, the logits only")
 def cluster_rank(
     query: Annotated[Array, "B H G D"],
     centroid: Annotated[Array, "like query B H C D"],
@@ -32,8 +32,6 @@ def cluster_rank(
     chosen; of equal scores the lower cluster is better. The first ``best`` of the clusters are listed. In the order of their
     scores they have room until their tokens are more than ``room``: from this cluster on none has. Of the first
     ``considered``, those that have no room are to be estimated.
-
-    Differentiable: through ``xla``, the logits only.
 
     Args:
         size: tokens of each cluster.

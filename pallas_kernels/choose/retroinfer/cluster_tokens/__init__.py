@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.choose.retroinfer.cluster_tokens import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 CLUSTER_TOKENS = Operation.of("cluster_tokens", pallas_triton, reference)
 
 
-@declared(CLUSTER_TOKENS)
+@declared(CLUSTER_TOKENS, derivative=INTEGERS)
 def cluster_tokens(
     listed: Annotated[Array, "int32 B H K"],
     ends: Annotated[Array, "int32 B H K"],
@@ -27,8 +27,6 @@ def cluster_tokens(
     platform: str | None = None,
 ) -> tuple[Array, Array]:
     """List the first slots of a row, the slots of the tokens of listed clusters, and the slots from ``near`` on.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         listed: clusters.

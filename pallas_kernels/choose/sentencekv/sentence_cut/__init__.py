@@ -8,14 +8,14 @@ from jax import Array
 from pallas_kernels.choose.sentencekv.sentence_cut import pallas_triton, reference
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, JOINS, Rules, bounds
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["CLOSES", "JOINS", "SENTENCE_CUT", "Rules", "bounds", "sentence_cut"]
 
 SENTENCE_CUT = Operation.of("sentence_cut", pallas_triton, reference)
 
 
-@declared(SENTENCE_CUT)
+@declared(SENTENCE_CUT, derivative=INTEGERS)
 def sentence_cut(
     score: Annotated[Array, "float32 B H N"],
     sentence: Annotated[Array, "int32 B H S"],
@@ -35,8 +35,6 @@ def sentence_cut(
     Between the sinks and ``high`` (see `bounds`) the slots of finished sentences are eligible. Sentences are taken from the
     best on, and of equal scores the lower number first. The tokens of a sentence are taken from its first on. Taking stops
     when ``space`` slots are taken.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         score: of each sentence; NaN and -inf rank last.

@@ -7,12 +7,12 @@ from jax import Array
 
 from pallas_kernels.choose.tokenselect.token_list import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared
+from pallas_kernels.signature import INTEGERS, declared
 
 TOKEN_LIST = Operation.of("token_list", pallas_triton, reference)
 
 
-@declared(TOKEN_LIST)
+@declared(TOKEN_LIST, derivative=INTEGERS)
 def token_list(
     fresh: Annotated[Array, "int32 B K"],
     length: Annotated[Array, "int32 B"],
@@ -28,8 +28,6 @@ def token_list(
     platform: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """List the tokens to attend to, in order and without a gap: first, chosen and newest tokens; all tokens of a short row.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         fresh: the ``budget`` tokens chosen now, ascending.

@@ -28,8 +28,6 @@ def project_query(
     A product of a bfloat16 term and a bfloat16 value is exact in float32. So tensor cores compute scores that are as good as
     the scores of a float32 query.
 
-    Differentiable: through ``xla``.
-
     Args:
         basis: the rows of each are unit vectors.
         dtype: bfloat16, float16 or float32.

@@ -25,8 +25,6 @@ def chunk_query(
 ) -> tuple[Array, Array]:
     """Rotate the queries of several tokens to attend, and take the mean of their scoring queries.
 
-    Differentiable: through ``xla``.
-
     Args:
         query: not rotated.
         real: number of real tokens among the T; padding follows them.

@@ -25,8 +25,6 @@ def rotated_rows(
 ) -> tuple[Array, Array]:
     """Gather listed keys and values, and rotate the key of entry j at place j.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: keys or codes.
         value: values or codes; in device memory or in pinned host memory, scales in device memory.

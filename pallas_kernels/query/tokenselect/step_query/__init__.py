@@ -16,7 +16,7 @@ __all__ = ["STEP_QUERY", "StepQuery", "step_query"]
 STEP_QUERY = Operation.of("step_query", pallas_triton, reference)
 
 
-@declared(STEP_QUERY)
+@declared(STEP_QUERY, derivative="through ``xla``, the queries only")
 def step_query(
     query: Annotated[Array, "B H G D"],
     last: Annotated[Array, "float32 B H G D"],
@@ -37,8 +37,6 @@ def step_query(
     """Rotate the query of a decode step to score and to attend, and compare it with the query of the last step that selected.
 
     On a GPU this is one kernel; without it, each of a dozen small results would be a launch of its own.
-
-    Differentiable: through ``xla``, the queries only.
 
     Args:
         query: not rotated.

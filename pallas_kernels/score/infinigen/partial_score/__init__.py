@@ -11,7 +11,7 @@ from pallas_kernels.signature import declared, forward
 PARTIAL_SCORE = Operation.of("partial_score", pallas_triton, reference)
 
 
-@declared(PARTIAL_SCORE)
+@declared(PARTIAL_SCORE, derivative="through ``xla``, except for the counts")
 def partial_score(
     query: Annotated[Array, "floating B H G C"],
     key: Annotated[Array, "like query B H C N>=S"],
@@ -29,8 +29,6 @@ def partial_score(
 
         score[h, s] = mean over g of e[h, g, s]
         near        = number of (h, g, s) with  e[h, g, s] >= max over s of e[h, g, s] - alpha
-
-    Differentiable: through ``xla``, except for the counts.
 
     Args:
         key: empty slots may hold anything, and so may those from S on. The kernels are fast where N is a multiple of 16.

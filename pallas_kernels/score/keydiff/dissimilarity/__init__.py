@@ -21,8 +21,6 @@ def dissimilarity(
 ) -> Array:
     """Compute minus the cosine of every stored key and the mean direction of the stored keys, in float32.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: empty slots may hold anything, NaN included.
         implementation: "pallas_triton" is two kernels; D a power of two.

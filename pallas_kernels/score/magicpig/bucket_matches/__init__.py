@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.score.magicpig.bucket_matches import pallas_triton, reference
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 BUCKET_MATCHES = Operation.of("bucket_matches", pallas_triton, reference)
 
 
-@declared(BUCKET_MATCHES)
+@declared(BUCKET_MATCHES, derivative=INTEGERS)
 def bucket_matches(
     query: Annotated[Array, "uint8|uint16 B H G L"],
     ids: Annotated[Array, "like query B H L N"],
@@ -23,8 +23,6 @@ def bucket_matches(
     platform: str | None = None,
 ) -> Array:
     """Mark the query heads that have the bucket of a token in two tables or more.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         query: the bucket of each query head in each table, below 2**num_bits.

@@ -34,8 +34,6 @@ def sampled_bias(
         p = 1 - angle(q[h, g], k_i - m_h) / pi
         w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)       K = num_bits, L = num_tables
 
-    Differentiable: through ``xla``.
-
     Args:
         slots: in range; None: entry i is slot i.
         own: which query heads attend to the slot. What no head attends to may hold anything.

@@ -28,8 +28,6 @@ def packed_score(
 ) -> Array:
     """Multiply queries with packed vectors, each in the basis of its own segment.
 
-    Differentiable: through ``xla``.
-
     Args:
         parts: made by `project_query`.
         values: r values of each vector; a vector with fewer than r bits has zeros behind its values.

@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.score.rkv.newest_repeat import pallas_triton, reference
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 NEWEST_REPEAT = Operation.of("newest_repeat", pallas_triton, reference)
 
 
-@declared(NEWEST_REPEAT)
+@declared(NEWEST_REPEAT, derivative=INTEGERS)
 def newest_repeat(
     key: Annotated[Array, "B H S D"],
     valid: Annotated[Array, "bool B H S"],
@@ -24,8 +24,6 @@ def newest_repeat(
 
     Slots are compared from the highest back, and only until all have found one: at most 2 S^2 D floating-point operations per
     KV head, far fewer where many keys repeat each other.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         key: of norm 1 if products are to be cosines; empty slots may hold anything.

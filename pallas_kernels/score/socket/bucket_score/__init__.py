@@ -31,8 +31,6 @@ def bucket_score(
     In table l the likelihood of bucket c, whose corner is y_c (a sign for each bit, see `formats.sign_codes`), is
     softmax_c(tanh(W_l q) . y_c / (sqrt(D) * temperature)).
 
-    Differentiable: through ``xla``.
-
     Args:
         planes: the planes W_l of each of L tables.
         temperature: above 0.

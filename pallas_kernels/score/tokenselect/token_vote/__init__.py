@@ -29,8 +29,6 @@ def token_vote(
 
     Source: Wu et al., "TokenSelect" (arXiv:2411.02886), head soft vote.
 
-    Differentiable: through ``xla``.
-
     Args:
         query: float32 or bfloat16. The logits have no factor 1 / sqrt(D).
         key: float32, float16 or bfloat16.

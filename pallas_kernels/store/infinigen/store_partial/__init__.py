@@ -34,8 +34,6 @@ def store_partial(
     A row without tokens, a full row that could not store its token, and a head without the newest token change no key. The
     query replaces the query of an earlier step in rows whose step has a token.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: with ``rows`` the copies.
         query: of this step.

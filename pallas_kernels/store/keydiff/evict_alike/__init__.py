@@ -41,7 +41,7 @@ def direction_sum(key: Array, position: Array) -> Array:
     return reference.direction_sum(key, position)
 
 
-@declared(EVICT_ALIKE)
+@declared(EVICT_ALIKE, derivative="through ``xla``, the keys and values only")
 def evict_alike(
     key: Annotated[Array | Quantised, "B H S D"],
     value: Annotated[Array | Quantised, "like key"],
@@ -60,8 +60,6 @@ def evict_alike(
     The key with the largest cosine to the sum of all directions goes, and the newest token may go too. All else is as in
     `evict_token`: of equal cosines the newest token goes, and the newest token of all, in slot ``cursor - 1`` of every head,
     moves to the free slot.
-
-    Differentiable: through ``xla``, the keys and values only.
 
     Args:
         key: keys or codes; empty slots may hold anything, NaN included.

@@ -11,7 +11,7 @@ from pallas_kernels.store.mosaickv.pack_token import pallas_triton, reference
 PACK_TOKEN = Operation.of("pack_token", pallas_triton, reference)
 
 
-@declared(PACK_TOKEN)
+@declared(PACK_TOKEN, derivative="through ``xla``, the values only")
 def pack_token(
     key: Annotated[Array, "B H R D"],
     value: Annotated[Array, "B H R D"],
@@ -31,8 +31,6 @@ def pack_token(
     """Pack one token of a buffer, and the mean of the keys of its block, into a store; in place where the caller gives it up.
 
     The r channels of the largest size are kept, and of equal channels the lower one.
-
-    Differentiable: through ``xla``, the values only.
 
     Args:
         key: keys of the buffer; its slot i holds the token at position ``packed + i``.

@@ -5,13 +5,13 @@ from typing import Annotated
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 from pallas_kernels.store.pariskv.encode import pallas_triton, reference
 
 ENCODE = Operation.of("encode", pallas_triton, reference)
 
 
-@declared(ENCODE)
+@declared(ENCODE, derivative=INTEGERS)
 def encode(
     key: Annotated[Array, "floating B H T D"],
     valid: Annotated[Array, "bool B H|1 T"],
@@ -24,8 +24,6 @@ def encode(
     """Encode vectors: the cluster of every slice by its signs, 4-bit channels, and a weight per slice.
 
     The codes of a vector do not depend on the other vectors, nor on how many there are, to the last bit.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         key: D a power of two of at least 8.

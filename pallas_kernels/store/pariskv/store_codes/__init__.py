@@ -6,13 +6,13 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.host import Rows
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 from pallas_kernels.store.pariskv.store_codes import pallas_triton, reference
 
 STORE_CODES = Operation.of("store_codes", pallas_triton, reference)
 
 
-@declared(STORE_CODES)
+@declared(STORE_CODES, derivative=INTEGERS)
 def store_codes(
     key: Annotated[Array, "B H S D; B H R D with rows"],
     position: Annotated[Array, "int32 B H S"],
@@ -36,8 +36,6 @@ def store_codes(
 
     A token that leaves the local window is counted in ``waiting``. When ``buffer`` tokens wait, all of them are added to
     ``counts``, and the end of the zone moves behind them.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         key: the cache with the tokens in it; with ``rows``, for T = 1 only, the copies.

@@ -7,7 +7,7 @@ from jax import Array
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.host import Rows
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 from pallas_kernels.store.pqcache.store_ids import pallas_triton, reference
 from pallas_kernels.store.pqcache.store_ids.reference import code_of, nearest
 
@@ -16,7 +16,7 @@ __all__ = ["STORE_IDS", "code_of", "nearest", "store_ids"]
 STORE_IDS = Operation.of("store_ids", pallas_triton, reference)
 
 
-@declared(STORE_IDS)
+@declared(STORE_IDS, derivative=INTEGERS)
 def store_ids(
     key: Annotated[Array, "B H S D"],
     active: Annotated[Array, "int32 B T"],
@@ -29,8 +29,6 @@ def store_ids(
     platform: str | None = None,
 ) -> Array:
     """Add the codes of tokens that were just stored; in place where the array is donated.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         key: the cache with the tokens in it; with ``rows`` the copies, all tokens' among them.

@@ -27,8 +27,6 @@ def widen_page(
 ) -> tuple[Array, Array]:
     """Widen the bounds of a page by the key in slot ``cursor - 1``; a key that is within the bounds changes nothing.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: with ``rows`` the copies.
         position: negative for an empty slot, which changes nothing.

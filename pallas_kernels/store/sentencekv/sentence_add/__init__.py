@@ -12,7 +12,7 @@ from pallas_kernels.store.sentencekv.sentence_add import pallas_triton, referenc
 SENTENCE_ADD = Operation.of("sentence_add", pallas_triton, reference)
 
 
-@declared(SENTENCE_ADD)
+@declared(SENTENCE_ADD, derivative="through ``xla``, the means and sums only")
 def sentence_add(
     key: Annotated[Array, "B H S D; B H R D with rows"],
     query: Annotated[Array, "B H G D"],
@@ -30,8 +30,6 @@ def sentence_add(
     """Number the token's slot and add its key and query to the sums of the open sentence.
 
     If the token closes the sentence, the mean key of the sentence is written, and another sentence begins.
-
-    Differentiable: through ``xla``, the means and sums only.
 
     Args:
         key: with the token's key in it; with ``rows`` the copies.

@@ -12,7 +12,7 @@ from pallas_kernels.store.socket.store_buckets import pallas_triton, reference
 STORE_BUCKETS = Operation.of("store_buckets", pallas_triton, reference)
 
 
-@declared(STORE_BUCKETS)
+@declared(STORE_BUCKETS, derivative="through ``xla``, the norms only")
 def store_buckets(
     key: Annotated[Array, "B H S D; B H _ D with rows"],
     value: Annotated[Array, "B H S D; B H _ D with rows"],
@@ -27,8 +27,6 @@ def store_buckets(
     platform: str | None = None,
 ) -> tuple[Array, Array]:
     """Put tokens that were just stored into the hash tables; in place where arrays are donated.
-
-    Differentiable: through ``xla``, the norms only.
 
     Args:
         key: the cache with the tokens in it; with ``rows`` the copies.
