@@ -129,7 +129,7 @@ class _Axis(NamedTuple):
 
     text: str
     letter: str | None = None
-    follows: types.CodeType | None = None  # its size, or the least size where it has a letter
+    rule: types.CodeType | None = None  # its size, or the least size where it has a letter
 
 
 class _Form(NamedTuple):
@@ -215,8 +215,8 @@ def _axis(text: str) -> _Axis:
         return _Axis(text)
     letter, least = (text.removesuffix("|1"), "") if ">=" not in text else text.split(">=")
     letter = letter if letter.isidentifier() else None
-    follows = least if letter else text
-    return _Axis(text, letter, compile(follows, text, "eval") if follows else None)
+    rule = least if letter else text
+    return _Axis(text, letter, compile(rule, text, "eval") if rule else None)
 
 
 def _check(operation: str, parts: list[_Part], arguments: dict[str, Any]) -> None:
@@ -238,10 +238,10 @@ def _check(operation: str, parts: list[_Part], arguments: dict[str, Any]) -> Non
         axes = _fit(form, value, arguments, sizes)
         if axes is None:
             raise _error(operation, part.label, value, form, sizes)
-        later += [(axis, size, part, value, form) for axis, size in axes if axis.follows is not None]
+        later += [(axis, size, part, value, form) for axis, size in axes if axis.rule is not None]
     for axis, size, part, value, form in later:
         try:
-            right = eval(axis.follows, {"ceil": math.ceil}, sizes)
+            right = eval(axis.rule, {"ceil": math.ceil}, sizes)
         except NameError:  # it follows from an argument that is not given
             continue
         if size != right if axis.letter is None else size < right:
@@ -286,13 +286,13 @@ def _document(
 ) -> str:
     """Complete a docstring by what is declared of the function and each argument, and by what holds for all operations."""
     head, body, rest = re.findall(r"\A(.*?)(?:\s+Args:\n(.*?))?(?:\s+(Returns:.*))?\Z", inspect.cleandoc(text), re.DOTALL)[0]
-    written = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
     names = f"one of {', '.join(operation.implementations)}; None takes the first that runs. "
-    written["implementation"] = names + written.get("implementation", "")
+    texts["implementation"] = names + texts.get("implementation", "")
     lines = []
     for name in signature.parameters:
-        declared = " and ".join(str(x) for x in parts if x.name == name)
-        lines += [f"    {name}: {'; '.join(filter(None, [declared, {**_ARGUMENTS, **written}.get(name, '')]))}".rstrip()]
+        axes = " and ".join(str(x) for x in parts if x.name == name)
+        lines += [f"    {name}: {'; '.join(filter(None, [axes, {**_ARGUMENTS, **texts}.get(name, '')]))}".rstrip()]
     none = derivative.startswith("none: ")
     slope = f"Not differentiable: {derivative.removeprefix('none: ')}" if none else f"Differentiable: {derivative}"
     return "\n".join([head, f"\n{slope}.\n", "Args:", *lines, *(["", rest] if rest else []), _RAISES])

@@ -159,7 +159,7 @@ def functions():
 def size(axis):
     if axis.text == "_":
         return SIZES["Z"]
-    return SIZES[axis.letter] if axis.letter else int(eval(axis.follows, {"ceil": math.ceil}, SIZES))
+    return SIZES[axis.letter] if axis.letter else int(eval(axis.rule, {"ceil": math.ceil}, SIZES))
 
 
 def draw(function):
@@ -205,7 +205,7 @@ def test_every_declared_argument_is_checked(function):
             other.append((at[0], jax.ShapeDtypeStruct(shape.shape, "complex64")))
         if len(form.shapes) == 1 and not isinstance(axes, str):
             for index, axis in enumerate(x for x in axes if x.text != "..."):
-                if (letters.count(axis.letter) > 1 and ">=" not in axis.text) or (axis.letter is None and axis.follows):
+                if (letters.count(axis.letter) > 1 and ">=" not in axis.text) or (axis.letter is None and axis.rule):
                     grown = tuple(x + (place == index) for place, x in enumerate(shape.shape))
                     other.append(("got", jax.ShapeDtypeStruct(grown, shape.dtype)))
         for told, changed in other:
