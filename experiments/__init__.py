@@ -19,5 +19,6 @@ Speed and memory:
 
 * ``speed``: decode steps, prompts, host memory: time, bytes, floor. ``speed/kernels``: operation x implementation x shape.
 
-* ``lab``: the workshop, which nothing else imports: studies for documents, peers, training, the site's tables.
+* ``lab``: the workshop, which nothing else imports: studies for documents, peers, training, the site's tables, makers of
+  goldens.
 """

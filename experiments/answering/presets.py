@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax import head_scores, patterns, registry
+from kvjax import head_scores, registry
 from kvjax.methods.budgets import SHARE
 from kvjax.protocol.method import Method
+from kvjax.wrappers import patterns
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # order of the tables; other baselines follow
@@ -45,7 +46,7 @@ def paper_method(
     """Make a method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
     A method outside of kvjax that has a budget gets the budget of the baselines, and so do methods inside of a wrapper.
-    `kvjax.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
+    `kvjax.wrappers.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
 
     Args:
         name: a name, a path, or a text with brackets; see `kvjax.registry.parse_method`.

@@ -19,9 +19,10 @@ from experiments.evaluation.comparison import beside_full, load, place_of
 from experiments.evaluation.flat import flat
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from kvjax import Pattern, plugins, registry
+from kvjax import plugins, registry
 from kvjax.protocol.fields import Share, shown
 from kvjax.protocol.method import Method
+from kvjax.wrappers import Pattern
 
 
 def evaluate_methods(

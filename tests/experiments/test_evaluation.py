@@ -1039,7 +1039,7 @@ class WorstPages(Retrieval):
     """Quest turned around: attends to the pages whose keys could score lowest."""
 
     budget: int = 128
-    capacity: int = static(128)
+    capacity: int = static(default=128)
 
     def for_layer(self, layer, num_layers):
         return kvjax.methods.Full() if layer < 2 else self  # as in Quest

@@ -17,11 +17,11 @@ from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
 from experiments.records import knobs_of
 from experiments.tasks import expand
-from kvjax import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from kvjax.accounting.memory import memory_needed
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from tests import harness
 from tests.kvjax.cases import ONE
 
@@ -110,7 +110,7 @@ def test_a_wrapper_is_named_with_the_method_inside():
     assert choice.label == "twilight(mass=0.5, method=quest(budget=1/16))" and written([choice]) == [TWILIGHT]
     check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
-    assert method == kvjax.Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
+    assert method == Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
     assert row["class"] == "kvjax.wrappers.twilight:Twilight" and "budget=64" in row["method"]
 
@@ -185,14 +185,13 @@ def test_budgets_are_those_of_the_method_inside():
         ("densebelow(quest)", "DenseBelow must be given length"),
         ("twilight(", "expected a method as NAME"),
         ("twilight()", "expected a method as NAME"),
-        ("twilight(quest,)", "expected a method as NAME"),
         ("twilight(quest)s", "expected a method as NAME"),
-        ("twilight(quest))", "as many '\\(' as"),
+        ("twilight(quest))", "expected a method as NAME"),
         ("twilight(quest, quest)", "Twilight takes no other method inside, got 'quest'"),
         ("quest(knorm)", "Quest takes no method inside, got 'knorm'"),
         ("twilight(qest)", "unknown method 'qest'"),
         ("twilight(quest, mas=1)", "no knob 'mas' .did you mean 'mass'"),
-        ("twilight(quest, mass=all)", "knob 'mass' takes float, got 'all'"),
+        ("twilight(quest, mass=all)", "mass must be a finite number"),
         ("twilight(snapkv)", "Twilight: method must select slots"),
         ("perlayer(snapkv, first=full)", "no knob 'first'"),
     ],
@@ -213,7 +212,7 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     assert choices_of(written([choice])) == (choice,)
     check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
-    assert method == kvjax.Prefill(method=kvjax.make("full"), block=128, pattern=kvjax.Pattern("xattention", share=0.8))
+    assert method == Prefill(method=kvjax.make("full"), block=128, pattern=Pattern("xattention", share=0.8))
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):

@@ -80,22 +80,22 @@ def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
 
 def _keys(draw: _Draw, file: pathlib.Path) -> str | None:
     """Compare the keys of examples with the keys of a table in which one value differs; None if all is right."""
-    given = tuple(read(f"kvpress:{file}"))
-    at = draw(st.integers(0, len(given) - 1))
+    examples = tuple(read(f"kvpress:{file}"))
+    at = draw(st.integers(0, len(examples) - 1))
     names = (None, "answers", "max_new_tokens", "scorer", *_TEXTS)
-    before, name = given[at], draw(st.sampled_from(names))
+    before, name = examples[at], draw(st.sampled_from(names))
     others = {"answers": (*before.answers, "9"), "max_new_tokens": before.max_new_tokens + 1, "scorer": "scbench_contains"}
     change = {name: others[name] if name in others else f"{vars(before)[name]}!"} if name else {}
     after = dataclasses.replace(before, **change)
-    keys, other = (_encoded(x).keys for x in (given, (*given[:at], after, *given[at + 1 :])))
-    if len(set(keys)) != len(given):
-        return f"{len(given)} examples have {len(set(keys))} keys"
+    keys, other = (_encoded(x).keys for x in (examples, (*examples[:at], after, *examples[at + 1 :])))
+    if len(set(keys)) != len(examples):
+        return f"{len(examples)} examples have {len(set(keys))} keys"
     changed = keys[at].partition("#")[0] != other[at].partition("#")[0]
     return None if changed == (name is not None) else f"another {name}: key {keys[at]}, then {other[at]}"
 
 
-def _encoded(given: tuple[Example, ...]) -> Encoded:
-    return encode_cell(Reading(builtin_directory() / "tokenizer.json"), Cell("a task", None, len(given), given=given))
+def _encoded(examples: tuple[Example, ...]) -> Encoded:
+    return encode_cell(Reading(builtin_directory() / "tokenizer.json"), Cell("a task", None, len(examples), given=examples))
 
 
 # ---- right tables -------------------------------------------------------------------------------------------------

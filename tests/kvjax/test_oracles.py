@@ -29,7 +29,7 @@ SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
 
 def test_every_oracle_belongs_to_a_method():
     here = pathlib.Path(__file__).parents[1] / "oracles"
-    others = {"__init__", "plain", "rope", "minference", "adaptive_prompt"}  # what oracles share; prompts of `kvjax.Prefill`
+    others = {"__init__", "plain", "rope", "minference", "adaptive_prompt"}  # what oracles share; prompts of `Prefill`
     assert {p.stem for p in here.glob("*.py")} - others == set(NAMES)
     for name in NAMES:
         assert importlib.util.find_spec(f"tests.oracles.{name}") is not None
@@ -132,8 +132,10 @@ def test_variants_equal_the_oracle(name, knobs, fields):
     run_in_fours(name, {**oracle(name).KNOBS, **knobs}, *edges(name, seed=6), frequencies(16), fields)
 
 
-@pytest.mark.parametrize("name", [group("quest"), group("snapkv")])
-def test_planted_needle_is_attended(name):
+@pytest.mark.parametrize(
+    ("name", "knobs"), [group("quest", {}), group("snapkv", {}), group("mosaickv", {"fraction": 0.1, "capacity": 0.3})]
+)
+def test_planted_needle_is_attended(name, knobs):
     """One key along the query direction, four times as long, is attended wherever it lies."""
     prompt, dim = 40, 16
     spots = np.array([0, 3, 4, 11, 17, 24, 31, 34])
@@ -145,7 +147,7 @@ def test_planted_needle_is_attended(name):
         q[row, :, :, -6:] = direction  # the observation window and the decoded token
         k[row, :, spot] = 4 * direction
     for four in (slice(0, 4), slice(4, 8)):
-        got = drive_alike(example(name), q[four], k[four], v[four], [prompt] * 4, inv_freq)
+        got = drive_alike(example(name, **knobs), q[four], k[four], v[four], [prompt] * 4, inv_freq)
         for row, spot in enumerate(spots[four]):
             assert got.attended[0, row, :, spot].all(), f"{name}: needle at {spot}"
             assert (got.attended[0, row].sum(axis=-1) < prompt / 2).all()

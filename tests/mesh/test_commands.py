@@ -10,7 +10,7 @@ from experiments.demo.settings import DemoSettings
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.speed.settings import SpeedSettings
 from tests.mesh import eight_devices_experiments
-from tests.mesh.test_methods import found_in
+from tests.mesh.processes import found_in
 
 CHECKS = [name for name in vars(eight_devices_experiments) if name.startswith("check_")]
 ALWAYS = ("check_eval", "check_sums")
@@ -18,12 +18,12 @@ ALWAYS = ("check_eval", "check_sums")
 
 @pytest.fixture(scope="module")
 def found():
-    return found_in(ALWAYS, "tests.mesh.eight_devices_experiments")
+    return found_in("tests.mesh.eight_devices_experiments", *ALWAYS)
 
 
 @pytest.fixture(scope="module")
 def found_thorough():
-    return found_in([name for name in CHECKS if name not in ALWAYS], "tests.mesh.eight_devices_experiments")
+    return found_in("tests.mesh.eight_devices_experiments", *(name for name in CHECKS if name not in ALWAYS))
 
 
 @pytest.mark.xdist_group("eight_devices_commands")

@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 
-from kvjax.attention.over_cache import masked_attention
 from tests.harness import drive, example, frequencies, oracle, random_tokens, stored
 from tests.kvjax.cases import compare
 
@@ -185,16 +184,6 @@ def test_tokens_nobody_chooses_change_nothing():
         np.testing.assert_allclose(got.outputs[:, row], got.outputs[:, 0], atol=1e-5, rtol=0)
         np.testing.assert_array_equal(got.attended[:, row][..., at], got.attended[:, 0][..., where])
     assert (got.attended.sum(axis=3) == LIMIT).all()
-
-
-@pytest.mark.parametrize("knobs", [{}, often({"kernel": 3, "theta": -1.0})], ids=str)
-def test_mask_mode_equals_gather_mode(knobs):
-    lengths = [40, 23, 9, 14]
-    q, k, v = random_tokens(35, 4, 2, 2, 50, DIM)
-    gather = drive(make(**knobs), q, k, v, lengths, prompt=40)
-    with masked_attention():
-        mask = drive(make(**knobs), q, k, v, lengths, prompt=40)
-    same(mask, gather, lengths)
 
 
 # ---- the selection cache --------------------------------------------------------------------------------------------

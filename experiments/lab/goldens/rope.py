@@ -1,8 +1,8 @@
 """RoPE frequencies and attention factors as ``transformers`` computes them, for rules as they stand in ``config.json``.
 
-Run with torch and transformers installed, from any directory::
+Run with torch and transformers installed::
 
-    python make_rope_goldens.py
+    python -m experiments.lab.goldens.rope
 
 ``rope.json`` is a list of cases: ``hf`` (a config.json), ``length`` (tokens of the text, or null), ``inv_freq`` (D/2 numbers)
 and ``attention_factor``.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from experiments.lab.goldens import FOLDER
 
 BASE = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -50,7 +51,7 @@ CASES = [  # the rule, what differs in the config, the length
 
 
 def main() -> None:
-    """Write the file beside this script."""
+    """Write the file."""
     made = []
     for rule, changes, length in CASES:
         hf = {**BASE, **changes, "rope_scaling": rule}
@@ -59,7 +60,7 @@ def main() -> None:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, None, seq_len=seen)
         made.append({"hf": hf, "length": length, "inv_freq": frequencies.tolist(), "attention_factor": float(factor)})
     lines = ",\n".join(json.dumps(case) for case in made)
-    Path(__file__).with_name("rope.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    (FOLDER / "models" / "rope.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

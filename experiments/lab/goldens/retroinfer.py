@@ -2,7 +2,7 @@
 
 Run with torch and triton and a clone of microsoft/RetrievalAttention at 6b1228c. Triton's interpreter needs no GPU::
 
-    TRITON_INTERPRET=1 python make_retroinfer_goldens.py PATH_OF_THE_CLONE
+    TRITON_INTERPRET=1 python -m experiments.lab.goldens.retroinfer PATH_OF_THE_CLONE
 
 It writes ``retroinfer.json``: ``seed``, ``tokens``, ``dim``, ``knobs`` in kvjax's names; of each cluster the ``centroid``,
 the ``value_sum``, and the ``members``, numbers of keys.
@@ -11,14 +11,14 @@ the ``value_sum``, and the ``members``, numbers of keys.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, TOKENS, DIM = 20261124, 96, 16
 KNOBS = {"cluster_size": 4, "segment": 32, "iterations": 5}
 
@@ -30,6 +30,7 @@ def arrays(seed: int, tokens: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(clone: str) -> None:
+    """Write the file."""
     sys.path.insert(0, str(Path(clone) / "cache_hub"))
     key, value = (torch.tensor(x, dtype=torch.float32)[None] for x in arrays(SEED, TOKENS, DIM))
     mean = key.mean(dim=1, keepdim=True)
@@ -42,7 +43,7 @@ def main(clone: str) -> None:
         "value_sum": value_sum[0].double().numpy().round(6).tolist(),
         "members": [sorted(row[:count].tolist()) for row, count in zip(clusters[0], size[0], strict=True)],
     }  # fmt: skip
-    (HERE / "retroinfer.json").write_text(json.dumps(golden) + "\n")
+    write("retroinfer", golden)
 
 
 if __name__ == "__main__":

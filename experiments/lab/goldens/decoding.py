@@ -1,8 +1,8 @@
-"""What NVIDIA/kvpress keeps when it evicts while decoding, and the logits, on the tiny model of ``make_kvpress_goldens.py``.
+"""What NVIDIA/kvpress keeps when it evicts while decoding, and the logits, on the tiny model of ``kvpress.py``.
 
-Run with kvpress (8bb29b9, on torch and transformers 5.2) installed, from any directory::
+Run with kvpress (8bb29b9, on torch and transformers 5.2) installed::
 
-    python make_decoding_goldens.py
+    python -m experiments.lab.goldens.decoding
 
 It runs ``DecodingPress`` around ``KnormPress``, which leaves the prompt whole and evicts after every ``interval`` tokens.
 It writes ``decoding.json``: ``tokens`` int [P + N], of which the first P = ``prompt`` are the prompt, ``interval``,
@@ -12,16 +12,14 @@ later tokens.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import kvpress
 import numpy as np
 import torch
-from make_kvpress_goldens import tiny_model
 from transformers import DynamicCache
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+from experiments.lab.goldens.kvpress import tiny_model
+
 SEED, PROMPT, STEPS, INTERVAL, BUDGET = 20261124, 40, 13, 5, 24
 
 
@@ -55,7 +53,7 @@ def main() -> None:
         "tokens": tokens[0].tolist(), "prompt": PROMPT, "interval": INTERVAL, "budget": BUDGET, "kept": kept,
         "logits": logits,
     }  # fmt: skip
-    HERE.joinpath("decoding.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    write("decoding", golden)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run with torch and scikit-learn installed, and with the path of a checkout of HugoZHL/PQCache (0b74e12)::
 
-    python make_pqcache_goldens.py PATH
+    python -m experiments.lab.goldens.pqcache PATH
 
 It runs ``PqBasedSearchCompressor`` of ``vq_method/retrieval_based/pq_search.py`` on the CPU. What needs a GPU or processes
 is replaced: its cache by `Manager`, which holds all tokens, and its k-means by `Compressor`, which makes the same call of
@@ -16,7 +16,6 @@ and ``outputs`` [N, H, G, D]. Keys are not rotated.
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from pathlib import Path
@@ -25,7 +24,8 @@ import numpy as np
 import torch
 from sklearn.cluster import KMeans
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, HEADS, GROUP, PROMPT, STEPS, DIM = 20261124, 2, 2, 60, 12, 16
 KNOBS = {
     "fraction": 0.3, "recent_share": 0.5, "num_sink": 4, "num_subvectors": 2, "num_centroids": 16, "iterations": 25,
@@ -129,7 +129,7 @@ def main(path: Path) -> None:
         "seed": SEED, "sizes": [HEADS, GROUP, total, DIM], "prompt": PROMPT, "knobs": KNOBS, "chosen": manager.chosen,
         "outputs": outputs,
     }  # fmt: skip
-    (HERE / "pqcache.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    write("pqcache", golden)
 
 
 if __name__ == "__main__":

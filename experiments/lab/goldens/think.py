@@ -2,7 +2,7 @@
 
 Run with torch installed, and with the path of a checkout of SalesforceAIResearch/ThinK (e365413)::
 
-    python make_think_goldens.py PATH
+    python -m experiments.lab.goldens.think PATH
 
 It runs ``key_pruner_query_driven`` of ``ThinK_eager/src/kv_pruning_utils.py``, in float32 on the CPU, and then steps as
 ``llama_model.py`` beside it takes them: the pruned keys meet the query's numbers of their channels, the other keys the whole
@@ -17,14 +17,14 @@ later tokens.
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, HEADS, PROMPT, STEPS, DIM = 20261125, 3, 60, 3, 20
 KNOBS = {"channels": 0.6, "obs_window": 32, "num_recent": 12}  # the code always asks the last 32 queries
 
@@ -58,7 +58,7 @@ def main() -> None:
         "seed": SEED, "sizes": [HEADS, 1, total, DIM], "prompt": PROMPT, "knobs": KNOBS,
         "channels": [head.nonzero()[:, 0].tolist() for head in kept[0]], "outputs": outputs,
     }  # fmt: skip
-    HERE.joinpath("think.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
+    write("think", told)
 
 
 if __name__ == "__main__":

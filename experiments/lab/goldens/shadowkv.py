@@ -2,7 +2,7 @@
 
 Run with torch installed, and with the path of a checkout of bytedance/ShadowKV (a21f5a9)::
 
-    python make_shadowkv_goldens.py PATH
+    python -m experiments.lab.goldens.shadowkv PATH
 
 It runs ``ShadowKVCache`` of ``models/kv_cache.py``, the version "for accuracy measurement and understanding", in float32 on
 the CPU, with fewer outliers. It writes ``shadowkv.json``: how the tokens are made (``seed``, ``sizes`` H, G, T, D, the first
@@ -12,7 +12,6 @@ the CPU, with fewer outliers. It writes ``shadowkv.json``: how the tokens are ma
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from pathlib import Path
@@ -20,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, BASE = 20261124, 1e4
 HEADS, GROUP, PROMPT, STEPS, DIM = 2, 2, 125, 3, 128  # the code divides by sqrt(128) whatever the dimension
 KNOBS = {"budget": 16, "rank": 24, "chunk_size": 8, "outlier_chunks": 3, "local_chunks": 4}
@@ -74,7 +74,7 @@ def main() -> None:
         "seed": SEED, "base": BASE, "sizes": [HEADS, GROUP, total, DIM], "prompt": PROMPT, "knobs": KNOBS,
         "chosen": chosen, "outputs": outputs,
     }  # fmt: skip
-    HERE.joinpath("shadowkv.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
+    write("shadowkv", told)
 
 
 if __name__ == "__main__":

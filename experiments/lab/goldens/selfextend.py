@@ -2,7 +2,7 @@
 
 Run with torch installed, and with the path of a checkout of datamllab/LongLM (cdbbb06)::
 
-    python make_selfextend_goldens.py PATH
+    python -m experiments.lab.goldens.selfextend PATH
 
 It runs ``self_extend_forward`` of ``self_extend_patch/Llama.py``, the version without FlashAttention, in float32, with
 projections that hand over given q, k and v. It writes ``selfextend.json``: how the tokens are made (``seed``, ``sizes`` H,
@@ -12,7 +12,6 @@ G, T, D, the first ``prompt`` of which are the prompt, and ``inv_freq``'s ``base
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import types
@@ -21,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, BASE, LAST = 20261124, 1e4, 4
 HEADS, GROUP, PROMPT, STEPS, DIM = 2, 2, 50, 3, 16
 KNOBS = {"group_size": 4, "window": 16}
@@ -77,7 +77,7 @@ def main(path: Path) -> None:
         "seed": SEED, "sizes": [HEADS, GROUP, total, DIM], "prompt": PROMPT, "base": BASE, "knobs": KNOBS,
         "outputs": outputs[PROMPT - LAST :],
     }  # fmt: skip
-    (HERE / "selfextend.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    write("selfextend", golden)
 
 
 if __name__ == "__main__":

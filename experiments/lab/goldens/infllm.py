@@ -2,7 +2,7 @@
 
 Run with torch installed and a clone of thunlp/InfLLM at 12b7079::
 
-    python make_infllm_goldens.py PATH_OF_THE_CLONE
+    python -m experiments.lab.goldens.infllm PATH_OF_THE_CLONE
 
 It writes ``infllm.json``: ``seed`` and the sizes H, G, T, D of `arrays`, ``prompt``, ``base`` of RoPE, ``knobs`` in kvjax's
 names, and ``out`` [H, G, T, D], of which the first ``prompt`` tokens are read together and the others one by one.
@@ -16,7 +16,6 @@ attended twice by the queries that are near to it.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import types
 from pathlib import Path
@@ -24,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 KNOBS = {"budget": 8, "num_sink": 2, "num_local": 8, "block_size": 4, "num_repr": 2, "chunk": 8}
 SIZES, PROMPT, BASE, SEED = (2, 2, 44, 8), 31, 100.0, 20261123
 COUNTED = "self.global_remainder[0].size(-2) + rmd_st"
@@ -49,6 +49,7 @@ def module(path: Path, known: dict[str, object], changes: dict[str, str]) -> typ
 
 
 def main(clone: str) -> None:
+    """Write the file."""
     torch.set_default_dtype(torch.float64)
     folder = Path(clone) / "inf_llm" / "attention"
     event = types.SimpleNamespace(record=lambda *_: None, wait=lambda *_: None)
@@ -86,7 +87,7 @@ def main(clone: str) -> None:
         first = end
     made = torch.cat(out, dim=2).reshape(SIZES).numpy().round(7).tolist()
     golden = {"seed": SEED, "sizes": SIZES, "prompt": PROMPT, "base": BASE, "knobs": KNOBS, "out": made}
-    (HERE / "infllm.json").write_text(json.dumps(golden) + "\n")
+    write("infllm", golden)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Golden outputs of transformers' own GGUF loading: tiny quantised files, a tiny tokenizer, and SmolLM2-135M-Instruct.
 
-Run with torch, transformers, accelerate and gguf installed, from any directory; the argument is the GGUF file of SmolLM2::
+Run with torch, transformers, accelerate and gguf installed; the argument is the GGUF file of SmolLM2::
 
-    python make_goldens.py SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m experiments.lab.goldens.gguf_files SmolLM2-135M-Instruct.Q4_1.gguf
 
 It writes beside itself
 
@@ -29,10 +29,11 @@ import transformers
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[2] / "models"))
-import gguf_writing  # noqa: E402
-from gguf_writing import QUANTS  # noqa: E402
+from experiments.lab.goldens import FOLDER
+from tests.models import gguf_writing
+from tests.models.gguf_writing import QUANTS
+
+HERE = FOLDER / "models" / "gguf"
 
 SEED = 20261123
 BATCH, LENGTH = 2, 24
@@ -103,7 +104,7 @@ def family(name: str, seed: int, folder: Path) -> dict[str, np.ndarray]:
 
 
 def their_tokenizer(folder: Path, file: str, pre: str) -> Tokenizer:
-    """transformers' tokenizer of a GGUF file, with the rule of ``smollm`` where the file names it."""
+    """Transformers' tokenizer of a GGUF file, with the rule of ``smollm`` where the file names it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file).backend_tokenizer
     if pre == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -2,7 +2,7 @@
 
 Run with torch installed, and with the path of a checkout of Zefan-Cai/R-KV (d15c976)::
 
-    python make_rkv_goldens.py PATH
+    python -m experiments.lab.goldens.rkv PATH
 
 It runs ``R1KV`` of ``rkv/compression/r1_kv.py`` in float32. It writes ``rkv.json``: how the tokens are made (``seed``,
 ``sizes`` H, G, T, D; keys have a mean that is not 0, so that many repeat each other), ``knobs`` in kvjax's names, and
@@ -11,14 +11,14 @@ It runs ``R1KV`` of ``rkv/compression/r1_kv.py`` in float32. It writes ``rkv.jso
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED, HEADS, GROUP, TOKENS, DIM = 20261124, 2, 2, 96, 16
 KNOBS = {"budget": 40, "obs_window": 8, "kernel": 7, "mix": 0.1, "threshold": 0.5}
 
@@ -39,7 +39,7 @@ def main(path: Path) -> None:
     _, left = press.update_kv(key, query[:, :, -KNOBS["obs_window"] :], number)
     kept = [sorted(int(x) for x in head) for head in left[0, :, :, 0]]
     golden = {"seed": SEED, "sizes": [HEADS, GROUP, TOKENS, DIM], "knobs": KNOBS, "kept": kept}
-    (HERE / "rkv.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    write("rkv", golden)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run with torch and transformers installed, and with the path of a checkout of Infini-AI-Lab/MagicPIG (ac9aa36)::
 
-    python make_magicpig_goldens.py PATH
+    python -m experiments.lab.goldens.magicpig PATH
 
 It runs ``SimCache`` of ``evaluations/RULER/pred/cache_ref.py``, the reference of the paper's accuracy, in float32 on the CPU,
 with planes of NumPy's generator. It writes ``magicpig.json``: how the tokens and planes are made (``seed``, ``sizes`` H, G,
@@ -12,7 +12,6 @@ share of all pairs of a query head and a token that were sampled, and ``outputs`
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from pathlib import Path
@@ -20,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import write
+
 SEED = 20261124
 HEADS, GROUP, PROMPT, STEPS, DIM = 2, 2, 60, 3, 16
 KNOBS = {"num_tables": 12, "num_bits": 4, "num_sink": 4, "num_local": 6}
@@ -69,7 +69,7 @@ def main() -> None:
         "seed": SEED, "sizes": [HEADS, GROUP, total, DIM], "prompt": PROMPT, "knobs": KNOBS,
         "sampled": sampled, "outputs": outputs,
     }  # fmt: skip
-    (HERE / "magicpig.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    write("magicpig", golden)
 
 
 if __name__ == "__main__":

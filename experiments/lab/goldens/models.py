@@ -1,8 +1,8 @@
 """Golden outputs of the ``transformers`` PyTorch classes on tiny random models, one ``.npz`` for each family.
 
-Run with torch and transformers installed, from any directory::
+Run with torch and transformers installed::
 
-    python make_goldens.py [FAMILY ...]
+    python -m experiments.lab.goldens.models [FAMILY ...]
 
 Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden``
 float32 [L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of
@@ -22,7 +22,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import FOLDER
+
+HERE = FOLDER / "models"
 SEED = 20261121
 BATCH, LENGTH = 2, 24
 PROMPT = 12  # fewer tokens than the old context of families whose frequencies change
@@ -167,7 +169,7 @@ def golden(name: str, seed: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Write every family's file beside this script, or those of the families that are named."""
+    """Write every family's file, or those of the families that are named."""
     for index, name in enumerate(FAMILIES):
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue

@@ -1,8 +1,8 @@
 """Golden outputs of transformers for the named Qwen2.5-Coder models: token ids, chat prompts, weights and logits.
 
-Run with torch, transformers, accelerate and gguf installed, from any directory; the arguments are the GGUF files::
+Run with torch, transformers, accelerate and gguf installed; the arguments are the GGUF files::
 
-    python make_qwen_goldens.py qwen2.5-coder-0.5b=0.5b.gguf qwen2.5-coder-1.5b=1.5b.gguf
+    python -m experiments.lab.goldens.qwen qwen2.5-coder-0.5b=0.5b.gguf qwen2.5-coder-1.5b=1.5b.gguf
 
 The larger file needs 16 GB of memory for a while. The script writes ``qwen.json`` beside itself:
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -33,7 +34,9 @@ import transformers
 from tokenizers import AddedToken, Tokenizer
 from tokenizers import models as tokenizer_models
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import FOLDER
+
+HERE = FOLDER / "models" / "gguf"
 SEED = 20261126
 LENGTH, POSITIONS, BEST = 1024, 32, 20
 SPECIAL = (  # as in Qwen's tokenizer_config.json; the first has the id 151643
@@ -156,7 +159,7 @@ def texts() -> list[str]:
 
 
 def reference(path: Path) -> transformers.PreTrainedTokenizerFast:
-    """transformers' tokenizer of the class that Qwen's files name, with the vocabulary and merges of a GGUF file."""
+    """Transformers' tokenizer of the class that Qwen's files name, with the vocabulary and merges of a GGUF file."""
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = json.loads(theirs.backend_tokenizer.to_str())["model"]
     tokenizer = transformers.Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
@@ -175,7 +178,7 @@ def small(tokenizer: Tokenizer, words: list[str]) -> dict:
     for word in words:
         symbols = list(word)
         while len(symbols) > 1:
-            rank, at = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(zip(symbols, symbols[1:])))
+            rank, at = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(itertools.pairwise(symbols)))
             if rank == len(ranks):
                 break
             made.add(symbols[at] + " " + symbols[at + 1])
@@ -227,7 +230,7 @@ def moments(logits: torch.Tensor) -> list[list[float]]:
 
 def outputs(path: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> dict:
     """What transformers reads from and computes with one file, in float32, with weights rounded to bfloat16."""
-    script = (HERE / "make_goldens.py").read_text(encoding="utf-8")
+    script = Path(__file__).with_name("gguf_files.py").read_text(encoding="utf-8")
     asked = [{"role": "user", "content": "Explain this program:\n\n" + script}]
     ids = tokenizer.encode(tokenizer.apply_chat_template(asked, tokenize=False), add_special_tokens=False)[:LENGTH]
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,8 +1,8 @@
 """What NVIDIA/kvpress keeps of a prompt, and the logits after it, on the tiny random model of ``tests/goldens/models``.
 
-Run with kvpress (8bb29b9, on torch and transformers 5.2) installed, from any directory::
+Run with kvpress (8bb29b9, on torch and transformers 5.2) installed::
 
-    python make_kvpress_goldens.py
+    python -m experiments.lab.goldens.kvpress
 
 It writes ``kvpress.json``: ``tokens`` int [P + N], of which the first P = `PROMPT` are the prompt that is compressed and the
 others follow one by one; and for each method ``kept``, the positions that each KV head of each layer keeps of the prompt, and
@@ -13,7 +13,6 @@ others follow one by one; and for each method ``kept``, the positions that each 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import kvpress
 import numpy as np
@@ -21,7 +20,8 @@ import torch
 from kvpress.presses import kvzip_press
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-HERE = Path(__file__).parent
+from experiments.lab.goldens import FOLDER, write
+
 SEED = 20261123
 PROMPT, STEPS, BUDGET = 64, 3, 24
 RATIO = 1 - (BUDGET + 0.5) / PROMPT  # kvpress rounds what it keeps down
@@ -92,7 +92,7 @@ TWICE = {  # presses that read the prompt twice
 
 def tiny_model(attention: str) -> LlamaForCausalLM:
     """The model whose weights ``llama.npz`` holds."""
-    golden = np.load(HERE.parents[0] / "models" / "llama.npz")
+    golden = np.load(FOLDER / "models" / "llama.npz")
     given = json.loads(str(golden["config"]))
     sizes = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -160,7 +160,7 @@ def main() -> None:
     kvzip_press.AutoTokenizer.from_pretrained = lambda name: Words()
     twice = {name: run(make, False, tokens) for name, make in TWICE.items()}
     told = {"tokens": tokens[0].tolist(), "prompt": PROMPT, "methods": made, "thin": thin, "twice": twice}
-    HERE.joinpath("kvpress.json").write_text(json.dumps(told, separators=(",", ":")) + "\n")
+    write("kvpress", told)
 
 
 if __name__ == "__main__":
