@@ -37,7 +37,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
-from pallas_kernels.score.page_score import page_score
+from pallas_kernels.score.vector_score import vector_score
 
 
 @pytree

@@ -53,11 +53,11 @@ from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, count_all
 from kvjax.protocol.typing import pytree, static, traced
-from pallas_kernels.choose.collision import collision
-from pallas_kernels.choose.collision.votes import sizes
-from pallas_kernels.choose.rerank import Regions, rerank
-from pallas_kernels.store.encode import encode
-from pallas_kernels.store.store_codes import store_codes
+from pallas_kernels.choose.pariskv.collision import collision
+from pallas_kernels.choose.pariskv.collision.votes import sizes
+from pallas_kernels.choose.pariskv.rerank import Regions, rerank
+from pallas_kernels.store.pariskv.encode import encode
+from pallas_kernels.store.pariskv.store_codes import store_codes
 
 SCHEDULE = (
     (5_000, 0.50, 0.50),

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.infinigen.partial_select import PARTIAL_SELECT, pallas_triton, partial_select
 from pallas_kernels.choose.kth_select import pallas_triton as kth
-from pallas_kernels.score.partial_score import pallas_triton as scores
+from pallas_kernels.score.infinigen.partial_score import pallas_triton as scores
 from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
 
 SCALE = 0.25

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.vector_score import VECTOR_SCORE, pallas_tpu, pallas_triton, vector_score
-from tests.pallas_kernels.cases import compiled, every_body, every_body_and_tpu, mapped, thorough
+from pallas_kernels.score.vector_score import pallas_tpu, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, every_body_and_tpu, implementations, one_by_one, thorough
 
 TOLERANCE = 2e-5
-PLAIN = {"added": None, "reduce": "sum", "position": None, "first": 0}
-
-
-def interpreted(*args, **given):
-    return pallas_triton.vector_score(*args, **PLAIN | given, config=pallas_triton.Config(block=16), interpret=True)
-
-
-def interpreted_tpu(*args, **given):
-    return pallas_tpu.vector_score(*args, **PLAIN | given, config=pallas_tpu.Config(block=128), interpret=True)
-
-
-RUN = {
-    "xla": functools.partial(vector_score, implementation="xla"),
-    "interpreted": interpreted,
-    "interpreted_tpu": interpreted_tpu,
-    "pallas_triton": functools.partial(vector_score, implementation="pallas_triton"),
+RUN = implementations("vector_score", config=pallas_triton.Config(block=16)) | {
+    "interpreted_tpu": implementations("vector_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
 
 
@@ -88,19 +72,4 @@ def test_tokens_between_two_slots_that_are_held(name, dtype):
 
 @every_body
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [given(seed, rows=1) for seed in (1, 2)]
-    together = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
-    for at, one in enumerate(sets):
-        np.testing.assert_allclose(compiled(RUN[name])(*one), together[at], rtol=1e-6, atol=1e-5)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    query, vector, limit = given(0)
-    with pytest.raises(ValueError, match="first"):
-        vector_score(query, vector, limit, first=1)
-    with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two"):
-        vector_score(*(jnp.zeros((1, 2, n, 24)) for n in (3, 50)), limit[:1], implementation="pallas_triton", platform="gpu")
-    for pages, reduce, chosen in ((48, "sum", "pallas_tpu"), (48, "each", "xla"), (50, "sum", "xla")):
-        arrays = [jax.ShapeDtypeStruct((1, 2, n, 128), "bfloat16") for n in (4, pages)]
-        options = PLAIN | {"reduce": reduce, "platform": "tpu"}
-        assert VECTOR_SCORE.resolve(*arrays, jax.ShapeDtypeStruct((1,), "int32"), **options) == chosen
+    one_by_one(compiled(RUN[name]), *(given(seed, rows=1) for seed in (1, 2)), atol=1e-5)
