@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
-from kvjax.cache.quantised import resident_of
 from kvjax.protocol.method import Step
 from kvjax.protocol.slots import BoundedSlots, SlotState, count_all
 from kvjax.protocol.typing import pytree
@@ -64,7 +63,7 @@ class KeyDiff(BoundedSlots):
             return changed, None if aux is None else _directions(changed)
         held = *cache.stored, cache.position, cache.cursor
         kept = evict_alike(*held, aux.total, aux.done, newest=step.position[:, 0], budget=self.budget)
-        return resident_of(*kept[:4], like=cache), Directions(total=kept.total, done=kept.done)
+        return cache.holding(*kept[:4]), Directions(total=kept.total, done=kept.done)
 
     def count(self, cache: LayerStorage, aux: Directions | None, shared: Any) -> tuple[Array, Array]:
         slots, nothing = count_all(cache)

@@ -13,6 +13,7 @@ import kvjax
 import models
 from experiments.answering import PAPERS
 from experiments.cli import names, read_record, read_yaml
+from experiments.cli.main import main
 from experiments.evaluation.reversed import Reversed
 from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
 from experiments.records import knobs_of
@@ -24,6 +25,7 @@ from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from tests import harness
 from tests.kvjax.cases import ONE
+from tests.tiny_models import SHIPPED, write_model
 
 ROOT = pathlib.Path(models.__file__).parents[1]
 # Files of the lab's commands are loaded by tests/lab.
@@ -55,6 +57,24 @@ def test_settings_load_and_their_methods_can_be_made(file):
                 top, bottom = choice.knobs["budget"].split("/")
                 assert setting.method.budget == length * int(top) // int(bottom)
         assert {type(method).__name__.lower() for method in made} == {choice.name}
+
+
+@pytest.mark.parametrize(
+    "words", ["--tasks niah_single_1 --methods snapkv", pytest.param("--tasks niah_single_1,vt", marks=pytest.mark.thorough)]
+)
+def test_the_recipe_for_larger_models_runs_to_a_table(words, tmp_path, capsys, quick_compile):
+    """On a tiny random model under the name of the recipe's."""
+    file = ROOT / "docs" / "settings" / "ruler.yaml"
+    settings = EvaluationSettings.from_mapping(read_yaml(file), file.name)
+    model = write_model(tmp_path / settings.model.rpartition("/")[2], SHIPPED)
+    flags = "--dtype float32 --lengths 512 --samples 1 --workers 0 --max-new-tokens 4 --no-plot --quiet --out"
+    out = tmp_path / "out"
+    assert main(["eval", "--config", str(file), "--model", str(model), *words.split(), *flags.split(), str(out)]) == 0
+    asked = settings.choices if "--methods" not in words else choices_of(["full", "snapkv"])
+    assert {row["method"] for row in read_record(out)["metrics"]} == {choice.label for choice in asked}
+    capsys.readouterr()
+    assert main(["compare", str(out)]) == 0
+    assert "## Every cell" in capsys.readouterr().out
 
 
 def test_the_tables_of_the_real_model_are_of_the_same_examples():
@@ -206,7 +226,7 @@ def test_a_bad_text_of_a_method_is_refused(text, told):
 
 
 def test_a_pattern_of_prompts_is_named_with_its_numbers():
-    given = {"kvjax:Prefill": {"method": "full", "block": 128, "pattern": {"kind": "xattention", "share": 0.8}}}
+    given = {"kvjax.wrappers:Prefill": {"method": "full", "block": 128, "pattern": {"kind": "xattention", "share": 0.8}}}
     (choice,) = choices_of([given])
     assert choice.label == "prefill(method=full, block=128, pattern=(kind=xattention, share=0.8))"
     assert choices_of(written([choice])) == (choice,)
@@ -216,7 +236,7 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):
-            check_choices(choices_of([{"kvjax:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
+            check_choices(choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
 
 
 @pytest.mark.parametrize(

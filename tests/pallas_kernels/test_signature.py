@@ -65,7 +65,7 @@ def op(
     return forward(lambda result: result[1], block=block + 1) if reduce == "sum" else forward()
 
 
-def given(**changes):
+def arguments(**changes):
     plain = {"query": jnp.ones((2, 4, 8)), "key": jnp.ones((2, 3, 10, 8)), "mask": None, "rate": jnp.ones(4)}
     return plain | changes
 
@@ -88,7 +88,7 @@ def given(**changes):
     ],
 )
 def test_what_is_declared_reaches_the_operation(changes):
-    arguments = given(**changes)
+    arguments = arguments(**changes)
     (query, key, mask), rest = op(**arguments)
     assert query is arguments["query"] and key is arguments["key"] and mask is arguments["mask"]
     assert rest.keys() == {"rate", "block", "pages", "place", "pair", "turn", "count", "reduce"}
@@ -122,17 +122,17 @@ def test_what_is_declared_reaches_the_operation(changes):
 )
 def test_what_is_not_declared_is_refused(changes, told):
     with pytest.raises(ValueError, match=told):
-        op(**given(**changes))
+        op(**arguments(**changes))
 
 
 def test_a_body_may_change_arguments_and_the_result():
-    assert op(**given(reduce="sum", block=5))["block"] == 6
+    assert op(**arguments(reduce="sum", block=5))["block"] == 6
     with pytest.raises(TypeError, match="op: missing a required .*'rate'"):
         op(jnp.ones((2, 4, 8)), jnp.ones((2, 3, 10, 8)), None)
 
 
 def test_traced_and_mapped_arguments_are_checked():
-    query, rest = jnp.ones((5, 2, 4, 8)), given()
+    query, rest = jnp.ones((5, 2, 4, 8)), arguments()
     assert jax.vmap(lambda x: op(**rest | {"query": x})[0][0])(query).shape == query.shape
     with pytest.raises(ValueError, match="query"):
         jax.jit(lambda x: op(**rest | {"query": x})[0][0])(query)

@@ -149,12 +149,12 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     own = []  # a first round tells what each part sends
     for i in range(number_of_parts):
         of_part(i, lambda x: own.append(x) or jnp.stack([x] * number_of_parts))
-    found = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
-    for rotated_query, slots, _ in found:
+    results = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
+    for rotated_query, slots, _ in results:
         np.testing.assert_array_equal(rotated_query, want_query)
         assert slots.shape[2] == 40
     for b, h in np.ndindex(zone.shape[:2]):
-        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(found)]
+        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(results)]
         np.testing.assert_array_equal(np.concatenate(listed), want[b, h, : int(number[b, h])])
 
 

@@ -158,8 +158,8 @@ def test_searching_chunks_first_finds_the_same_candidates(kind, name, config):
     count = np.asarray([[12, 14] if kind == "few" else [900, 500]], np.int32)
     listed = np.full((1, heads, room), -7, np.int32)
     for head in range(heads):
-        found = rng.permutation(np.arange(3, 1100))[: count[0, head]]
-        listed[0, head, : len(found)] = np.sort(found)
+        candidates = rng.permutation(np.arange(3, 1100))[: count[0, head]]
+        listed[0, head, : len(candidates)] = np.sort(candidates)
     position = np.broadcast_to(np.arange(stored, dtype=np.int32), (1, heads, stored))
     rows = rows_of(jnp.asarray(magnitudes), jnp.asarray(weight, jnp.bfloat16))
     whole = query, listed, count, rows, position

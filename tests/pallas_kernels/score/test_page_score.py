@@ -24,7 +24,7 @@ RUN = implementations("page_score", config=pallas_triton.Config(block=16)) | {
 }
 
 
-def given(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", per_head=False):
+def problem(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", per_head=False):
     """Query, bounds and limits; pages behind the limit are NaN, and a page in use has no token: inf and -inf, or NaN."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(rows, heads, group, dim))
@@ -62,7 +62,7 @@ def oracle(query, low, high, limit, reduce, newest):
     ],
 )
 def test_scores_equal_float64(name, dtype, group, dim, pages, per_head, newest):
-    args = given(group, group=group, dim=dim, pages=pages, dtype=dtype, per_head=per_head)
+    args = problem(group, group=group, dim=dim, pages=pages, dtype=dtype, per_head=per_head)
     run = compiled(RUN[name], newest=newest)
     got = run(*args)
     assert got.dtype == jnp.float32 and got.shape == args[1].shape[:3]
@@ -72,14 +72,14 @@ def test_scores_equal_float64(name, dtype, group, dim, pages, per_head, newest):
 
 @every_body
 def test_scores_of_each_query_head(name):
-    args = given(8, group=3, dim=16, dtype="bfloat16", per_head=True)
+    args = problem(8, group=3, dim=16, dtype="bfloat16", per_head=True)
     got = compiled(RUN[name], reduce="each", newest=True)(*args)
     np.testing.assert_allclose(got, oracle(*args, "each", True), rtol=TOLERANCE, atol=TOLERANCE * 16)
 
 
 @every_body_and_tpu
 def test_limit_in_slots_and_a_query_of_more_bits_than_the_bounds(name):
-    query, low, high, limit = given(6, group=3, dtype="bfloat16")
+    query, low, high, limit = problem(6, group=3, dtype="bfloat16")
     query = query.astype(jnp.float32) * 1.001
     got = compiled(RUN[name], page_size=5)(query, low, high, jnp.maximum(5 * limit - 4, 0))
     np.testing.assert_allclose(got, oracle(query, low, high, limit, "max", False), rtol=2e-5, atol=1e-4)
@@ -87,11 +87,11 @@ def test_limit_in_slots_and_a_query_of_more_bits_than_the_bounds(name):
 
 @every_body_and_thorough_tpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *(given(seed, rows=1) for seed in (1, 2)), atol=1e-5)
+    one_by_one(compiled(RUN[name]), *(problem(seed, rows=1) for seed in (1, 2)), atol=1e-5)
 
 
 def test_the_limit_of_pages_may_change_inside_a_loop():
-    query, low, high, _ = given(3, rows=1)
+    query, low, high, _ = problem(3, rows=1)
     low, high = jnp.nan_to_num(low), jnp.nan_to_num(high)
 
     def body(step, total):

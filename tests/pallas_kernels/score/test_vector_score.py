@@ -16,7 +16,7 @@ RUN = implementations("vector_score", config=pallas_triton.Config(block=16)) | {
 }
 
 
-def given(seed, rows=2, heads=2, group=3, dim=16, vectors=50, dtype="float32", per_head=False):
+def problem(seed, rows=2, heads=2, group=3, dim=16, vectors=50, dtype="float32", per_head=False):
     """Query, vectors and limits; vectors behind the limit are NaN, and so is one before it."""
     rng = np.random.default_rng(seed)
     query, vector = rng.normal(size=(rows, heads, group, dim)), rng.normal(size=(rows, heads, vectors, dim))
@@ -44,7 +44,7 @@ def oracle(query, vector, limit, reduce):
 )
 def test_sums_over_the_group_equal_float64(name, dtype, group, dim, vectors, per_head):
     """With a float32 query that is added to a query of the dtype."""
-    query, vector, limit = given(group, group=group, dim=dim, vectors=vectors, dtype=dtype, per_head=per_head)
+    query, vector, limit = problem(group, group=group, dim=dim, vectors=vectors, dtype=dtype, per_head=per_head)
     added = jax.random.normal(jax.random.key(0), query.shape)
     run = compiled(RUN[name])
     for more in ({}, {"added": added}):
@@ -59,7 +59,7 @@ def test_sums_over_the_group_equal_float64(name, dtype, group, dim, vectors, per
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 def test_tokens_between_two_slots_that_are_held(name, dtype):
     """Query heads apart; slots without a token are NaN, and so is one that has a token."""
-    query, key, limit = given(9, dtype=dtype)
+    query, key, limit = problem(9, dtype=dtype)
     held = np.random.default_rng(9).random(key.shape[:3]) < 0.7
     key = jnp.where(held[..., None], key, jnp.nan)
     position = jnp.where(held, jnp.arange(key.shape[2], dtype=jnp.int32), -1)
@@ -72,4 +72,4 @@ def test_tokens_between_two_slots_that_are_held(name, dtype):
 
 @every_body
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *(given(seed, rows=1) for seed in (1, 2)), atol=1e-5)
+    one_by_one(compiled(RUN[name]), *(problem(seed, rows=1) for seed in (1, 2)), atol=1e-5)

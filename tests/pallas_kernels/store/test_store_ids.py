@@ -58,10 +58,10 @@ def test_several_tokens_at_once_are_plain_jax():
     centroids = jnp.asarray(rng.normal(size=(2, 1, 2, 4, 4)), jnp.float32)
     ids = bit_codes.pack(jnp.zeros((2, 1, 12), jnp.int32), 4)
     cursor, active = jnp.array([7, 4]), jnp.array([[4, 5, 6], [3, -1, -1]])
-    made = bit_codes.unpack(store_ids(key, active, cursor, centroids, ids), 12, 4)
+    codes = bit_codes.unpack(store_ids(key, active, cursor, centroids, ids), 12, 4)
     wanted = np.zeros((2, 1, 12), int)
     for r, slot in ((0, 4), (0, 5), (0, 6), (1, 3)):
         wanted[r, 0, slot] = (numbers_of(key[r, 0, slot], centroids[r, 0]) << np.arange(2) * 2).sum()
-    np.testing.assert_array_equal(made, wanted)
+    np.testing.assert_array_equal(codes, wanted)
     chosen = [STORE_IDS.resolve(key, active[:, :n], cursor, centroids, ids, platform="gpu") for n in (1, 3)]
     assert chosen == ["pallas_triton", "xla"]
