@@ -88,11 +88,11 @@ def arguments(**changes):
     ],
 )
 def test_what_is_declared_reaches_the_operation(changes):
-    arguments = arguments(**changes)
-    (query, key, mask), rest = op(**arguments)
-    assert query is arguments["query"] and key is arguments["key"] and mask is arguments["mask"]
+    passed = arguments(**changes)
+    (query, key, mask), rest = op(**passed)
+    assert query is passed["query"] and key is passed["key"] and mask is passed["mask"]
     assert rest.keys() == {"rate", "block", "pages", "place", "pair", "turn", "count", "reduce"}
-    assert all(rest[name] is value for name, value in arguments.items() if name in rest)
+    assert all(rest[name] is value for name, value in passed.items() if name in rest)
 
 
 @pytest.mark.parametrize(
