@@ -318,7 +318,7 @@ def test_a_cache_that_cannot_fit_is_not_tried(command, monkeypatch):
         (["--lengths", "1k"], "--lengths"),
         (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
         (["--methods", "snapkv", "--set", "quest.budget=16"], "'quest'"),
-        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "tokenselect.theta"),
+        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "theta"),
         (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget"),
         (["--prefill", "--largest-batch"], "--largest-batch has no meaning with --prefill"),
         (["--largest-batch", "--batches", "4"], "--largest-batch has no meaning with --batches"),
