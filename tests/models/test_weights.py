@@ -224,6 +224,36 @@ def test_generation_config_adds_eos_ids(saved, base, extra, expected):
     assert models.from_pretrained(directory)[1].eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [(["<|im_start|>", "<|im_end|>"], (3, 6)), (["<|end|>", "<|return|>"], (3, 6, 5)),
+     (["<|end|>", "<|return|>", "<|call|>"], (3, 6, 7))],
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_tokenizer_adds_ends_of_turns(saved, texts, ends, whole):
+    """Known by their text; in gpt-oss' format, which has two more ends, <|end|> closes one message of several."""
+    directory, _, _ = saved
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": 3}
+    (directory / "config.json").write_text(json.dumps(config))
+    added = {5 + i: text for i, text in enumerate(texts)} | {10**6: "<end_of_turn>"}  # which has no row
+    if whole:
+        file, content = "tokenizer.json", {"added_tokens": [{"id": i, "content": text} for i, text in added.items()]}
+    else:
+        file, content = "tokenizer_config.json", {"added_tokens_decoder": {i: {"content": x} for i, x in added.items()}}
+    (directory / file).write_text(json.dumps(content))
+    assert models.from_pretrained(directory)[1].eos_token_ids == ends
+
+
+def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
+    directory, _, _ = saved
+    stated = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 0, "suppress_tokens": [4], "temperature": 0.7}
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    for _ in range(2):
+        models.from_pretrained(directory)
+    (record,) = caplog.records
+    assert "repetition_penalty=1.1, suppress_tokens=[4]," in record.getMessage()
+
+
 def test_save_refuses_foreign_params(saved, tmp_path):
     _, params, config = saved
     wrong = {**params, "stray": {"kernel": jnp.ones((2, 3))}, "final_norm": {"scale": jnp.ones((5,))}}

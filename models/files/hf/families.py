@@ -36,6 +36,7 @@ _REFUSED = {
     "mlp_bias": "a bias in the MLP",
     "attention_out_bias": "a bias on the output of attention",
     "quantization_config": "quantised weights",
+    "index_topk": "the indexer that chooses the tokens of sparse attention",
 }
 _MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
 
@@ -44,7 +45,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     """Translate a ``config.json``; see `models.files.hf.config.read`."""
     model_type = hf["model_type"]
     family = ALL[model_type]
-    hf = {**family.defaults, **hf}
+    unstated = {"rope_scaling": None} if hf.get("rope_parameters") else {}  # two names of one thing
+    hf = {**family.defaults, **unstated, **hf}
     absent = [key for key in (*SIZES, *family.required) if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
@@ -217,7 +219,7 @@ def _ropes(
     hf: dict[str, Any], family: Family, slides: tuple[bool, ...], window: int | None, head_dim: int
 ) -> tuple[LayerRope, ...]:
     """Read the rotation of each layer."""
-    declared = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    declared = hf_rope.declared(hf)
     nested = any(isinstance(value, dict) for value in declared.values())
     if family.two_ropes:
         objects = all(isinstance(declared.get(name) or {}, dict) for name in (_FULL, _SLIDING))
@@ -253,9 +255,8 @@ def _rope(hf: dict[str, Any], declared: dict[str, Any], theta: float, head_dim: 
         )
     # The sections of several positions of a token are the same channels in any order where a text has one position.
     rest = {key: value for key, value in declared.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}
-    if hf["model_type"] == "phi3" and rest.get("type", rest.get("rope_type")) in ("su", "yarn"):  # its old names of longrope
-        rest = {**rest, "rope_type": "longrope"}
-        rest.pop("type", None)
+    if hf["model_type"] == "phi3" and rest.get("rope_type") in ("su", "yarn"):  # its old names of longrope
+        rest["rope_type"] = "longrope"
     file = {"rope_parameters": {"rope_theta": theta, **rest}, "max_position_embeddings": hf["max_position_embeddings"]}
     if "original_max_position_embeddings" in hf:
         file["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
