@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -32,6 +33,9 @@ XLA = "xla"  # the name of plain JAX in every table
 
 # The module of JAX without which the implementations of a name do not run. Those in Triton's own language are for comparison.
 _NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS_TRITON, "pallas_tpu": PALLAS_TPU}
+
+# The platforms of each back end, which is a file of this name in an operation's folder; `reference` runs everywhere.
+BACK_ENDS = {"pallas_triton": ("gpu",), "jax_triton": ("gpu",), "cudnn": ("gpu",), "pallas_tpu": ("tpu",)}
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
 _DEFAULT = jax.make_user_context(None)
@@ -128,14 +132,11 @@ def run_shared(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: pytrees. Leaves that are no arrays are static.
         **kwargs: pytrees, too.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    arrays, call = _Call.of(run, args, kwargs)
     tracing = any(isinstance(array, jax.core.Tracer) for array in arrays)
     if not tracing or any(array.aval.memory_space == jax.memory.Space.Host for array in arrays):
         return run(*args, **kwargs)  # XLA places arrays in host memory best where it sees all that is done with them
-    # Equal numbers of several types, such as 1 and True, are several calls.
-    fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
-    return _traced_once(arrays, call=_Call(run, structure, fixed))
+    return _traced_once(arrays, call=call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +153,24 @@ class _Call:
     structure: Any
     fixed: tuple[tuple[type, Any] | None, ...]
 
-    def arguments(self, arrays: Iterator[jax.Array]) -> tuple[tuple, dict[str, Any]]:
+    @classmethod
+    def of(cls, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[list[jax.Array], _Call]:
+        """Take the arrays out of a call."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        # Equal numbers of several types, such as 1 and True, are several calls.
+        fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], cls(run, structure, fixed)
+
+    def arguments(self, arrays: list[jax.Array]) -> tuple[tuple, dict[str, Any]]:
         """Put ``arrays`` in their places, and return the positional and the named arguments."""
-        leaves = [next(arrays) if entry is None else entry[1] for entry in self.fixed]
+        rest = iter(arrays)
+        leaves = [next(rest) if entry is None else entry[1] for entry in self.fixed]
         return jax.tree.unflatten(self.structure, leaves)
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _traced_once(arrays: list[jax.Array], *, call: _Call) -> Any:
-    args, kwargs = call.arguments(iter(arrays))
+    args, kwargs = call.arguments(arrays)
     return call.run(*args, **kwargs)
 
 
@@ -179,13 +189,11 @@ class _Kernel:
     run: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        fixed = tuple(None if isinstance(leaf, jax.Array) else (type(leaf), leaf) for leaf in leaves)
-        call = _Call(self.run, structure, fixed)
+        arrays, call = _Call.of(self.run, args, kwargs)
 
         @jax.custom_jvp
         def run(arrays: list[jax.Array]) -> Any:
-            args, kwargs = call.arguments(iter(arrays))
+            args, kwargs = call.arguments(arrays)
             return call.run(*args, **kwargs)
 
         @run.defjvp
@@ -195,7 +203,7 @@ class _Kernel:
                 f"default_implementation({XLA!r})"
             )
 
-        return run([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+        return run(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +213,18 @@ class Operation:
     name: str
     implementations: Mapping[str, Implementation]
     logits: bool = False  # True: it computes logits of attention, which only plain JAX does under a `soft_cap`
+
+    @classmethod
+    def of(cls, name: str, *modules: ModuleType, logits: bool = False) -> Operation:
+        """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
+
+        A file has a function of the operation's name, and a back end's has a function ``check`` (`Implementation`). The table
+        names it as the file, and the reference "xla".
+        """
+        *kernels, reference = modules
+        names = {module.__name__.rpartition(".")[2]: module for module in kernels}
+        rows = {end: Implementation(getattr(x, name), BACK_ENDS[end], x.check) for end, x in names.items()}
+        return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits)
 
     @property
     def table(self) -> dict[str, Implementation]:

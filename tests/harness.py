@@ -19,13 +19,11 @@ from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Method
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
-from kvjax.testing import laws
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
 from kvjax.testing.layer import frequencies as frequencies
 from kvjax.testing.layer import random_tokens as random_tokens
 from kvjax.testing.layer import stored as stored
-from kvjax.testing.subject import Subject
 from kvjax.testing.subject import padded as padded
 from kvjax.testing.subject import random_prompts as prompts
 from models import ModelConfig, random_params
@@ -87,9 +85,9 @@ WRAPPERS = {
 }
 
 
-def group(name: str) -> Any:
+def group(name: str, *more: Any) -> Any:
     """A parameter whose tests run on the same worker, so that they share compiled programs."""
-    return pytest.param(name, marks=pytest.mark.xdist_group(name))
+    return pytest.param(name, *more, marks=pytest.mark.xdist_group(name))
 
 
 def kinds(wanted: Callable[[Any], bool]) -> tuple[str, ...]:
@@ -147,17 +145,6 @@ ALL = METHODS + [group(name) for name in WRAPPERS]
 def any_example(name: str) -> Any:
     """An example of a method or of a wrapper."""
     return WRAPPERS[name] if name in WRAPPERS else example(name)
-
-
-def hold_laws(name: str, config: ModelConfig, params: Any) -> None:
-    """Check the laws that depend on a model's layers, with an example of a method or of a wrapper."""
-    subject = Subject(any_example(name), config, params, few_programs=True)
-    laws.ragged_rows_equal_alone(subject)
-    laws.generating_in_two_calls_equals_one(subject)
-    laws.decoding_keeps_structure_shapes_and_dtypes(subject)
-    laws.bfloat16_is_kept(subject)
-    laws.resident_bytes_are_the_arrays(subject)
-    laws.ragged_questions_equal_alone(subject)
 
 
 def generous(name: str) -> Any:

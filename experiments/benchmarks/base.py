@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +53,11 @@ class Example:
     def opening(self) -> str:
         """What a prompt without a system turn begins with: the system text, if there is one, and the context."""
         return f"{self.system}\n\n{self.context}" if self.system else self.context
+
+
+def check_name(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not among the ``known`` ones by a ValueError that gives the nearest name."""
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown {kind} {name!r}, did you mean {near!r}? expected one of {', '.join(names)}")

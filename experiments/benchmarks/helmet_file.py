@@ -100,7 +100,7 @@ def _is_popular(record: Record) -> bool:
     return record.has("s_pop") and math.log10(max(record.get("s_pop", (int, float), "a number"), 1)) >= POPULAR
 
 
-def _json_kv(record: Record, path: Path, pool: Sequence[Record]) -> Example:
+def _json_kv(record: Record, task: str, pool: Sequence[Record]) -> Example:
     pairs = record.get("demos", list, "a list of keys and values")[:SHOTS]
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -113,27 +113,35 @@ def _json_kv(record: Record, path: Path, pool: Sequence[Record]) -> Example:
     return Example("json_kv", record.text("context"), question, prefix, answers, 100, "helmet_substring", chat=False)
 
 
-def _qa(record: Record, path: Path, pool: Sequence[Record]) -> Example:
-    key = "id" if record.has("id") else "question"
-
+def _qa(record: Record, task: str, pool: Sequence[Record]) -> Example:
     def show(demo: Record) -> str:
         return f"{_titled(demo)}\n\nQuestion: {demo.text('question')}\nAnswer: {demo.texts('answers')[0]}"
 
-    context = _QA + _demonstrations(record, pool, key, show) + _titled(record)
-    asked, task = f"\n\nQuestion: {record.text('question')}", path.name.partition("-")[0].partition("_")[0]
-    form = {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
-    return Example(task, context, asked, "\nAnswer:", record.texts("answers"), 20, "helmet_substring", **form)
+    context = _QA + _demonstrations(record, pool, "id" if record.has("id") else "question", show) + _titled(record)
+    asked = f"\n\nQuestion: {record.text('question')}"
+    return Example(task, context, asked, "\nAnswer:", record.texts("answers"), 20, "helmet_substring", **_few_shot(pool))
 
 
-def _rerank(record: Record, path: Path, pool: Sequence[Record]) -> Example:
+def _rerank(record: Record, task: str, pool: Sequence[Record]) -> Example:
     def show(demo: Record) -> str:
         return f"{_numbered(demo)}\n\nQuery: {demo.text('query')}\nRanking: {_ranking(demo)}"
 
     context = _RANK + _demonstrations(record, pool, "qid", show) + _numbered(record)
     answers = (_ranking(record), json.dumps(_relevance(record)))
-    form = {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
     asked = f"\n\nQuery: {record.text('query')}"
-    return Example("msmarco_rerank", context, asked, "\nRanking:", answers, 200, "helmet_ndcg10", **form)
+    return Example("msmarco_rerank", context, asked, "\nRanking:", answers, 200, "helmet_ndcg10", **_few_shot(pool))
+
+
+def _few_shot(pool: Sequence[Record]) -> dict[str, Any]:
+    """Return what examples of one line of answer share, whose demonstrations come from a pool."""
+    return {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
+
+
+_KINDS = (  # the fields that tell a task's records
+    (("num_kvs",), _json_kv),
+    (("query",), _rerank),
+    (("ctxs", "answers"), _qa),
+)
 
 
 def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
@@ -142,20 +150,15 @@ def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
     Args:
         path: the file, for example `data/kilt/nq-dev-multikilt_1000_k50_dep6.jsonl`.
     """
-    examples, pool = [], _pool(path)
-    for record in read_jsonl(path, limit):
-        if _is_popular(record):
-            continue
-        if record.has("num_kvs"):
-            make = _json_kv
-        elif record.has("query"):
-            make = _rerank
-        elif record.has("ctxs") and record.has("answers"):
-            make = _qa
-        else:
-            raise record.error(
-                "expected HELMET's fields 'num_kvs' (json_kv), 'query' (msmarco) or 'ctxs' and 'answers' (kilt), got "
-                f"{sorted(map(str, record.values))}"
-            )
-        examples.append(record.fitted(make(record, path, pool)))
-    return examples
+    pool, task = _pool(path), path.name.partition("-")[0].partition("_")[0]
+
+    def example(record: Record) -> Example:
+        for fields, make in _KINDS:
+            if all(map(record.has, fields)):
+                return record.fitted(make(record, task, pool))
+        raise record.error(
+            "expected HELMET's fields 'num_kvs' (json_kv), 'query' (msmarco) or 'ctxs' and 'answers' (kilt), got "
+            f"{sorted(map(str, record.values))}"
+        )
+
+    return [example(record) for record in read_jsonl(path, limit) if not _is_popular(record)]

@@ -7,13 +7,12 @@ the answer prefix, so that it follows the assistant tag of a chat template.
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.formats import task_formats
-from experiments.benchmarks.records import Record, read_jsonl
+from experiments.benchmarks.records import Record, named_after, read_examples
 
 TASKS = task_formats("infinitebench")
 CHOICES = ("longbook_choice_eng", "code_debug")
@@ -70,17 +69,6 @@ def _answers(task: str, record: Record) -> tuple[str, ...]:
     return record.texts("answer", decimals=task == "math_find")  # 7 accepts 7.5, 7.0 does not
 
 
-def task_of(path: Path) -> str:
-    """Return the task that a file is named after; ValueError if no task has the file's name."""
-    if path.stem not in TASKS:
-        near = difflib.get_close_matches(path.stem, TASKS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"{path}: expected a file named after an InfiniteBench task, got {path.stem!r}, did you mean {near!r}? "
-            f"expected one of {', '.join(TASKS)}"
-        )
-    return path.stem
-
-
 def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
     """Read a file of InfiniteBench.
 
@@ -91,22 +79,15 @@ def read_infinitebench(path: Path, limit: int | None = None) -> list[Example]:
         ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the
             line, what was found and what was expected.
     """
-    task = task_of(path)
+    task = named_after(path, "InfiniteBench", TASKS)
     form = TASKS[task]
-    examples = []
-    for record in read_jsonl(path, limit):
+
+    def example(record: Record) -> Example:
         values = _values(task, record)
         question, prefix = form.question.format(**values), form.answer_prefix.format(**values)
         if task == "kv_retrieval" and question.endswith(KV_CUE):
             question, prefix = question.removesuffix(KV_CUE), KV_CUE
-        example = Example(
-            task=task,
-            context=form.context.format(**values),
-            question=question,
-            answer_prefix=prefix,
-            answers=_answers(task, record),
-            max_new_tokens=form.max_new_tokens,
-            scorer=form.scorer,
-        )
-        examples.append(record.fitted(example))
-    return examples
+        context, answers = form.context.format(**values), _answers(task, record)
+        return Example(task, context, question, prefix, answers, form.max_new_tokens, form.scorer)
+
+    return read_examples(path, limit, example)

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import csv
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks import infinitebench_file, longbench_file, ruler_file
-from experiments.benchmarks.base import Example
+from experiments.benchmarks.base import Example, check_name
 from experiments.benchmarks.records import Record, check_file, parse_json, read_json_list, read_jsonl, shown
-from experiments.benchmarks.scorers import NUMERIC, check_scorer
+from experiments.benchmarks.scorers import SCORERS
 
 # kvpress names tasks as the suites do.
 SCORER_OF: dict[str, str] = {
@@ -156,19 +155,13 @@ def _check_cell(record: Record, name: str) -> None:
 
 
 def _scorer(record: Record, task: str) -> str:
-    if record.has("scorer") and record.text("scorer"):
-        try:
-            check_scorer(record.text("scorer"))
-        except ValueError as error:
-            raise record.error(str(error)) from error
-        return record.text("scorer")
-    if task not in SCORER_OF:
-        near = difflib.get_close_matches(task, SCORER_OF, n=1, cutoff=0.0)[0]
-        raise record.error(
-            f"no scorer is known for the task {task!r}, did you mean {near!r}? add a column 'scorer', or expected one "
-            f"of {', '.join(SCORER_OF)}"
-        )
-    return SCORER_OF[task]
+    named = record.text("scorer") if record.has("scorer") else ""
+    with record.named():
+        if named:
+            check_name("scorer", named, SCORERS)
+        else:
+            check_name("task without a column 'scorer'", task, SCORER_OF)
+    return named or SCORER_OF[task]
 
 
 def _max_new_tokens(record: Record) -> int:
@@ -209,7 +202,7 @@ def example_of(record: Record, *, csv_cells: bool = False) -> Example:
     task = record.text("task")
     name = "answers" if record.has("answers") and not record.has("answer") else "answer"
     scorer = _scorer(record, task)
-    if csv_cells and scorer not in NUMERIC:
+    if csv_cells and not SCORERS[scorer].numeric:
         _check_cell(record, name)
     example = Example(
         task=task,

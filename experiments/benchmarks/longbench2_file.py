@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.benchmarks.base import Example
-from experiments.benchmarks.records import read_json_list, read_jsonl
+from experiments.benchmarks.records import Record, read_json_list, read_jsonl
 
 # THUDM/LongBench prompts/0shot.txt, cut after the document.
 CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{context}"
@@ -24,21 +24,16 @@ def read_longbench2(path: Path, limit: int | None = None) -> list[Example]:
         path: `.json` (a list) or `.jsonl`. Records have `question, choice_A ... choice_D, answer, context,
             difficulty, length, domain`.
     """
-    examples = []
-    for record in (read_json_list if path.suffix == ".json" else read_jsonl)(path, limit):
-        answer = record.text("answer")
-        if answer not in ("A", "B", "C", "D"):
-            raise record.error(f"expected A, B, C or D in the field 'answer', got {answer!r}")
-        choices = {letter: record.text(f"choice_{letter}").strip() for letter in "ABCD"}
-        example = Example(
-            task="longbench2",
-            context=CONTEXT.format(context=record.text("context").strip()),
-            question=QUESTION.format(question=record.text("question").strip(), **choices),
-            answer_prefix="",
-            answers=(answer,),
-            max_new_tokens=MAX_NEW_TOKENS,
-            scorer="longbench2_choice",
-            labels={name: record.text(name) for name in LABELS},
-        )
-        examples.append(record.fitted(example))
-    return examples
+    records = (read_json_list if path.suffix == ".json" else read_jsonl)(path, limit)
+    return [record.fitted(_example(record)) for record in records]
+
+
+def _example(record: Record) -> Example:
+    answer = record.text("answer")
+    if answer not in ("A", "B", "C", "D"):
+        raise record.error(f"expected A, B, C or D in the field 'answer', got {answer!r}")
+    choices = {letter: record.text(f"choice_{letter}").strip() for letter in "ABCD"}
+    context = CONTEXT.format(context=record.text("context").strip())
+    question = QUESTION.format(question=record.text("question").strip(), **choices)
+    labels = {name: record.text(name) for name in LABELS}
+    return Example("longbench2", context, question, "", (answer,), MAX_NEW_TOKENS, "longbench2_choice", labels=labels)

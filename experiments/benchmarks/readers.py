@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.base import Example
+from experiments.benchmarks.base import Example, check_name
 from experiments.benchmarks.harness_file import read_harness
 from experiments.benchmarks.helmet_file import read_helmet
 from experiments.benchmarks.infinitebench_file import read_infinitebench
@@ -48,9 +47,7 @@ def parse(spec: str) -> tuple[str, Path]:
     name, colon, path = spec.partition(":")
     if not colon or not path:
         raise ValueError(f"expected FORMAT:PATH with a format of {', '.join(READERS)}, got {spec!r}")
-    if name not in READERS:
-        near = difflib.get_close_matches(name, READERS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown format {name!r}, did you mean {near!r}? expected one of {', '.join(READERS)}")
+    check_name("format", name, READERS)
     return name, Path(path)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.base import Example
+from experiments.benchmarks.base import Example, check_name
 from experiments.benchmarks.scorers import fitted
 from experiments.tasks import check_unicode, reference_text
 
@@ -60,10 +61,8 @@ class Record:
     def text(self, name: str) -> str:
         """Return the text in a field; ValueError if the field holds no text."""
         value = self.get(name, str, "a text")
-        try:
+        with self.named(name):
             check_unicode(value)
-        except ValueError as error:
-            raise self.error(f"field {name!r}: {error}") from error
         return value
 
     def texts(self, name: str, *, decimals: bool = False) -> tuple[str, ...]:
@@ -80,17 +79,21 @@ class Record:
         listed = value if isinstance(value, list) else [value]
         if not listed:
             raise self.error(f"expected at least one text in the field {name!r}, got an empty list")
-        try:
+        with self.named(name):
             return tuple(reference_text(item, decimals=decimals) for item in listed)
+
+    @contextlib.contextmanager
+    def named(self, field: str = "") -> Iterator[None]:
+        """Put the record's file and line, and a field if one is named, before the message of a ValueError."""
+        try:
+            yield
         except ValueError as error:
-            raise self.error(f"field {name!r}: {error}") from error
+            raise self.error(f"field {field!r}: {error}" if field else str(error)) from error
 
     def fitted(self, example: Example) -> Example:
         """Return the record's example with references as its scorer expects them; ValueError if they are none."""
-        try:
+        with self.named():
             return fitted(example)
-        except ValueError as error:
-            raise self.error(str(error)) from error
 
 
 def shown(value: Any) -> str:
@@ -130,6 +133,18 @@ def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:
     if not records:
         raise ValueError(f"{path}: expected at least one line with a JSON object, got an empty file")
     return records
+
+
+def read_examples(path: Path, limit: int | None, make: Callable[[Record], Example]) -> list[Example]:
+    """Make an example of each line of a file, with references as its scorer expects them."""
+    return [record.fitted(make(record)) for record in read_jsonl(path, limit)]
+
+
+def named_after(path: Path, suite: str, tasks: Iterable[str]) -> str:
+    """Return the task that a file is named after; ValueError if no task of the suite has the file's name."""
+    with Record(str(path), {}).named():
+        check_name(f"{suite} task", path.stem, tasks)
+    return path.stem
 
 
 def _json_lines(path: Path) -> Iterator[Record]:

@@ -8,12 +8,11 @@ question is known.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from pathlib import Path
 
-from experiments.benchmarks.base import Example
-from experiments.benchmarks.records import Record, read_jsonl
+from experiments.benchmarks.base import Example, check_name
+from experiments.benchmarks.records import Record, read_examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,60 +20,50 @@ class Family:
     """The form of the files of a kind of task.
 
     Attributes:
-        opening: the beginning of a prompt without a chat template.
-        question: the beginning of the question; the last occurrence counts, because some tasks repeat the question or have
-            an example.
-        prefix: the answer prefix at the end of an old dump.
+        opening: pattern of the beginning of a prompt without a chat template.
+        question: pattern of the question's beginning; the last occurrence counts, because some tasks repeat the question or
+            have an example.
+        prefix: pattern of the answer prefix at the end of an old dump.
         max_new_tokens: the suite's generation length.
         scorer: the suite's scorer.
     """
 
-    opening: re.Pattern[str]
-    question: re.Pattern[str]
-    prefix: re.Pattern[str]
+    opening: str
+    question: str
+    prefix: str
     max_new_tokens: int
     scorer: str = "ruler_all"
-
-
-def _family(opening: str, question: str, prefix: str, max_new_tokens: int, scorer: str = "ruler_all") -> Family:
-    return Family(
-        re.compile(r"\s*" + opening),
-        re.compile(r"\n*" + question),
-        re.compile(r" ?" + prefix + r"\s*\Z"),
-        max_new_tokens,
-        scorer,
-    )
 
 
 # Chat templates of the suite begin with these tokens. Tokenizers add them too, and a doubled token would be another prompt.
 BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<BOS_TOKEN>")
 # Old copies of the suite write "assgined" in the prefix of vt, so nothing here depends on that word.
 FAMILIES: dict[str, Family] = {
-    "niah": _family(
+    "niah": Family(
         "(?:A|Some) special magic ",
         "What (?:is|are all) the special magic ",
         r"The special magic [^\n]* mentioned in the provided text (?:is|are)",
         128,
     ),
-    "vt": _family(
+    "vt": Family(
         "Memorize and track the chain",
         "Question: Find all variables that are assigned the value ",
         r"Answer: According to the chain\(s\) of variable assignment in the text above, [^\n]* they are:",
         30,
     ),
-    "cwe": _family(
+    "cwe": Family(
         "Below is a numbered list of words",
         r"Question: What are the \d+ most common words in the above list\?",
         r"Answer: The top \d+ words that appear most often in the list are:",
         120,
     ),
-    "fwe": _family(
+    "fwe": Family(
         "Read the following coded text",
         "Question: Do not provide any explanation",
         "Answer: According to the coded text above, the three most frequently appeared words are:",
         50,
     ),
-    "qa": _family(
+    "qa": Family(
         "Answer the question based on the given documents",
         "Answer the question based on the given documents",
         "Answer:",
@@ -95,14 +84,10 @@ def task_of(path: Path) -> str:
     Raises:
         ValueError: neither name is a task of the suite.
     """
-    for name in (path.stem, path.parent.name):
-        if name in TASKS:
-            return name
-    near = difflib.get_close_matches(path.parent.name, TASKS, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"{path}: expected a file or its folder to be named after a RULER task, got {path.stem!r} in "
-        f"{path.parent.name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}"
-    )
+    name = path.stem if path.stem in TASKS else path.parent.name
+    with Record(str(path), {}).named():
+        check_name("RULER task", name, TASKS)
+    return name
 
 
 def _split(record: Record, family: Family) -> tuple[str, str, str]:
@@ -113,17 +98,17 @@ def _split(record: Record, family: Family) -> tuple[str, str, str]:
     prefix = record.text("answer_prefix") if record.has("answer_prefix") else ""
     if prefix:
         text = text.removesuffix(prefix)
-    elif found := family.prefix.search(text):
+    elif found := re.search(rf" ?{family.prefix}\s*\Z", text):
         text, prefix = text[: found.start()], found.group()
     elif "answer_prefix" not in record.values:
         raise record.error(
             "expected the suite's answer prefix in a field 'answer_prefix' or at the end of 'input', "
             f"got neither; 'input' ends in {text[-80:]!r}"
         )
-    starts = [found.start() for found in family.question.finditer(text)]
+    starts = [found.start() for found in re.finditer(rf"\n*{family.question}", text)]
     if not starts or not text[: starts[-1]].strip():
         raise record.error(
-            f"expected a context and then the question {family.question.pattern!r} in 'input', got {text[-80:]!r} at its end"
+            f"expected a context and then the question {family.question!r} in 'input', got {text[-80:]!r} at its end"
         )
     return text[: starts[-1]], text[starts[-1] :], prefix
 
@@ -146,10 +131,10 @@ def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
     family = FAMILIES[task.split("_")[0]]
     # The suite writes 4096/data/niah_single_1/validation.jsonl; other tools leave out "data".
     lengths = [int(folder.name) for folder in path.parents[:3] if folder.name.isdecimal()][:1]
-    examples = []
-    for record in read_jsonl(path, limit):
+
+    def example(record: Record) -> Example:
         context, question, prefix = _split(record, family)
-        example = Example(
+        return Example(
             task=task,
             context=context,
             question=question,
@@ -158,7 +143,7 @@ def read_ruler(path: Path, limit: int | None = None) -> list[Example]:
             max_new_tokens=family.max_new_tokens,
             scorer=family.scorer,
             labels={"length": lengths[0]} if lengths else {},
-            chat=family.opening.match(context) is not None,
+            chat=re.match(rf"\s*{family.opening}", context) is not None,
         )
-        examples.append(record.fitted(example))
-    return examples
+
+    return read_examples(path, limit, example)

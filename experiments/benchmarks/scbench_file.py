@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from experiments.benchmarks.base import Example
 from experiments.benchmarks.formats import TaskFormat, task_formats
 from experiments.benchmarks.infinitebench_file import choice_answers, option_texts
-from experiments.benchmarks.records import Record, read_jsonl
+from experiments.benchmarks.records import Record, named_after, read_jsonl
 
 TASKS = task_formats("scbench")
 # In these files a turn's field `task` names the turn's task. The generation lengths differ from the lengths in other files.
@@ -29,14 +28,12 @@ MIXED: dict[str, dict[str, int]] = {
 def _turns(record: Record) -> list[Record]:
     """Return the questions of a line; each question has its own position for messages."""
     turns = record.get("multi_turns", list, "a list of questions")
-    made = []
+    if not turns:
+        raise record.error("expected at least one question in 'multi_turns', got none")
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise record.error(f"expected an object in 'multi_turns', got {type(turn).__name__} as number {number}")
-        made.append(Record(f"{record.where}, turn {number}", turn))
-    if not made:
-        raise record.error("expected at least one question in 'multi_turns', got none")
-    return made
+    return [Record(f"{record.where}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
 
 
 def _named_number(turn: Record) -> str:
@@ -84,16 +81,9 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
         ValueError: the file or the task does not exist, or a line lacks the suite's form; the message names the file, the
             line, what was found and what was expected.
     """
-    file_task = path.stem
-    if file_task not in TASKS and file_task not in MIXED:
-        known = (*TASKS, *MIXED)
-        near = difflib.get_close_matches(file_task, known, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"{path}: expected a file named after an SCBench task, got {file_task!r}, did you mean {near!r}? "
-            f"expected one of {', '.join(known)}"
-        )
-    functions: dict[str, list[str]] = collections.defaultdict(list)  # repository -> its functions in the whole file
-    made: list[tuple[Record, Example, str]] = []
+    file_task = named_after(path, "SCBench", (*TASKS, *MIXED))
+    functions: dict[str, dict[str, None]] = collections.defaultdict(dict)  # repository -> functions in the whole file
+    asked: list[tuple[Record, Example, str]] = []
     times: collections.Counter[str] = collections.Counter()
     for record in read_jsonl(path, limit):
         turns = _turns(record)
@@ -101,29 +91,18 @@ def read_scbench(path: Path, limit: int | None = None) -> list[Example]:
         name = f"{file_task}/{record.texts('id')[0]}"
         times[name] += 1
         # Two lines of one id are two contexts: in one group, the second line's questions would be asked about the first.
-        group = name if times[name] == 1 else f"{name}#{times[name]}"
+        about = {"group": name if times[name] == 1 else f"{name}#{times[name]}"}
         for number, (turn, question) in enumerate(zip(turns, questions, strict=True)):
             task, form = _task_of_turn(file_task, turn)
             decimals = form.scorer == "infinitebench_math_find"
             answers = choice_answers(turn) if file_task == "scbench_choice_eng" else turn.texts("answer", decimals=decimals)
-            example = Example(
-                task=task,
-                context=context,
-                question=question,
-                answer_prefix="",
-                answers=answers,
-                max_new_tokens=form.max_new_tokens,
-                scorer=form.scorer,
-                group=group,
-                labels={"turn": number},
-            )
+            labels = {"turn": number}
+            example = Example(task, context, question, "", answers, form.max_new_tokens, form.scorer, labels=labels, **about)
             repository = record.text("repo") if form.scorer == "scbench_repoqa" else ""
             if repository:
-                functions[repository].append(example.answers[0])
-            made.append((turn, example, repository))
+                functions[repository][example.answers[0]] = None
+            asked.append((turn, example, repository))
     return [
-        turn.fitted(
-            dataclasses.replace(example, classes=tuple(dict.fromkeys(functions[repository]))) if repository else example
-        )
-        for turn, example, repository in made
+        turn.fitted(dataclasses.replace(example, classes=tuple(functions[repository])) if repository else example)
+        for turn, example, repository in asked
     ]

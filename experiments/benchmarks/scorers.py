@@ -10,27 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
-import difflib
-import functools
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
 from experiments.benchmarks import harness_scores, helmet_scores, text_metrics
-from experiments.benchmarks.base import Example
+from experiments.benchmarks.base import Example, check_name
 from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
-Scorer = Callable[[str, Example], float]
-
-
-def _best(measure: Callable[[str, str], float], prediction: str, example: Example) -> float:
-    """Score several references by LongBench's rule: the best score counts."""
-    return max(measure(prediction, answer) for answer in example.answers)
-
-
-def _first_line(scorer: Scorer, prediction: str, example: Example) -> float:
-    """Score the first line, by LongBench's rule for few-shot tasks: a model continues with a next question."""
-    return scorer(prediction.lstrip("\n").split("\n")[0], example)
+Score = Callable[[str, Example], float]
 
 
 def _english_f1(prediction: str, answer: str) -> float:
@@ -53,8 +41,7 @@ def _chinese_rouge_l(prediction: str, answer: str) -> float:
 
 def _class_named(prediction: str, example: Example) -> float:
     """Score 1 / number of classes that the output names, if the right class is among them, else 0."""
-    if not example.classes:
-        raise ValueError(f"task {example.task!r}: classification needs the labels to choose from, got no classes")
+    _among_classes(example)
 
     def score_one(answer: str) -> float:
         named = [name for name in example.classes if name in prediction]
@@ -81,7 +68,7 @@ def _paragraph(answer: str) -> str:
     """Return the number in a reference of passage retrieval."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
     if found is None:
-        raise ValueError(f"passage retrieval expects references like 'Paragraph 3' or '段落3', got {answer!r}")
+        raise ValueError(f"references like 'Paragraph 3' or '段落3', got {answer!r}")
     return found.group(1)
 
 
@@ -135,7 +122,7 @@ def _faulty_function(prediction: str, example: Example) -> float:
 
 def _name_and_letter(example: Example) -> tuple[str, str]:
     if len(example.answers) != 2:
-        raise ValueError(f"Code.Debug expects a function's name and a letter as references, got {example.answers}")
+        raise ValueError(f"a function's name and a letter as references, got {example.answers}")
     return example.answers[0], example.answers[1]
 
 
@@ -202,80 +189,147 @@ def _passkey(prediction: str, example: Example) -> float:
         return 0.0
 
 
-def _best_rouge(kind: str, stem: bool, prediction: str, example: Example) -> float:
-    return text_metrics.google_rouge(prediction, example.answers, kind, stem)
+def _rouge(kind: str, stem: bool) -> Score:
+    return lambda prediction, example: text_metrics.google_rouge(prediction, example.answers, kind, stem)
 
 
-_ENGLISH_F1 = functools.partial(_best, _english_f1)
-_ROUGE_L = functools.partial(_best, text_metrics.rouge_l)
+def _of_all(measure: Callable[[str, Sequence[str]], float]) -> Score:
+    """Make a score of a measure of a text and all references."""
+    return lambda prediction, example: float(measure(prediction, example.answers))
+
+
+def _best(measure: Callable[[str, str], float]) -> Score:
+    """Make a score by LongBench's rule for several references: the best one counts."""
+    return lambda prediction, example: max(measure(prediction, answer) for answer in example.answers)
+
+
+def _first_line(score: Score) -> Score:
+    """Make a score of the first line, by LongBench's rule for few-shot tasks: a model continues with a next question."""
+    return lambda prediction, example: score(prediction.lstrip("\n").split("\n")[0], example)
+
+
+# ---- references as a scorer expects them --------------------------------------------------------------------------
+
+_WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
+_DIGITS = 400  # more than a float can have before or behind the point
+
+
+def _as_they_are(example: Example) -> tuple[str, ...]:
+    return example.answers
+
+
+def _stripped(example: Example) -> tuple[str, ...]:
+    """Strip references that are looked for as they stand in an output, whose ends have no white space."""
+    return tuple(answer.strip() for answer in example.answers)
+
+
+def _whole(example: Example) -> tuple[str, ...]:
+    numbers = [_WHOLE.fullmatch(answer) for answer in example.answers]
+    for answer, number in zip(example.answers, numbers, strict=True):
+        if number is None or len(answer) > 4000:
+            raise ValueError(f"whole numbers as references, got {answer!r:.60}")
+    return tuple(number[1] for number in numbers if number)
+
+
+def _numbers(example: Example) -> tuple[str, ...]:
+    for answer in example.answers:
+        try:
+            number = decimal.Decimal(answer)
+        except decimal.InvalidOperation:
+            number = decimal.Decimal("nan")
+        if not number.is_finite() or abs(number.adjusted()) >= _DIGITS:
+            raise ValueError(f"a number as reference, got {answer!r:.60}")
+    return example.answers
+
+
+def _paragraphs(example: Example) -> tuple[str, ...]:
+    for answer in example.answers:
+        _paragraph(answer)
+    return example.answers
+
+
+def _letters(example: Example) -> tuple[str, ...]:
+    if not set(example.answers) <= set("ABCD"):
+        raise ValueError(f"A, B, C or D as reference, got {example.answers}")
+    return example.answers
+
+
+def _among_classes(example: Example) -> tuple[str, ...]:
+    if not example.classes:
+        raise ValueError("the labels to choose from (a column 'all_classes'), got no classes")
+    return example.answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """How a suite scores an answer.
+
+    Attributes:
+        score: the score of a text, in [0, 1].
+        references: the example's references in the form that the score expects; ValueError if they have another form.
+        reads: what the score reads in a text, in words, if a reference of another form would make every answer wrong.
+        numeric: whether numbers are compared, whatever their form.
+    """
+
+    score: Score
+    references: Callable[[Example], tuple[str, ...]] = _as_they_are
+    reads: str = ""
+    numeric: bool = False
+
+
+def _integer(score: Score, reads: str = "") -> Scorer:
+    return Scorer(score, _whole, reads, numeric=True)
+
+
+_UNSIGNED = "digits without a sign"
+_ENGLISH_F1, _ROUGE_L = _best(_english_f1), _best(text_metrics.rouge_l)
 
 SCORERS: dict[str, Scorer] = {
     # RULER: share of references in the output, or any reference (qa); lower case, control characters are line breaks.
-    "ruler_all": lambda prediction, example: score_all(prediction, example.answers),
-    "ruler_part": lambda prediction, example: score_any(prediction, example.answers),
+    "ruler_all": Scorer(_of_all(score_all), _stripped),
+    "ruler_part": Scorer(_of_all(score_any), _stripped),
     # LongBench v1 and v2.
-    "longbench_f1": _ENGLISH_F1,
-    "longbench_f1_line": functools.partial(_first_line, _ENGLISH_F1),
-    "longbench_f1_zh": functools.partial(_best, _chinese_word_f1),
-    "longbench_rouge": _ROUGE_L,
-    "longbench_rouge_line": functools.partial(_first_line, _ROUGE_L),
-    "longbench_rouge_zh": functools.partial(_best, _chinese_rouge_l),
-    "longbench_class_line": functools.partial(_first_line, _class_named),
-    "longbench_count": functools.partial(_best, _share_of_numbers),
-    "longbench_retrieval": functools.partial(_best, _share_of_paragraphs),
-    "longbench_code": lambda prediction, example: score_code_line(prediction, example.answers),
-    "longbench2_choice": _stated_choice,
+    "longbench_f1": Scorer(_ENGLISH_F1),
+    "longbench_f1_line": Scorer(_first_line(_ENGLISH_F1)),
+    "longbench_f1_zh": Scorer(_best(_chinese_word_f1)),
+    "longbench_rouge": Scorer(_ROUGE_L),
+    "longbench_rouge_line": Scorer(_first_line(_ROUGE_L)),
+    "longbench_rouge_zh": Scorer(_best(_chinese_rouge_l)),
+    "longbench_class_line": Scorer(_first_line(_class_named), _among_classes, "a label of one line"),
+    "longbench_count": _integer(_best(_share_of_numbers), _UNSIGNED),
+    "longbench_retrieval": Scorer(_best(_share_of_paragraphs), _paragraphs),
+    "longbench_code": Scorer(_of_all(score_code_line)),
+    "longbench2_choice": Scorer(_stated_choice, _letters),
     # InfiniteBench.
-    "infinitebench_first_integer": lambda prediction, example: score_first_integer(prediction, example.answers),
-    "infinitebench_kv": lambda prediction, example: score_value_among_words(prediction, example.answers),
-    "infinitebench_choice": _letter,
-    "infinitebench_f1": _ENGLISH_F1,
-    "infinitebench_f1_zh": functools.partial(_best, _chinese_character_f1),
-    "infinitebench_math_find": _first_number,
-    "infinitebench_math_calc": _leading_values,
-    "infinitebench_code_run": _last_word_integer,
-    "infinitebench_code_debug": _faulty_function,
-    "infinitebench_dialogue": _name_mentioned,
-    "infinitebench_summary": functools.partial(_best_rouge, "rougeLsum", False),
+    "infinitebench_first_integer": _integer(_of_all(score_first_integer), _UNSIGNED),
+    "infinitebench_kv": Scorer(
+        _of_all(score_value_among_words), _stripped, "a word without any of : \" ' . , ? ! { }"
+    ),
+    "infinitebench_choice": Scorer(_letter, _stripped),
+    "infinitebench_f1": Scorer(_ENGLISH_F1),
+    "infinitebench_f1_zh": Scorer(_best(_chinese_character_f1)),
+    "infinitebench_math_find": Scorer(_first_number, _numbers, "a number without a sign", numeric=True),
+    "infinitebench_math_calc": _integer(_leading_values),
+    "infinitebench_code_run": _integer(_last_word_integer),
+    "infinitebench_code_debug": Scorer(_faulty_function, _name_and_letter),
+    "infinitebench_dialogue": Scorer(_name_mentioned),
+    "infinitebench_summary": Scorer(_rouge("rougeLsum", False)),
     # SCBench, where it differs from InfiniteBench: containment, any reference in capitals, two decimals.
-    "scbench_contains": lambda prediction, example: float(example.answers[0] in prediction),
-    "scbench_any": lambda prediction, example: float(any(a.upper() in prediction.upper() for a in example.answers)),
-    "scbench_vt": lambda prediction, example: round(score_all(prediction, example.answers), 2),
-    "scbench_repoqa": lambda prediction, example: text_metrics.repeats_function(
-        prediction, example.answers[0], example.classes
+    "scbench_contains": Scorer(lambda prediction, example: float(example.answers[0] in prediction), _stripped),
+    "scbench_any": Scorer(_of_all(lambda text, answers: any(x.upper() in text.upper() for x in answers)), _stripped),
+    "scbench_vt": Scorer(_of_all(lambda text, answers: round(score_all(text, answers), 2)), _stripped),
+    "scbench_repoqa": Scorer(
+        lambda prediction, example: text_metrics.repeats_function(prediction, example.answers[0], example.classes),
+        _among_classes,
     ),
     # Needle in a haystack. ROUGE-1 is reported times 10 elsewhere; here it stays in [0, 1].
-    "niah_number": lambda prediction, example: float(example.answers[0] in prediction),
-    "niah_rouge1": functools.partial(_best_rouge, "rouge1", True),
-    "quest_passkey": _passkey,
-    "helmet_substring": lambda prediction, example: helmet_scores.contains_answer(prediction, example.answers),
-    "helmet_ndcg10": lambda prediction, example: helmet_scores.ndcg10(prediction, example.answers),
-    "lm-eval": harness_scores.score,
+    "niah_number": Scorer(lambda prediction, example: float(example.answers[0] in prediction), _stripped),
+    "niah_rouge1": Scorer(_rouge("rouge1", True)),
+    "quest_passkey": _integer(_passkey, _UNSIGNED),
+    "helmet_substring": Scorer(_of_all(helmet_scores.contains_answer)),
+    "helmet_ndcg10": Scorer(_of_all(helmet_scores.ndcg10)),
+    "lm-eval": Scorer(harness_scores.score),
 }
-def check_scorer(name: str) -> None:
-    """Refuse the name of an unknown scorer by a ValueError that gives the nearest known name."""
-    if name not in SCORERS:
-        near = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown scorer {name!r}, did you mean {near!r}? expected one of {', '.join(SCORERS)}")
-
-
-_WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
-WHOLE_NUMBERS = (
-    "infinitebench_first_integer", "infinitebench_math_calc", "infinitebench_code_run", "quest_passkey", "longbench_count",
-)  # fmt: skip
-# Look for a reference as it stands in an output, whose ends have no white space.
-_CONTAINED = (
-    "ruler_all", "ruler_part", "infinitebench_kv", "infinitebench_choice", "scbench_contains", "scbench_any", "scbench_vt",
-    "niah_number",
-)  # fmt: skip
-# What some scorers read in an output. A reference of another form would make every answer wrong.
-_READS = {
-    **dict.fromkeys(("infinitebench_first_integer", "quest_passkey", "longbench_count"), "digits without a sign"),
-    "infinitebench_math_find": "a number without a sign",
-    "infinitebench_kv": "a word without any of : \" ' . , ? ! { }",
-}
-_DIGITS = 400  # more than a float can have before or behind the point
-NUMERIC = (*WHOLE_NUMBERS, "infinitebench_math_find")  # compare numbers, whatever their form
 
 
 def fitted(example: Example) -> Example:
@@ -285,48 +339,18 @@ def fitted(example: Example) -> Example:
         ValueError: the scorer is unknown, or it can give no answer its due: a reference is no number where numbers are
             compared, there are too few or too many references, or the labels to choose from are missing.
     """
-    check_scorer(example.scorer)
-    answers, name = example.answers, example.scorer
-    if not answers:
+    check_name("scorer", example.scorer, SCORERS)
+    if not example.answers:
         raise ValueError("expected at least one reference, got none")
-    if name in WHOLE_NUMBERS:
-        found = [_WHOLE.fullmatch(answer) for answer in answers]
-        if wrong := [answer for answer, number in zip(answers, found, strict=True) if number is None or len(answer) > 4000]:
-            raise ValueError(f"the scorer {name!r} expects whole numbers as references, got {wrong[0]!r:.60}")
-        answers = tuple(number.group(1) for number in found if number)
-    elif name == "infinitebench_math_find":
-        if wrong := [answer for answer in answers if not _is_number(answer)]:
-            raise ValueError(f"the scorer {name!r} expects a number as reference, got {wrong[0]!r:.60}")
-    elif name == "longbench_retrieval":
-        for answer in answers:
-            _paragraph(answer)
-    elif name == "infinitebench_code_debug":
-        _name_and_letter(example)
-    elif name == "longbench2_choice" and not set(answers) <= set("ABCD"):
-        raise ValueError(f"the scorer {name!r} expects A, B, C or D as reference, got {answers}")
-    elif name in ("longbench_class_line", "scbench_repoqa") and not example.classes:
-        raise ValueError(f"the scorer {name!r} needs the labels to choose from (a column 'all_classes'), got no classes")
-    elif name == "longbench_class_line" and not any(SCORERS[name](answer, example) for answer in answers):
-        raise ValueError(
-            f"the scorer {name!r} expects a label of one line as reference, got {answers[0]!r:.60} and the labels "
-            f"{', '.join(example.classes):.200}"
-        )
-    elif name in _CONTAINED:
-        answers = tuple(answer.strip() for answer in answers)
-    example = dataclasses.replace(example, answers=answers)
-    plain = [format(decimal.Decimal(x), "f") for x in answers] if name == "infinitebench_math_find" else answers
-    if name in _READS and not any(SCORERS[name](answer, example) for answer in plain):
-        expected = f"references that it finds in an answer, {_READS[name]}"
-        raise ValueError(f"the scorer {name!r} expects {expected}, got {answers[0]!r:.60}")
-    return example
-
-
-def _is_number(text: str) -> bool:
+    scorer = SCORERS[example.scorer]
     try:
-        number = decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        return False
-    return number.is_finite() and abs(number.adjusted()) < _DIGITS
+        example = dataclasses.replace(example, answers=scorer.references(example))
+        plain = [format(decimal.Decimal(x), "f") for x in example.answers if scorer.numeric]  # as answers have numbers
+        if scorer.reads and not any(scorer.score(text, example) for text in (*example.answers, *plain)):
+            raise ValueError(f"references that it finds in an answer, {scorer.reads}, got {example.answers[0]!r:.60}")
+    except ValueError as error:
+        raise ValueError(f"the scorer {example.scorer!r} expects {error}") from error
+    return example
 
 
 def score(example: Example, prediction: str) -> float:
@@ -336,7 +360,7 @@ def score(example: Example, prediction: str) -> float:
         ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
         ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.
     """
-    check_scorer(example.scorer)
+    check_name("scorer", example.scorer, SCORERS)
     if not example.answers:
         raise ValueError(f"task {example.task!r}: scoring needs at least one reference, got none")
-    return float(SCORERS[example.scorer](prediction, example))
+    return float(SCORERS[example.scorer].score(prediction, example))

@@ -17,4 +17,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         raise FileNotFoundError(f"kvjax fuzz needs a clone of the repository: this installation has no {folder}")
     if sys.path[0] != str(_CLONE):
         sys.path.insert(0, str(_CLONE))  # in front of any other package that is called "tests"
-    return importlib.import_module("tests.fuzz.__main__").main(argv, prog)
+    try:
+        job = importlib.import_module("tests.fuzz.__main__")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"kvjax fuzz needs {error.name}: install the extra test, '.[test]'") from error
+    return job.main(argv, prog)

@@ -12,25 +12,19 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.cli.job import Job
 from experiments.cli.settings import nearest, option
 
-# The package that draws an experiment's records. It exports `figures(record) -> (figures, usual)`: functions by
-# name, without arguments, which return a figure or raise a ValueError if the record lacks its values; and the usual names.
-PACKAGES = {
-    "demo": "experiments.demo",
-    "eval": "experiments.evaluation",
-    "fidelity": "experiments.lab.fidelity",
-    "speed": "experiments.speed",
-    "offload": "experiments.speed",
-    "exact": "experiments.lab.exact",
-    "insight": "experiments.lab.insight",
-    "drift": "experiments.lab.ablations",
-    "ablation": "experiments.lab.ablations",
-}
+# The package that draws an experiment's records; `python -m experiments.lab.plot` has the lab's. It exports
+# `figures(record) -> (figures, usual)`: functions by name, without arguments, which return a figure or raise a ValueError
+# if the record lacks its values; and the usual names.
+PACKAGES: Mapping[str, str] = {
+    "demo": "experiments.demo", "eval": "experiments.evaluation",
+    "speed": "experiments.speed", "offload": "experiments.speed",
+}  # fmt: skip
 _USUAL = ("png", "pdf")
 RECORDS_PACKAGE = "experiments.records"  # it writes files and knows matplotlib
 
@@ -40,7 +34,7 @@ class PlotCommand:
     """What to draw, and where to write it.
 
     Attributes:
-        path: a folder of eval or fidelity, or the JSON record of another experiment
+        path: a result folder, or the JSON record of another experiment
         kind: which figure; repeatable (default: all that apply)
         out: directory (default: the folder, or the record's)
         format: comma-separated: png, pdf, svg
@@ -52,30 +46,37 @@ class PlotCommand:
     format: tuple[str, ...] = option(_USUAL, choices=("png", "pdf", "svg"))
 
 
-def _plot(command: PlotCommand) -> None:
+def plot(command: PlotCommand, packages: Mapping[str, str] = PACKAGES) -> None:
+    """Draw what the command asks for, and say on standard error what was written."""
     importlib.import_module(RECORDS_PACKAGE).check_installed()
     out = command.out or (command.path if command.path.is_dir() else command.path.parent)
-    written = write_figures(command.path, command.kind, out, command.format)
+    written = write_figures(command.path, command.kind, out, command.format, packages)
     files = ", ".join(str(path) for path in written) or "nothing, for no figure can show these rows"
     print(f"written: {files}", file=sys.stderr)
 
 
 def write_figures(
-    path: pathlib.Path, kinds: Sequence[str], out: pathlib.Path, formats: Sequence[str] = _USUAL
+    path: pathlib.Path,
+    kinds: Sequence[str],
+    out: pathlib.Path,
+    formats: Sequence[str] = _USUAL,
+    packages: Mapping[str, str] = PACKAGES,
 ) -> list[pathlib.Path]:
     """Draw and write some figures of a result folder or record, without names its usual ones, into a directory.
 
-    Return the files.
+    Return the files. ``packages`` are as `PACKAGES`.
     """
     written = []
-    for name, draw in figures(path, kinds):
+    for name, draw in figures(path, kinds, packages):
         for kind in formats:
             written.append(out / f"{name}.{kind}")
             importlib.import_module(RECORDS_PACKAGE).write_bytes(written[-1], draw(kind))
     return written
 
 
-def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callable[[str], bytes]]]:
+def figures(
+    path: pathlib.Path, kinds: Sequence[str], packages: Mapping[str, str] = PACKAGES
+) -> list[tuple[str, Callable[[str], bytes]]]:
     """List the figures of a result folder, or of a record, without names its usual ones.
 
     Returns each figure's file name without suffix, and a function of "png", "pdf" or "svg" that draws it and returns the
@@ -83,10 +84,10 @@ def figures(path: pathlib.Path, kinds: Sequence[str]) -> list[tuple[str, Callabl
     """
     record = read_record(path)
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
-    if experiment not in PACKAGES:
-        raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(PACKAGES)} have")
+    if experiment not in packages:
+        raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(packages)} have")
     with _rows_of(path):
-        known, usual = importlib.import_module(PACKAGES[experiment]).figures(record)
+        known, usual = importlib.import_module(packages[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"{path} cannot be drawn as {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}")
@@ -137,4 +138,4 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-main = Job(_plot, PlotCommand)
+main = Job(plot, PlotCommand)

@@ -1,7 +1,7 @@
 """Do models put the methods in the same order? `python -m experiments.lab.agreement FOLDER FOLDER ...`.
 
-Each result folder stands for a model. Two models are compared on the tasks that Full solves under both, each at its own
-shortest length, so lengths and numbers of samples may differ.
+Each result folder stands for a model. Two models are compared by the methods' mean scores over the tasks that Full solves
+under both, each at its own shortest length, so lengths and numbers of samples may differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
@@ -19,6 +19,9 @@ from experiments.cli import Job, option, read_record
 from experiments.evaluation.comparison import BASELINE, COUNTED, Entry, load
 from experiments.records import bootstrap_interval, markdown_rows
 from kvjax import registry
+
+_HEAD = ("model", "model", "methods", "tasks", "Kendall's tau", "pairs that change places", "beyond noise")
+Cells = dict[str, dict[str, Entry]]  # by task and method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,44 +37,35 @@ class AgreementCommand:
     least: float = COUNTED
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The mean difference of two methods over cells.
+def _at_shortest(folder: pathlib.Path) -> Cells:
+    """Read a folder's rows of methods at their own settings with the question in the prompt, by task and method."""
+    known = registry.builtin()
+    entries = load([folder])
+    mine = [x for x in entries if x.row["question"] == "prefill" and x.row["method"] in known and x.row["length"]]
+    if not mine:
+        raise ValueError(f"{folder} has no row with the question in the prompt")
+    shortest = min(x.row["length"] for x in mine)
+    by_task: Cells = {}
+    for entry in mine:
+        if entry.row["length"] == shortest:
+            by_task.setdefault(entry.row["name"], {}).setdefault(entry.row["method"], entry)
+    return by_task
 
-    Attributes:
-        mean: the mean difference, in points of the score.
-        plus_minus: half of the mean's 95 % interval, paired bootstrap over the examples of each cell; cells are independent.
+
+def difference(one: Sequence[Entry], other: Sequence[Entry]) -> tuple[float, float]:
+    """Compute the mean of one method's scores less another's over some cells, which are independent.
+
+    Returns:
+        The mean in points, and half of its 95 % interval: a paired bootstrap over the examples of each cell.
     """
-
-    mean: float
-    plus_minus: float
-
-    @property
-    def beyond_noise(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return abs(self.mean) > self.plus_minus
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """Two methods that change places.
-
-    Attributes:
-        better: the method that scores higher on the first model.
-        worse: the method that scores lower on the first model.
-        first: `better` less `worse` on the first model.
-        second: `better` less `worse` on the second model.
-    """
-
-    better: str
-    worse: str
-    first: Difference
-    second: Difference
-
-    @property
-    def beyond_noise(self) -> bool:
-        """Whether both intervals leave out zero."""
-        return self.first.beyond_noise and self.second.beyond_noise
+    means, halves = [], []
+    for a, b in zip(one, other, strict=True):
+        keys = list(a.scores)
+        points = 100 * np.asarray([a.scores[key] - b.scores[key] for key in keys])
+        low, high = bootstrap_interval(points, [a.groups[key] for key in keys])
+        means.append(points.mean())
+        halves.append((high - low) / 2)
+    return float(np.mean(means)), float(np.sqrt(np.sum(np.square(halves)))) / len(means)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,131 +74,62 @@ class Agreement:
 
     Attributes:
         tasks: the tasks that count.
-        methods: the methods that both models have, Full left out.
+        methods: the methods that both models have on all of them, Full left out.
         tau: Kendall's tau-b of the two orders.
-        changes: the pairs of methods that change places, pairs beyond noise first.
+        changes: the pairs that change places: the method that is better under the first model, the one that is worse, and
+            their `difference` under each model; the largest first.
     """
 
-    tasks: tuple[str, ...]
-    methods: tuple[str, ...]
+    tasks: list[str]
+    methods: list[str]
     tau: float
-    changes: tuple[Change, ...]
+    changes: list[tuple[str, str, tuple[float, float], tuple[float, float]]]
 
 
-def agreement(first: Sequence[Entry], second: Sequence[Entry], least: float = COUNTED) -> Agreement:
-    """Compare the orders of methods at their own settings under two models, by mean scores over the tasks that count.
-
-    Args:
-        first: rows of one model, see `experiments.evaluation.comparison.load`.
-        second: rows of the other model.
-        least: the least score of Full, in percent, with which a task counts.
+def agreement(first: Cells, second: Cells, least: float) -> Agreement:
+    """Compare the orders of methods under two models on the tasks where Full scores ``least`` percent.
 
     Raises:
-        ValueError: Full solves no task under both models, or a model has no row with the question in the prompt.
+        ValueError: there is no such task.
     """
-    rows = [_at_shortest(entries) for entries in (first, second)]
-    full = [{x.row["name"]: x for x in mine if x.row["method"] == BASELINE} for mine in rows]
-    solved = [{name for name, x in mine.items() if x.row["value"] >= least} for mine in full]
-    tasks = tuple(name for name in full[0] if name in solved[0] & solved[1])
+    models = (first, second)
+    tasks = [x for x in first if x in second and all(_score(cells, x, BASELINE) >= least for cells in models)]
     if not tasks:
         raise ValueError(f"expected a task with a score of Full of at least {least:g} under both models, got none")
-    cells = [[mine[name].cell for name in tasks] for mine in full]
-    scores = [
-        mean_scores([x for x in mine if x.row["method"] != BASELINE], at) for mine, at in zip(rows, cells, strict=True)
-    ]
-    methods = tuple(name for name in scores[0] if name in scores[1])
-
-    def gaps(better: str, worse: str) -> tuple:
-        return tuple(difference(mine, better, worse, at) for mine, at in zip(rows, cells, strict=True))
-
-    tau = float(stats.kendalltau(*([mine[name] for name in methods] for mine in scores)).statistic)
-    return Agreement(tasks, methods, tau, tuple(changed_places(*scores, gaps)))
-
-
-def mean_scores(entries: Sequence[Entry], cells: Sequence[tuple]) -> dict[str, float]:
-    """Average the scores of each method over the cells, for the methods that have all of the cells."""
-    values: dict[str, dict[tuple, float]] = {}
-    for entry in entries:
-        if entry.cell in cells:
-            values.setdefault(entry.row["method"], {}).setdefault(entry.cell, entry.row["value"])
-    return {method: float(np.mean(list(x.values()))) for method, x in values.items() if len(x) == len(set(cells))}
+    methods = [x for x in first[tasks[0]] if all(x in cells[task] for cells in models for task in tasks)]
+    methods.remove(BASELINE)
+    means = [[float(np.mean([_score(cells, x, name) for x in tasks])) for name in methods] for cells in models]
+    changes = []
+    for (x, *before), (y, *after) in itertools.combinations(zip(methods, *means, strict=True), 2):
+        if (before[0] - after[0]) * (before[1] - after[1]) < 0:
+            better, worse = (x, y) if before[0] > after[0] else (y, x)
+            gaps = (difference(*([cells[task][name] for task in tasks] for name in (better, worse))) for cells in models)
+            changes.append((better, worse, *gaps))
+    changes.sort(key=lambda change: -change[2][0])
+    return Agreement(tasks, methods, float(stats.kendalltau(*means).statistic), changes)
 
 
-def difference(entries: Sequence[Entry], one: str, other: str, cells: Sequence[tuple]) -> Difference:
-    """Compute the mean of ``one`` less ``other`` over cells that both methods have."""
-    by_key = {(entry.row["method"], entry.cell): entry for entry in reversed(entries)}
-    means, halves = [], []
-    for cell in cells:
-        a, b = by_key[one, cell], by_key[other, cell]
-        keys = list(a.scores)
-        points = 100 * np.asarray([a.scores[key] - b.scores[key] for key in keys])
-        low, high = bootstrap_interval(points, [a.groups[key] for key in keys])
-        means.append(points.mean())
-        halves.append((high - low) / 2)
-    return Difference(float(np.mean(means)), float(np.sqrt(np.sum(np.square(halves)))) / len(cells))
-
-
-def changed_places(
-    first: Mapping[str, float],
-    second: Mapping[str, float],
-    gaps: Callable[[str, str], tuple[Difference, Difference]],
-) -> list[Change]:
-    """List the pairs of names whose order differs between two lists of scores, pairs beyond noise first.
-
-    A tie in a list is no change of order.
-
-    Args:
-        first: scores by name.
-        second: scores by name; only names that both lists have are compared.
-        gaps: returns, for the better and the worse name of ``first``, the better less the worse in each list.
-    """
-    made = []
-    for pair in itertools.combinations([name for name in first if name in second], 2):
-        better, worse = sorted(pair, key=lambda name: -first[name])
-        if first[better] > first[worse] and second[better] < second[worse]:
-            made.append(Change(better, worse, *gaps(better, worse)))
-    return sorted(made, key=lambda change: (not change.beyond_noise, -change.first.mean))
-
-
-def _at_shortest(entries: Sequence[Entry]) -> list[Entry]:
-    """Select the rows of methods at their own settings, at the shortest length, with the question in the prompt."""
-    known = registry.builtin()
-    mine = [x for x in entries if x.row["question"] == "prefill" and x.row["method"] in known and x.row["length"]]
-    if not mine:
-        raise ValueError("expected rows with the question in the prompt, got none")
-    shortest = min(x.row["length"] for x in mine)
-    return [x for x in mine if x.row["length"] == shortest]
+def _score(cells: Cells, task: str, method: str) -> float:
+    entry = cells[task].get(method)
+    return -1.0 if entry is None else entry.row["value"]
 
 
 def _show(command: AgreementCommand) -> None:
     if len(command.folders) < 2:
         raise ValueError(f"expected at least two result folders, got {len(command.folders)}")
-    loaded = {folder: load([folder]) for folder in command.folders}
-    names = {folder: f"{read_record(folder)['settings']['model']} ({folder.name})" for folder in loaded}
-    rows, told = [], []
-    for one, other in itertools.combinations(loaded, 2):
-        found = agreement(loaded[one], loaded[other], command.least)
-        beyond = [change for change in found.changes if change.beyond_noise]
-        pairs = len(found.methods) * (len(found.methods) - 1) // 2
-        changed = f"{len(found.changes)} of {pairs}"
-        rows.append(
-            (
-                names[one],
-                names[other],
-                str(len(found.methods)),
-                ", ".join(found.tasks),
-                f"{found.tau:.2f}",
-                changed,
-                str(len(beyond)),
+    models = {f"{read_record(x)['settings']['model']} ({x.name})": _at_shortest(x) for x in command.folders}
+    rows, lines = [], []
+    for (one, first), (other, second) in itertools.combinations(models.items(), 2):
+        both = agreement(first, second, command.least)
+        beyond = [change for change in both.changes if all(abs(mean) > half for mean, half in change[2:])]
+        count = len(both.methods)
+        changed = f"{len(both.changes)} of {count * (count - 1) // 2}"
+        rows.append((one, other, count, ", ".join(both.tasks), f"{both.tau:.2f}", changed, len(beyond)))
+        for better, worse, (mean, half), (later, wide) in beyond:
+            lines.append(
+                f"* {better} less {worse}: {mean:+.1f} ± {half:.1f} under {one}, {later:+.1f} ± {wide:.1f} under {other}."
             )
-        )
-        told += [
-            f"* {x.better} less {x.worse}: {x.first.mean:+.1f} ± {x.first.plus_minus:.1f} under {names[one]}, "
-            f"{x.second.mean:+.1f} ± {x.second.plus_minus:.1f} under {names[other]}."
-            for x in beyond
-        ]
-    head = ("model", "model", "methods", "tasks", "Kendall's tau", "pairs that change places", "beyond noise")
-    print("\n".join([*markdown_rows([head, *rows]), *([""] if told else []), *told]))
+    print("\n".join([*markdown_rows([_HEAD, *rows]), *([""] if lines else []), *lines]))
 
 
 main = Job(_show, AgreementCommand)

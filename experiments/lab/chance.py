@@ -7,6 +7,7 @@ answers that are tried are the references of the samples, so on a task whose ans
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -34,23 +35,8 @@ class TokenizerOption:
     tokenizer: pathlib.Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Chance:
-    """Scores that need no model, in percent.
-
-    Attributes:
-        empty: the score of an empty answer.
-        constant: the score of the best constant answer.
-        answer: the best constant answer.
-    """
-
-    empty: float
-    constant: float
-    answer: str
-
-
-def chance(asked: Sequence[Example]) -> Chance:
-    """Score an empty answer and the best constant answer.
+def chance(asked: Sequence[Example]) -> tuple[float, float, str]:
+    """Score an empty answer and the best constant answer, in percent; also return the constant answer.
 
     Args:
         asked: examples of one task. Every reference is tried as the constant answer, and all references of an example
@@ -60,29 +46,27 @@ def chance(asked: Sequence[Example]) -> Chance:
     def mean(answer: str) -> float:
         return 100 * float(np.mean([score(example, answer) for example in asked]))
 
-    tried = [answer for x in asked for answer in (*x.answers, ", ".join(x.answers))]
-    best, answer = max(((mean(answer), answer) for answer in dict.fromkeys(tried)), key=lambda pair: pair[0])
-    return Chance(mean(""), best, answer)
+    candidates = dict.fromkeys(answer for x in asked for answer in (*x.answers, ", ".join(x.answers)))
+    best = max(candidates, key=mean)
+    return mean(""), mean(best), best
 
 
 def _table(settings: EvaluationSettings, option: TokenizerOption) -> None:
     tokenizer = models.load_tokenizer(option.tokenizer or models.builtin_directory())
-    rows = []
-    for length in settings.lengths:
-        for name in expand(settings.generated):
-            asked = examples(
-                name,
-                length=length,
-                count=settings.samples,
-                seed=settings.seed,
-                count_tokens=lambda text: len(tokenizer.encode(text).ids),
-                haystack=settings.haystack_of(name),
-            )
-            made = chance(asked)
-            shown = made.answer if len(made.answer) <= _SHOWN else made.answer[:_SHOWN] + "..."
-            rows.append((f"`{name}`", f"{length:,}", f"{made.empty:.1f}", f"{made.constant:.1f}", f"`{shown}`"))
-    head = ("task", "length", "an empty answer", "the best constant answer", "which is")
-    print("\n".join(markdown_rows([head, *rows])))
+    rows = [("task", "length", "an empty answer", "the best constant answer", "which is")]
+    for length, name in itertools.product(settings.lengths, expand(settings.generated)):
+        asked = examples(
+            name,
+            length=length,
+            count=settings.samples,
+            seed=settings.seed,
+            count_tokens=lambda text: len(tokenizer.encode(text).ids),
+            haystack=settings.haystack_of(name),
+        )
+        empty, constant, answer = chance(asked)
+        brief = answer if len(answer) <= _SHOWN else answer[:_SHOWN] + "..."
+        rows.append((f"`{name}`", f"{length:,}", f"{empty:.1f}", f"{constant:.1f}", f"`{brief}`"))
+    print("\n".join(markdown_rows(rows)))
 
 
 main = Job(_table, EvaluationSettings, TokenizerOption)

@@ -49,8 +49,8 @@ class PlacesCommand:
 def _places(command: PlacesCommand) -> None:
     record = read_record(command.folder)
     rows = places(command.folder, command.predictions)
-    made = {"experiment": "places", "commit": commit(), "of": {name: record[name] for name in ("date", "commit", "device")}}
-    text = json.dumps({**made, "settings": record["settings"], "metrics": rows}) + "\n"
+    about = {"experiment": "places", "commit": commit(), "of": {name: record[name] for name in ("date", "commit", "device")}}
+    text = json.dumps({**about, "settings": record["settings"], "metrics": rows}) + "\n"
     for name, data in (("places.json", text), ("places.md", report(command.folder.resolve().name, rows))):
         write_bytes(command.folder / name, data.encode())
         print(f"written: {command.folder / name}", file=sys.stderr)
@@ -81,7 +81,7 @@ def places(folder: pathlib.Path, elsewhere: Sequence[pathlib.Path] = ()) -> list
         cells.setdefault((row["name"], row["length"], row["question"]), []).append((row, lines, shares))
     if not cells:
         raise ValueError(f"{folder} has no task of steps, such as table_1: its answers have no places")
-    made = []
+    rows = []
     for cell in cells.values():
         full = next(((lines, shares) for row, lines, shares in cell if row["method"] == BASELINE), None)
         for row, lines, shares in sorted(cell, key=lambda one: -one[2].mean()):
@@ -92,8 +92,8 @@ def places(folder: pathlib.Path, elsewhere: Sequence[pathlib.Path] = ()) -> list
                 beside = shares - full[1]
                 drift = beside[:, -1] - beside[:, 0]
                 about |= {"drift": _percent(drift.mean()), "drift_95": [*map(_percent, bootstrap_interval(drift.tolist()))]}
-            made.append(about)
-    return made
+            rows.append(about)
+    return rows
 
 
 def _percent(share: float) -> float:
@@ -106,8 +106,8 @@ def _predictions(
     """Read the predictions of a row where they are, and refuse other answers than the folder's."""
     name = row["predictions"]
     places = [place for place in (folder, *elsewhere) if (place / name).is_file()]
-    found = [read_predictions(place, row) for place in places or [folder]]
-    for lines in found:
+    candidates = [read_predictions(place, row) for place in places or [folder]]
+    for lines in candidates:
         if name not in kept or [examples.brief(line) for line in lines] == kept[name]:
             return lines
     raise ValueError(f"{places[-1] / name} holds other answers than {folder} has in {examples.FILE}")

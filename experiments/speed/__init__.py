@@ -3,14 +3,13 @@
 from experiments.speed.device_time import Seconds as Seconds
 from experiments.speed.device_time import loop_seconds as loop_seconds
 from experiments.speed.kernels.report import kernel_table as kernel_table
-from experiments.speed.offload_report import offload_tables as offload_tables
 from experiments.speed.plots import figures as figures
+from experiments.speed.report import offload_tables as offload_tables
 from experiments.speed.report import speed_tables as speed_tables
 from experiments.speed.report import speedup as speedup
 from experiments.speed.roofline import Bandwidth as Bandwidth
 from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
 from experiments.speed.roofline import roofline as roofline
 from experiments.speed.settings import MODELS as MODELS
-from experiments.speed.tpu_bytes_report import tpu_bytes_table as tpu_bytes_table
 from experiments.speed.variants import budget_at as budget_at
 from experiments.speed.variants import uneven_scores as uneven_scores

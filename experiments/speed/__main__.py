@@ -6,12 +6,13 @@ must read (all weights, and the bytes that the method's `cost` counts in the rea
 streaming reduction measures the bandwidth in the same run. There is a row for each (model, method, length, batch). A row is
 written as soon as it is finished, and is not measured again. A row that does not fit into memory is recorded as such.
 
-By default, rows are decode steps (TPOT, time per output token). ``--prefill`` times prefill (TTFT, time to the first token).
-``--attention-only`` times the selection and the attention of a single layer, at a decode step or (``--queries 512``) on a
-further chunk of a prompt. ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the
-allocated bytes allow. Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With
-``--set pariskv.offload=True`` only the bytes on the device count. Give such rows a record of their own, and ignore their
-floor, which does not include the bus.
+Without ``--model`` and ``--lengths`` the shape is Llama-3.1-8B's with 128K tokens; on a CPU it is a small one with 4K.
+
+By default, rows are decode steps (TPOT, time per output token), whose time is split into its parts on one device; at lengths
+at which no whole model fits, time ``--model llama-3.1-8b-4-layers``. ``--prefill`` times prefill (TTFT, time to the first
+token). ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow.
+Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With ``--set pariskv.offload=True`` only
+the bytes on the device count. Give such rows a record of their own, and ignore their floor, which does not include the bus.
 
 ``--mesh`` spreads the rows over devices, and ``--beside-one`` also times them on one device in the same run.
 ``--beside-part`` times one device's part of the model alone: the rest of the time on the mesh is collectives and waiting.
@@ -27,26 +28,30 @@ import pathlib
 import jax
 
 from experiments.answering import mesh_axes
-from experiments.cli import Against, Job
+from experiments.cli import Against, Job, option, record_path
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.rows import finish
-from experiments.speed.settings import MODELS, SpeedCommand, SpeedSettings
-from experiments.speed.variants import read_knobs
+from experiments.speed.settings import MODELS, PlottedOutput, SpeedSettings
 from pallas_kernels.axes import MODEL
 
 
+@dataclasses.dataclass(frozen=True)
+class SpeedCommand(PlottedOutput):
+    """Where `experiments.speed` writes."""
+
+    out: pathlib.Path = option(pathlib.Path("runs/speed.json"), read=record_path)
+
+
 def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
-    command = with_figures(command)
+    command, settings = with_figures(command), settings.on_device()
     results = open_results(command.out, MODELS[settings.model]().dtype)
-    bench = Bench(settings, results, read_knobs(settings.knobs))
-    if settings.left_whole:
-        print("the time of steps on a mesh is not split into its parts; --no-split leaves this line out")
+    bench = Bench(settings, results)
     print(report.head())
     failed = _beside(bench) if settings.beside_one else 0
     failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
-    time_rows(bench, settings)
+    time_rows(bench)
     if command.plot:
         figure = plots.overview(results.metrics, " and ".join(results.devices))
         for kind in ("png", "pdf"):
@@ -60,21 +65,20 @@ def _beside(bench: Bench, parts: int = 1) -> int:
     If ``parts`` is above 1, the device has one part of the model.
     """
     alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, beside_part=False, sums=())
-    one = Bench(alone, bench.results, read_knobs(alone.knobs), bench.bandwidth, bench.run, parts)
-    time_rows(one, alone)
+    one = Bench(alone, bench.results, bench.bandwidth, bench.run, parts)
+    time_rows(one)
     failed = one.failed
     del one  # its parameters must leave the device before the parameters of the mesh come
     gc.collect()
     return failed
 
 
-def time_rows(bench: Bench, settings: SpeedSettings) -> None:
+def time_rows(bench: Bench) -> None:
     """Measure all rows of the settings, or find them in the record."""
+    settings = bench.settings
     for length in settings.lengths:
         for name in settings.variants:
-            if settings.attention_only:
-                bench.attention(name, length)
-            elif settings.largest_batch:
+            if settings.largest_batch:
                 bench.largest_batch(name, length)
             else:
                 for batch in settings.batches or (1,):

@@ -1,4 +1,4 @@
-"""The measurements of a process on one model: decode steps, prefill, the attention of a layer, the largest batch."""
+"""The measurements of a process on one model: decode steps and their parts, prefill, the largest batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,21 +16,20 @@ import jax.numpy as jnp
 from experiments.answering import Setting, make_mesh, mesh_axes, mesh_text
 from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
-from experiments.speed.filled_cache import state_bytes
-from experiments.speed.one_layer import attend_seconds, layer_seconds
+from experiments.speed.attention_alone import attend_seconds
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
 from experiments.speed.rows import note_run, now
-from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings, part_of
-from experiments.speed.sum_variants import compiled, instructions
-from experiments.speed.token_loop import TokenLoop, check_cache
-from experiments.speed.variants import VERIFIED, Nothing, kv_dtype_of, setting
-from kvjax.accounting.memory import check_memory, placed_bytes
+from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
+from experiments.speed.sum_variants import compiled
+from experiments.speed.token_loop import TokenLoop
+from experiments.speed.variants import VERIFIED, Nothing, kv_dtype_of, read_knobs, setting
+from kvjax.accounting.memory import check_memory, needed_each, placed_bytes
 from kvjax.api import shard_map
 from kvjax.api.programs import cost_program
 from kvjax.decoding.layers import layer_methods
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.method import Method, num_bytes
-from models import random_params
+from models import ModelConfig, random_params
 from models.sharding import check_mesh
 
 
@@ -38,9 +37,8 @@ class Bench:
     """The measurements of a process on one model.
 
     Args:
-        settings: what to time.
+        settings: what to time; they name a model and lengths.
         results: the record, which is read first and written after every row.
-        knobs: by variant; they go before the variant's own.
         bandwidth: the read bandwidth for floors; None measures it when the first row needs it.
         run: the time at which the process began; None means now.
         parts: above 1, the model is one device's part of the settings' model, divided over so many devices.
@@ -49,7 +47,6 @@ class Bench:
         failed: rows that ended with an error other than too little memory.
         run: the time at which the process began; the rows of the record name it.
         chunk_size: tokens of a prefill pass, of all rows together.
-        queries: tokens that a layer attends with at once.
         most_rows: the batch at which the search for the largest batch begins at most.
 
     Raises:
@@ -60,7 +57,6 @@ class Bench:
         self,
         settings: SpeedSettings,
         results: Results,
-        knobs: Mapping[str, Mapping[str, Any]] | None = None,
         bandwidth: Bandwidth | None = None,
         run: str | None = None,
         parts: int = 1,
@@ -71,9 +67,8 @@ class Bench:
         check_mesh(self.config, self.mesh)
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE
-        self.queries = settings.queries or 1
         self.most_rows = settings.most_rows or MOST_ROWS
-        self._knobs = knobs or {}
+        self._knobs = read_knobs(settings.knobs)
         if unused := [name for name in self._knobs if name not in settings.variants]:
             raise ValueError(f"knobs must belong to one of {', '.join(settings.variants)}, got a knob of {unused[0]!r}")
         for name in settings.variants:  # so that a method refuses its settings before anything is measured
@@ -125,7 +120,7 @@ class Bench:
         """Look a row up in the record; if the record has none, measure the row and record it.
 
         Args:
-            kind: "decode", "prefill" or "attention".
+            kind: "decode" or "prefill", or how a row of `experiments.speed.offload` decodes.
             name: see `VARIANTS`.
             length: tokens.
             batch: rows.
@@ -139,7 +134,7 @@ class Bench:
         key |= {"batch": batch, **self._parts, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
-        if known is not None and self._counts(known, wanted):
+        if known is not None and _counts(known, wanted):
             print(f"{report.line(known, self.results.metrics)}, from the record", flush=True)
             return known
         old = self.results.find(key)
@@ -148,40 +143,19 @@ class Bench:
         bandwidth = self.bandwidth.bytes_per_second  # measured before anything fills the memory
         error, full, begun = None, False, time.monotonic()
         try:
-            measured = measure(chosen)
+            figures = measure(chosen)
         except Exception as problem:  # the other rows are still wanted
-            full = isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(problem)
-            full |= isinstance(problem, MemoryError)
-            error = f"{type(problem).__name__}: {problem}"[:2000]
-            measured = {"value": None, "unit": "s"}
+            full = isinstance(problem, MemoryError) or _lacks_memory(problem)
+            error, figures = f"{type(problem).__name__}: {problem}"[:2000], {"value": None, "unit": "s"}
             self.failed += not full
         if error is not None:
             gc.collect()  # frees the memory of the failed attempt before the next row
-        made = {
-            **identity,
-            **measured,
-            "error": error,
-            "out_of_memory": full,
-            **({"bytes_limit": bytes_limit()} if full else {}),
-            "note": chosen.note,
-            "run": self.run,
-            "bandwidth": bandwidth,
-            "wall_seconds": time.monotonic() - begun,
-        }
-        self.results.add(made, key)
-        print(report.line(made, self.results.metrics), flush=True)
-        return made
-
-    @staticmethod
-    def _counts(known: Mapping[str, Any], wanted: str | None) -> bool:
-        """Say whether a row of the record counts, so that it is not measured again.
-
-        A row that ran out of memory counts as long as there is no more memory than there was.
-        """
-        if known["error"] is None:
-            return wanted is None or wanted in known
-        limit, now = known.get("bytes_limit"), bytes_limit()
-        return known["out_of_memory"] and (limit is None or now is None or now <= limit)
+        about = {"error": error, "out_of_memory": full, **({"bytes_limit": bytes_limit()} if full else {})}
+        about |= {"note": chosen.note, "run": self.run, "bandwidth": bandwidth, "wall_seconds": time.monotonic() - begun}
+        row = {**identity, **figures, **about}
+        self.results.add(row, key)
+        print(report.line(row, self.results.metrics), flush=True)
+        return row
 
     def decode(
         self, name: str, length: int, batch: int, split: bool | None = None, sums: str | None = None
@@ -210,7 +184,7 @@ class Bench:
         try:
             rest, alone = self.rest(batch), attend_seconds(cache)
         except jax.errors.JaxRuntimeError as problem:
-            if "RESOURCE_EXHAUSTED" not in str(problem):
+            if not _lacks_memory(problem):
                 raise
             return None
         select = None if alone is None else whole - rest - alone
@@ -225,6 +199,12 @@ class Bench:
             known = {**key, "seconds": figures["value"]}
             self.results.change("rest", lambda rests: [*(rests or []), known])
         return known["seconds"]
+
+    def cache_bytes(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> int:
+        """Compute the bytes on a device of a cache that is ready to decode; nothing is allocated."""
+        sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": self.room, "chunk_size": length}
+        (needed,) = needed_each([method], self.config, self.mesh, kv_dtype, sizes, False)
+        return needed.after.alone
 
     def decode_figures(
         self, method: Method, length: int, batch: int, kv_dtype: str | None = None, sums: str | None = None
@@ -247,33 +227,32 @@ class Bench:
             FloatingPointError: logits were not finite.
             MemoryError: the parameters and the cache alone exceed the memory of a device.
         """
-        settings, params, peak = self.settings, self.params, peak_bytes()
-        sizes = {"length": length, "batch": batch, "room": self.room, "kv_dtype": kv_dtype}
-        check_cache(params, self.config, method, limit=bytes_limit(), **sizes)
-        kept = settings.acceptance if method.drafts else ()
-        loop = TokenLoop(params, self.config, method, **sizes, steps=settings.tokens, sums=sums, kept=kept)
+        limit, needed = bytes_limit(), self.cache_bytes(method, length, batch, kv_dtype)
+        if limit is not None and self.weights + needed > limit:  # an attempt would leave less memory for the next rows
+            sizes = f"{needed / 1e9:.1f} GB beside {self.weights / 1e9:.1f} GB of parameters"
+            raise MemoryError(
+                f"the cache of {type(method).__name__} needs {sizes} on a device of {limit / 1e9:.1f} GB"
+            )
+        settings, kept = self.settings, self.settings.acceptance if method.drafts else ()
+        loop = TokenLoop(
+            self.params, self.config, method, length=length, batch=batch, steps=settings.tokens, room=self.room,
+            kv_dtype=kv_dtype, sums=sums, kept=kept,
+        )  # fmt: skip
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
-        program, cache, plan = loop.program, loop.cache, loop.plan
-        seen, devices, groups = cost_program(cache), *((1, 1) if plan is None else (plan.mesh.size, plan.groups))
-        of_weights = self.config.weight_bytes(of_device(params), batch // groups)
+        cache, plan, seen = loop.cache, loop.plan, cost_program(loop.cache)
+        devices, groups = (1, 1) if plan is None else (plan.mesh.size, plan.groups)
+        of_weights = self.config.weight_bytes(of_device(self.params), batch // groups)
         if kept:  # a pass and its draft steps read all weights, and give several tokens
             of_weights *= (1 + len(kept)) / float(seen.counters["tokens_per_pass"].mean())
         of_cache = float(seen.bytes_read.sum()) / devices
-        seconds = statistics.median(spans)
-        roof = roofline(of_weights + of_cache, seconds, self.bandwidth)
-        memory = program.memory_analysis()
+        roof = roofline(of_weights + of_cache, statistics.median(spans), self.bandwidth)
+        memory = loop.program.memory_analysis()
         figures = {
-            "value": seconds,
-            "unit": "s/token",
-            "least": min(spans),
-            "most": max(spans),
-            "repeats": settings.repeats,
+            **_times(spans, "s/token"),
             "tokens": settings.tokens,
-            "tokens_per_second": batch / seconds,
             "compile_seconds": loop.compile_seconds,
             "weight_bytes_read": of_weights,
             "cache_bytes_read": of_cache,
-            "full_bytes_read": float(seen.full_bytes_read.sum()) / devices,
             "floor": roof.floor,
             "ratio": roof.ratio,
             "achieved_bandwidth": roof.achieved,
@@ -285,12 +264,8 @@ class Bench:
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "collectives": {} if plan is None else instructions(program),
-            "peak_bytes": peak_bytes(),  # of the process so far, including the filling of the cache
-            "peak_bytes_before": peak,
         }
-        return figures, cache
+        return figures | {"tokens_per_second": batch / figures["value"]}, cache
 
     def prefill(
         self,
@@ -319,8 +294,8 @@ class Bench:
             plan, kv_dtype = plan_of(self.params), kv_dtype_of(name)
             sizes = {"max_new_tokens": self.settings.tokens, "chunk_size": self.chunk_size}
             read = functools.partial(shard_map.prefill_each, model=self.config, plan=plan, kv_dtype=kv_dtype, **sizes)
-            given = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
-            arguments = (self.params, *given, (chosen.method,))
+            prompt = place_rows(plan, tokens, jnp.full((batch,), length, jnp.int32))
+            arguments = (self.params, *prompt, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory for the rows that follow.
             check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes | {"batch": batch, "prompt_slots": length})
             program, compile_seconds = compiled(read, *arguments, sums=sums)
@@ -331,14 +306,9 @@ class Bench:
                 spans.append(time.perf_counter() - begun)
                 hosted = placed_bytes((cache.layers, cache.shared))[1]
                 del cache  # otherwise two caches would have to fit
-            seconds = statistics.median(spans[1:])
             return {
-                "value": seconds,
-                "unit": "s",
-                "least": min(spans[1:]),
-                "most": max(spans[1:]),
-                "repeats": self.settings.repeats,
-                "tokens_per_second": batch * length / seconds,
+                **_times(spans[1:], "s"),
+                "tokens_per_second": batch * length / statistics.median(spans[1:]),
                 "compile_seconds": compile_seconds,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
                 "peak_bytes": peak_bytes(),
@@ -350,48 +320,59 @@ class Bench:
 
         return self.row("prefill", name, length, batch, measure, knobs, sums=sums, chunk_size=self.chunk_size, **more)
 
-    def attention(self, name: str, length: int) -> dict[str, Any]:
-        """Measure a row with the time of a single layer's store, select, attend and update.
-
-        Args:
-            name: see `VARIANTS`.
-            length: tokens stored; with several queries, tokens of the prompt that precede them.
-        """
-
-        def measure(chosen: Setting) -> dict[str, Any]:
-            sizes = {"length": length, "queries": self.queries, "repeats": self.settings.repeats}
-            took = layer_seconds(chosen.method, self.config, kv_dtype=kv_dtype_of(name), **sizes)
-            figures = {"value": took.seconds.median, "unit": "s/layer", "attended_tokens": took.attended}
-            for field in ("least", "most"):
-                figures[field] = vars(took.seconds)[field]
-            if took.bytes_read is not None:
-                roof = roofline(took.bytes_read, took.seconds.median, self.bandwidth)
-                figures |= {"cache_bytes_read": roof.bytes_read, "floor": roof.floor, "ratio": roof.ratio}
-                figures["achieved_bandwidth"] = roof.achieved
-            excluded = "what is done once per step for all layers" if chosen.method.spans_layers else ""
-            return {**figures, "compile_seconds": took.seconds.compile, "excluded": excluded}
-
-        return self.row("attention", name, length, 1, measure, queries=self.queries)
-
     def largest_batch(self, name: str, length: int) -> int:
         """Find the largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
-        method = self.setting(name, length).method
-        sizes = {"length": length, "max_new_tokens": self.room, "kv_dtype": kv_dtype_of(name)}
-        row = state_bytes(method, self.config, **sizes)
+        one = self.cache_bytes(self.setting(name, length).method, length, 1, kv_dtype_of(name))
         limit = bytes_limit()
-        free = None if limit is None else limit - num_bytes(self.params)
-        most = self.most_rows if free is None else min(self.most_rows, free // row)
+        most = self.most_rows if limit is None else min(self.most_rows, (limit - num_bytes(self.params)) // one)
         for batch in range(most, 0, -1):
-            made = self.decode(name, length, batch, split=False)
-            if made["error"] is None:
+            row = self.decode(name, length, batch, split=False)
+            if row["error"] is None:
                 break
-            if not made["out_of_memory"]:
+            if not row["out_of_memory"]:
                 return 0  # another error says nothing about the batches that fit
         else:
             batch = 0
         key = {"model": self.settings.shown_model, "method": name, "length": length}
-        mine = {**key, "batch": batch, "bytes_per_row": row, "capped": batch == self.most_rows}
+        largest = {**key, "batch": batch, "bytes_per_row": one, "capped": batch == self.most_rows}
         self.results.change(
-            "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), mine]
+            "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), largest]
         )
         return batch
+
+
+def part_of(config: ModelConfig, parts: int) -> ModelConfig:
+    """Describe one device's part of a model as a model of its own, with the parameters that the device has on a mesh.
+
+    Args:
+        config: the model.
+        parts: the devices over which it is divided; with 1 it is returned as it is.
+
+    Raises:
+        ValueError: the parts would not be equal.
+    """
+    if parts == 1:
+        return config
+    # `local` leaves the vocabulary whole, because a cache keeps the logits of all tokens. End tokens may be in another part.
+    return dataclasses.replace(config.local(parts), vocab_size=config.vocab_size // parts, eos_token_ids=())
+
+
+def _times(spans: Sequence[float], unit: str) -> dict[str, Any]:
+    """Summarise the seconds of the repeats."""
+    value = statistics.median(spans)
+    return {"value": value, "unit": unit, "least": min(spans), "most": max(spans), "repeats": len(spans)}
+
+
+def _lacks_memory(problem: Exception) -> bool:
+    return isinstance(problem, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(problem)
+
+
+def _counts(known: Mapping[str, Any], wanted: str | None) -> bool:
+    """Say whether a row of the record counts, so that it is not measured again.
+
+    A row that ran out of memory counts as long as there is no more memory than there was.
+    """
+    if known["error"] is None:
+        return wanted is None or wanted in known
+    before, limit = known.get("bytes_limit"), bytes_limit()
+    return known["out_of_memory"] and (before is None or limit is None or limit <= before)

@@ -11,24 +11,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from experiments.speed.verified_cache import shares_storage, verified_cache
 from kvjax.api.shard_map import SAME, cache_specs, spread
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache.latent import LatentCache
 from kvjax.cache.offload import OffloadedLayerCache
-from kvjax.decoding.layers import init_shared, is_offloaded, layer_methods, layer_specs, observe
+from kvjax.decoding.layers import init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.prefill import prompt_blocks
 from kvjax.decoding.recurrent import Memory
-from kvjax.exact.verified import Verified
 from kvjax.mesh.sharding import Plan
-from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerMethod, LayerSpec, Method, Prompt
 from kvjax.protocol.typing import EMPTY, layer_ropes
 from kvjax.rope import frequencies
@@ -71,141 +68,48 @@ def filled_cache(
     Raises:
         ValueError: rows or heads that cannot be divided over the devices.
     """
+    part, rows, parts = model, batch, 1
     if plan is not None:
-        return _filled_on(plan, method, model, (length, batch, max_new_tokens), weights, seed, kv_dtype)
-    if method.drafts:
-        verified = cast("Verified", method)
-        sizes: dict[str, Any] = {"length": length, "batch": batch, "max_new_tokens": max_new_tokens}
-        sizes |= {"weights": weights, "seed": seed, "kv_dtype": kv_dtype}
-        draft = filled_cache(verified.draft, model, **sizes)
-        full = draft if shares_storage(verified, model) else filled_cache(Full(), model, **sizes)
-        return verified_cache(verified, full, draft)
-    methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, batch, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
-    layers = tuple(
-        _rows(m, spec, _frequencies(model), jax.random.fold_in(jax.random.key(seed), layer), length, model.vocab_size)
-        for layer, (m, spec) in enumerate(zip(methods, specs, strict=True))
-    )
-    return _cache(method, model, specs, layers, length, weights, seed)
-
-
-def _filled_on(
-    plan: Plan,
-    method: Method,
-    model: ModelConfig,
-    sizes: tuple[int, int, int],
-    weights: str,
-    seed: int,
-    kv_dtype: str | None,
-) -> Cache:
-    """Make a `filled_cache` on many devices; ``sizes`` are prompt tokens, rows, and tokens that may follow."""
-    length, batch, max_new_tokens = sizes
-    plan.check_rows(batch)
-    part, rows, split = plan.part(model), batch // plan.groups, cache_specs(method, model, plan, kv_dtype)
+        plan.check_rows(batch)
+        part, rows, parts = plan.part(model), batch // plan.groups, plan.parts
     methods = layer_methods(method, part)
-    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, plan.parts, kv_dtype)
-    makers: dict[Any, Any] = {}  # layers of one kind share a compiled program
-    layers = []
-    for layer, (m, spec, where) in enumerate(zip(methods, specs, split.layers, strict=True)):
-        kind = jax.tree.structure(m), spec, *jax.tree.flatten(where)
-        make = makers.setdefault(str(kind), _maker(plan, spec, model.vocab_size, where))
-        layers.append(make(m, _frequencies(model), jax.random.fold_in(jax.random.key(seed), layer), length))
+    specs = layer_specs(methods, part, rows, prompt_slots(methods, length), max_new_tokens, parts, kv_dtype)
+    keys = [jax.random.fold_in(jax.random.key(seed), layer) for layer in range(len(specs))]
+    if plan is None:
+        layers = tuple(
+            _rows(m, spec, _frequencies(model), key, length, model.vocab_size)
+            for m, spec, key in zip(methods, specs, keys, strict=True)
+        )
+        return _observe(_start(method, model, specs, layers, length, weights, seed))
+    split = cache_specs(method, model, plan, kv_dtype)
+    makers: dict[str, Any] = {}  # layers of one kind share a compiled program
+    shards = []
+    for m, spec, where, key in zip(methods, specs, split.layers, keys, strict=True):
+        kind = str((jax.tree.structure(m), spec, *jax.tree.flatten(where)))
+        maker = makers.setdefault(kind, _maker(plan, spec, model.vocab_size, where))
+        shards.append(maker(m, _frequencies(model), key, length))
 
-    def one(_: tuple, layers: tuple, method: Method) -> Cache:
-        made = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
-        return dataclasses.replace(made, model=model, plan=plan)
+    def join(_: tuple, layers: tuple, method: Method) -> Cache:
+        cache = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
+        return dataclasses.replace(cache, model=model, plan=plan)
 
-    made_of = (split.layers, SAME), dataclasses.replace(split, weights=weights)
-    join = jax.jit(lambda *given: spread(plan, one, (), given, *made_of), donate_argnums=0)
-    return join(tuple(layers), method)
+    places = (split.layers, SAME), dataclasses.replace(split, weights=weights)
+    joined = jax.jit(lambda *parts: spread(plan, join, (), parts, *places), donate_argnums=0)
+    return joined(tuple(shards), method)
 
 
 def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
     """Make a jitted function that fills a layer on each device, one row after the other."""
 
-    def fill(method: LayerMethod, inv_freq: Array, key: Array, length: Array) -> Any:
+    def fill(_: tuple, method: LayerMethod, inv_freq: Array, key: Array, length: Array) -> Any:
         def row(number: Array) -> Any:
-            mine, own = jax.random.fold_in(key, number), dataclasses.replace(spec, batch=1)
-            made = _row(method, mine, inv_freq, length, spec=own, vocab_size=vocab_size, finished=True)
-            return jax.tree.map(lambda x: x[0], made)
+            one, of_row = dataclasses.replace(spec, batch=1), jax.random.fold_in(key, number)
+            state = _row(method, of_row, inv_freq, length, spec=one, vocab_size=vocab_size)
+            return jax.tree.map(lambda x: x[0], state)
 
         return lax.map(row, jnp.arange(spec.batch))
 
-    def run(*args: Any) -> Any:
-        return spread(plan, lambda _, *given: fill(*given), (), args, (SAME,) * len(args), split)
-
-    return jax.jit(run)
-
-
-def one_layer_cache(
-    method: Method,
-    model: ModelConfig,
-    *,
-    length: int,
-    max_new_tokens: int,
-    in_prompt: bool = False,
-    seed: int = 0,
-    kv_dtype: str | None = None,
-) -> tuple[LayerMethod, Cache]:
-    """Make the last layer of a model with a single row: the layer's method, and a cache of this layer only.
-
-    Args:
-        method: for the whole model.
-        model: sizes.
-        length: tokens that the row has seen.
-        max_new_tokens: tokens that may follow.
-        in_prompt: the cache is as it is before the prompt's end; the tokens that may follow belong to the prompt.
-        seed: of keys, values, queries and tokens.
-        kv_dtype: of the stored keys and values.
-    """
-    chosen = layer_methods(method, model)[-1]
-    offloaded = is_offloaded(chosen, model.num_layers - 1, model.num_layers)
-    model = dataclasses.replace(
-        model, num_layers=1, windows=model.windows[-1:], ropes=model.ropes[-1:], linear=None, experts=None
-    )
-    slots = prompt_slots([chosen], length) + (max_new_tokens if in_prompt else 0)
-    specs = tuple(
-        dataclasses.replace(spec, offloaded=offloaded)
-        for spec in layer_specs([chosen], model, 1, slots, max_new_tokens, kv_dtype=kv_dtype)
-    )
-    layer = _row(
-        chosen,
-        jax.random.key(seed),
-        _frequencies(model),
-        length,
-        spec=specs[0],
-        vocab_size=model.vocab_size,
-        finished=not in_prompt,
-    )
-    if in_prompt:  # the state that all layers share is made at the prompt's end
-        return chosen, _start(method, model, specs, (layer,), length, "", seed)
-    return chosen, _cache(method, model, specs, (layer,), length, "", seed)
-
-
-def state_bytes(
-    method: Method, model: ModelConfig, *, length: int, max_new_tokens: int, kv_dtype: str | None = None
-) -> int:
-    """Count the bytes on the device of the states of all layers for a single row; nothing is allocated."""
-    if method.drafts:
-        verified = cast("Verified", method)
-        parts = [verified.draft, *[Full()] * (not shares_storage(verified, model))]
-        sizes = {"length": length, "max_new_tokens": max_new_tokens}
-        return sum(state_bytes(part, model, kv_dtype=kv_dtype, **sizes) for part in parts)
-    methods = layer_methods(method, model)
-    specs = layer_specs(methods, model, 1, prompt_slots(methods, length), max_new_tokens, kv_dtype=kv_dtype)
-    total = 0
-    for m, spec in zip(methods, specs, strict=True):
-        own = dataclasses.replace(spec, batch=1)
-        make = functools.partial(_row, spec=own, vocab_size=model.vocab_size, finished=True)
-        kinds: Any = jax.make_jaxpr(make)(m, jax.random.key(0), _frequencies(model), length).out_avals
-        total += sum(x.size * x.dtype.itemsize for x in kinds if x.memory_space != jax.memory.Space.Host)
-    return total
-
-
-def _cache(
-    method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int
-) -> Cache:
-    return _observe(_start(method, model, specs, layers, length, weights, seed))
+    return jax.jit(lambda *args: spread(plan, fill, (), args, (SAME,) * len(args), split))
 
 
 def _start(
@@ -237,13 +141,13 @@ def _frequencies(model: ModelConfig) -> Array:
 
 def _rows(method: LayerMethod, spec: LayerSpec, inv_freq: Array, key: Array, length: int, vocab_size: int) -> Any:
     """Make the state of a layer, row after row."""
-    make = functools.partial(_row, spec=dataclasses.replace(spec, batch=1), vocab_size=vocab_size, finished=True)
+    make = functools.partial(_row, spec=dataclasses.replace(spec, batch=1), vocab_size=vocab_size)
     if spec.batch == 1:
         return make(method, key, inv_freq, length)
     state = None
-    for row in range(spec.batch):
-        made = make(method, jax.random.fold_in(key, row), inv_freq, length)
-        state = _put(_room(made, spec.batch) if state is None else state, made, row)
+    for number in range(spec.batch):
+        row = make(method, jax.random.fold_in(key, number), inv_freq, length)
+        state = _put(_room(row, spec.batch) if state is None else state, row, number)
     return state
 
 
@@ -266,7 +170,7 @@ def _put(state: Any, row: Any, at: Array | int) -> Any:
     return jax.tree.map(put, state, row)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "vocab_size", "finished"))
+@functools.partial(jax.jit, static_argnames=("spec", "vocab_size"))
 def _row(
     method: LayerMethod,
     key: Array,
@@ -275,7 +179,6 @@ def _row(
     *,
     spec: LayerSpec,
     vocab_size: int,
-    finished: bool,
 ) -> Any:
     """Make a row of a layer after ``length`` random tokens.
 
@@ -289,7 +192,7 @@ def _row(
         state = jax.tree.map(fill, state, is_leaf=_is_part)
     else:
         state = _read(method, state, key, inv_freq, spec, max(stores), length, vocab_size)
-    return method.finish(state, spec) if finished else state
+    return method.finish(state, spec)
 
 
 def _is_part(x: Any) -> bool:
@@ -315,9 +218,9 @@ def _filled(part: Any, *, key: Array, length: Array | int, vocab_size: int) -> A
             "cursor": jnp.full_like(part.cursor, length),
         }
         if isinstance(part, OffloadedLayerCache):  # it has no copies yet, but may have all keys
-            made = [x if near.shape[2] else with_vectors(x, vectors(near)) for x, near in zip(rows, part.stored, strict=True)]
+            near = [x if near.shape[2] else with_vectors(x, vectors(near)) for x, near in zip(rows, part.stored, strict=True)]
             hosted = jnp.concatenate([vectors(x) for x in rows], axis=3)[..., -part.host.shape[3] :]
-            filled |= {"near_key": made[0], "near_value": part.near_value if part.once else made[1], "host": to_host(hosted)}
+            filled |= {"near_key": near[0], "near_value": part.near_value if part.once else near[1], "host": to_host(hosted)}
         elif isinstance(part, LatentCache):
             filled |= {"held": rows[0]}
         else:

@@ -1,10 +1,10 @@
 """Decoding from host memory: `python -m experiments.speed.offload --methods pariskv --lengths 393216`.
 
 Weights are random and caches are filled as in `experiments.speed`. Every method decodes with its rows in pinned host memory
-and, if they fit, with all of them on the device. A step's bus bytes are the bytes of the attended rows that have no copy on
-the device, counted from a real selection of the last layer. The link's bandwidth is measured by a copy of 256 MiB in the
-same run. A row's floor is the longer of two times: the bus bytes over the link, and all other bytes over the device's
-memory bandwidth, because both can be read at once. More than 64 GB of pinned memory must be requested:
+and with all of them on the device; a row says if they do not fit. A step's bus bytes are those of the attended rows that have
+no copy on the device, counted from a real selection. The link's bandwidth is measured by a copy of 256 MiB in the same run.
+A row's floor is the longer of two times: the bus bytes over the link, and all other bytes over the device's memory bandwidth,
+because both can be read at once. More than 64 GB of pinned memory must be requested:
 ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100``. With ``--share fit``, as many layers stay on the device as a prompt of that length
 leaves room for (`kvjax.offload_share`). ``--kv-dtype int8`` adds rows whose keys and values are stored in 8 bits, on the
 device and on the host.
@@ -17,32 +17,38 @@ prefilled.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import Against, Job
+from experiments.cli import Against, Job, option, record_path
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
-from experiments.speed.offload_report import offload_tables
 from experiments.speed.roofline import bytes_limit
 from experiments.speed.rows import finish
-from experiments.speed.settings import MODELS, OffloadCommand, OffloadSettings
+from experiments.speed.settings import MODELS, OffloadSettings, PlottedOutput
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
-from kvjax.accounting.memory import link_bandwidth, memory_needed, offload_share, placed_bytes
+from kvjax.accounting.memory import link_bandwidth, offload_share, placed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadCommand(PlottedOutput):
+    """Where `experiments.speed.offload` writes."""
+
+    out: pathlib.Path = option(pathlib.Path("runs/offload.json"), read=record_path)
 
 
 def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
-    command = with_figures(command)
-    knobs = read_knobs(settings.knobs)
-    if offloaded := [name for name in knobs if "offload" in knobs[name]]:
+    command, settings = with_figures(command), settings.on_device()
+    if offloaded := [name for name, knobs in read_knobs(settings.knobs).items() if "offload" in knobs]:
         raise ValueError(f"--set {offloaded[0]}.offload: rows are measured offloaded and resident, see --no-resident")
     device, dtype = jax.devices()[0].device_kind, MODELS[settings.model]().dtype
     results = Results(command.out, "offload", {"device": device, "weights": "random", "dtype": dtype})
-    bench = Bench(settings.speed, results, knobs)
+    bench = Bench(settings.speed, results)
     link = link_bandwidth()
     results.change("links", lambda links: {**(links or {}), bench.run: link})
     print(f"host to device: {link / 1e9:.1f} GB/s")
@@ -53,7 +59,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
                 _time(bench, settings, name, length, batch, link)
     if command.plot and any(row["name"] != "prefill" for row in results.metrics):
         write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
-    finish(results, offload_tables(results.metrics, results.notes), against, bench.failed)
+    finish(results, report.offload_tables(results.metrics, results.notes), against, bench.failed)
 
 
 def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int, link: float) -> None:
@@ -71,9 +77,7 @@ def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch
         return
     for part in dict.fromkeys([share, *[0.0] * (not can or not settings.no_resident)]):
         row = measure(bench, name, length, batch, part, link)
-        if row is None:
-            print(f"{'offload' if part else 'resident':9s} {begin} does not fit")
-        elif part and row["error"] is None:
+        if part and row["error"] is None:
             print(
                 f"{'':9s} {row['bus_bytes'] / 1e6:.2f} MB over the bus, {100 * row['hot']:.1f} % hot, "
                 f"{row['layers']} of {bench.config.num_layers} layers"
@@ -106,29 +110,19 @@ def _offload(share: float) -> bool | float:
     return bool(share) if share in (0, 1) else share
 
 
-def measure(bench: Bench, name: str, length: int, batch: int, share: float, link: float) -> dict[str, Any] | None:
-    """Look up or measure a row with ``share`` of the layers offloaded; ``link`` is bytes per second.
-
-    Returns:
-        The row, or None if the other layers do not fit on the device.
-    """
-    limit = bytes_limit()
+def measure(bench: Bench, name: str, length: int, batch: int, share: float, link: float) -> dict[str, Any]:
+    """Look up or measure a row with ``share`` of the layers offloaded; ``link`` is bytes per second."""
     knobs = {"offload": _offload(share)} if can_offload(bench, name, length) else {}
 
     def run(chosen: Setting) -> dict[str, Any]:
         figures, cache = bench.decode_figures(chosen.method, length, batch, kv_dtype_of(name))
         device, host = placed_bytes((cache.layers, cache.shared))
-        seen = traffic(cache)
-        near = figures["weight_bytes_read"] + figures["cache_bytes_read"] - seen.bus_bytes
-        floor = max(bench.bandwidth.seconds(near), seen.bus_bytes / link)
+        crossing = traffic(cache)
+        near = figures["weight_bytes_read"] + figures["cache_bytes_read"] - crossing["bus_bytes"]
+        floor = max(bench.bandwidth.seconds(near), crossing["bus_bytes"] / link)
         figures |= {"floor": floor, "ratio": figures["value"] / floor}
-        return {**figures, "device_bytes": device, "host_bytes": host, **dataclasses.asdict(seen)}
+        return {**figures, "device_bytes": device, "host_bytes": host, **crossing}
 
-    sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": bench.room, "chunk_size": length}
-    sizes["kv_dtype"] = kv_dtype_of(name)
-    needed = memory_needed(bench.setting(name, length, **knobs).method, bench.config, **sizes)
-    if limit is not None and needed.device + bench.weights > limit:
-        return None
     return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
 
 

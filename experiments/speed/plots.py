@@ -1,7 +1,4 @@
-"""Figures of a speed record: time and memory against length, bars of time over their floors, and the parts of a step.
-
-`scaling` has the figure of several devices.
-"""
+"""Figures of a speed record: time and memory against length, bars of time over their floors, a step's parts, many devices."""
 
 from __future__ import annotations
 
@@ -26,13 +23,21 @@ from experiments.records import (
     token_axis,
     token_label,
 )
-from experiments.speed.scaling import scaled, scaling
+from experiments.speed.rows import Row
 
-Row = Mapping[str, Any]
+Styles = Mapping[str, dict[str, Any]]
+Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mesh
 
 _PARTS = {"rest": "rest", "attend": "attend", "select": "select", "select_and_attend": "select and attend"}
 _PART_COLORS = dict(zip(_PARTS.values(), (COLORS[5], COLORS[0], COLORS[4], COLORS[2]), strict=True))
 _BAR = 0.27  # inches of height for each bar
+_SHARES = {  # of the layers in host memory: by a line's dashes what it shows, and which shares these are
+    "-": ("all layers in host memory", lambda share: share == 1),
+    "--": ("some layers in host memory", lambda share: 0 < share < 1),
+    ":": ("resident", lambda share: share == 0),
+}
+_MARKS = "sD^vP*Xo"
+_TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200)  # milliseconds
 
 
 def overview(rows: Sequence[Row], card: str = "") -> Any:
@@ -43,47 +48,45 @@ def overview(rows: Sequence[Row], card: str = "") -> Any:
     panel show the methods that were measured at several lengths or batches. They are left out if there are no such methods.
     """
     decoded = _good(rows)
-    models = list(dict.fromkeys(row["model"] for row in decoded))
     styles = _styles(row["method"] for row in decoded)
-    panels = [_panels([row for row in decoded if row["model"] == model]) for model in models]
-    most = max((len(names) for names in panels), default=1)
-    bars = max((len({row["method"] for row in decoded if row["model"] == model}) for model in models), default=1)
-    longest = max((len(name) for name in styles), default=0)
-    figure = new_figure(4.9 * most + 0.08 * max(longest - 16, 0), max(3.8, 1.5 + _BAR * bars) * max(len(models), 1))
+    by_model = {name: [row for row in decoded if row["model"] == name] for name in dict.fromkeys(x["model"] for x in decoded)}
+    panels = {name: _panels(mine, rows) for name, mine in by_model.items()}
+    most = max(map(len, panels.values()), default=1)
+    bars = max((len({row["method"] for row in mine}) for mine in by_model.values()), default=1)
+    longest = max(map(len, styles), default=0)
+    count = max(len(panels), 1)
+    figure = new_figure(4.9 * most + 0.08 * max(longest - 16, 0), max(3.8, 1.5 + _BAR * bars) * count)
     _name_card(figure, card)
-    grid = figure.subplots(max(len(models), 1), most, squeeze=False)
-    for axes, names, model in zip(grid, panels, models, strict=False):  # of prompts alone there are no panels
-        mine = [row for row in decoded if row["model"] == model]
-        for panel, name in zip(axes, names, strict=False):
-            if name == "batch":
-                lacking = [row for row in rows if row["model"] == model and row.get("out_of_memory")]
-                _by_batch(panel, mine, lacking, styles)
-            else:
-                _OVERVIEW[name](panel, mine, styles)
-            if len(models) > 1:
+    grid = figure.subplots(count, most, squeeze=False)
+    for axes, (model, drawn) in zip(grid, panels.items(), strict=False):  # of prompts alone there are no panels
+        for panel, draw in zip(axes, drawn, strict=False):
+            draw(panel, by_model[model], styles)
+            if len(panels) > 1:
                 panel.set_title(f"{model}: {panel.get_title()}")
-    for axes, names in zip(grid, panels or [[]], strict=True):
-        for panel in axes[len(names) :]:
+    for axes, drawn in zip(grid, panels.values() or [()], strict=True):
+        for panel in axes[len(drawn) :]:
             panel.set_axis_off()
     return figure
 
 
-def _panels(rows: Sequence[Row]) -> list[str]:
+def _panels(rows: Sequence[Row], every: Sequence[Row]) -> list[Callable[..., None]]:
     """List the panels of the overview that have something to show for the rows of one model."""
-    least, most = _least(rows), _usual_length(rows)
-    has_lengths = _several([row for row in rows if row["batch"] == least], "length")
-    has_batches = _several([row for row in rows if row["length"] == most], "batch")
-    return ["length"] * bool(has_lengths) + ["floor"] + ["batch"] * bool(has_batches)
+    length = _usual_length(rows)
+    lacking = [x for x in every if x.get("out_of_memory") and (x["model"], x["length"]) == (rows[0]["model"], length)]
+    has_lengths = _several([row for row in rows if row["batch"] == _least(rows)], "length")
+    has_batches = _several([row for row in rows if row["length"] == length], "batch")
+    by_batch = functools.partial(_by_batch, lacking=[row for row in lacking if row["name"] == "decode"])
+    return [_by_length] * bool(has_lengths) + [_floors] + [by_batch] * bool(has_batches)
 
 
-def _by_length(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+def _by_length(panel: Any, rows: Sequence[Row], styles: Styles) -> None:
     least = _least(rows)
     shown = _several([row for row in rows if row["batch"] == least], "length")
-    _draw_times(panel, shown, styles, lambda row: row["method"])
+    _draw_times(panel, _lines(shown), styles)
     tidy(panel, f"{_rows_of(least)} (thin: floor)", "tokens stored", "ms per token")
 
 
-def _floors(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None:
+def _floors(panel: Any, rows: Sequence[Row], styles: Styles) -> None:
     length = _usual_length(rows)
     least = _least([row for row in rows if row["length"] == length])
     here = [row for row in reversed(rows) if (row["length"], row["batch"]) == (length, least)]
@@ -103,39 +106,27 @@ def _floors(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict]) -> None
     panel.legend(loc="upper right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
 
 
-def _by_batch(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles: Mapping[str, dict]) -> None:
+def _by_batch(panel: Any, rows: Sequence[Row], styles: Styles, lacking: Sequence[Row]) -> None:
+    """Draw throughput against rows; a cross at the smallest batch that lacks memory, level with the largest that fits."""
     length = _usual_length(rows)
     shown = _several([row for row in rows if row["length"] == length], "batch")
-    ends = []
+    ends, crosses = [], []
     for name in dict.fromkeys(row["method"] for row in shown):
         points = sorted((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
         panel.plot(*zip(*points, strict=True), **styles[name])
         ends.append((*points[-1], name, styles[name]["color"]))
-    _draw_limits(panel, rows, lacking, styles)
+        batch, speed = points[-1]
+        over = [row["batch"] for row in lacking if method_title(row["method"]) == name and row["batch"] > batch]
+        if over:
+            crosses.append((batch, min(over), speed, styles[name]["color"]))
+    for at, (batch, over, speed, color) in enumerate(crosses):
+        panel.plot([batch, over], [speed, speed], ":", color=color, linewidth=1)
+        panel.plot(over, speed, "x", color=color, label=None if at else "out of memory")
+    if crosses:
+        panel.legend(loc="upper left", fontsize=8, frameon=False)
     panel.set(xlim=(0, None), ylim=(0, None))
     tidy(panel, f"{token_label(length)} tokens", "rows decoded together", "tokens per second")
     label_lines(panel, ends)
-
-
-def _draw_limits(panel: Any, rows: Sequence[Row], lacking: Sequence[Row], styles: Mapping[str, dict]) -> None:
-    """Draw a cross at the smallest batch that does not fit into memory, level with the largest batch that fits."""
-    length = _usual_length(rows)
-    shown = _several([row for row in rows if row["length"] == length], "batch")
-    crossed = False
-    for name in dict.fromkeys(row["method"] for row in shown):
-        batch, speed = max((row["batch"], row["tokens_per_second"]) for row in shown if row["method"] == name)
-        tried = [row for row in lacking if (row["name"], row["length"]) == ("decode", length)]
-        tried = [row for row in tried if method_title(row["method"]) == name]
-        over = [row["batch"] for row in tried if row["batch"] > batch]
-        if over:
-            panel.plot([batch, min(over)], [speed, speed], ":", color=styles[name]["color"], linewidth=1)
-            panel.plot(min(over), speed, "x", color=styles[name]["color"], label=None if crossed else "out of memory")
-            crossed = True
-    if crossed:
-        panel.legend(loc="upper left", fontsize=8, frameon=False)
-
-
-_OVERVIEW = {"length": _by_length, "floor": _floors}
 
 
 def tpot(rows: Sequence[Row], card: str = "") -> Any:
@@ -154,46 +145,43 @@ def _name_card(figure: Any, card: str) -> None:
 
 
 def _against_length(rows: Sequence[Row], card: str, title: str, ylabel: str, draw: Callable[..., None]) -> Any:
-    rows = _decoded(rows)
-    single = len({row["model"] for row in rows}) == 1
-    name = (lambda row: row["method"]) if single else (lambda row: f"{row['method']}, {row['model']}")
-    names = {name(row) for row in rows}
-    figure = new_figure(7, max(4.2, 0.24 * len(names) + 1))
+    """Draw the decode rows of the smallest batch, a line for each method and model."""
+    good = _good(rows)
+    if not good:
+        raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
+    least = _least(good)
+    shown = [row for row in good if row["batch"] == least]
+    lines = _lines(shown)
+    figure = new_figure(7, max(4.2, 0.24 * len(lines) + 1))
     panel = figure.subplots()
-    draw(panel, rows, _styles(map(name, rows)), name)
-    tidy(panel, "; ".join(filter(None, (_rows_of(_least(rows)), title))), "tokens stored", ylabel)
+    draw(panel, lines, _styles(lines))
+    tidy(panel, "; ".join(filter(None, (_rows_of(least), title))), "tokens stored", ylabel)
     _name_card(figure, card)
     return figure
 
 
-def _draw_times(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict], name: Callable[[Row], str]) -> None:
+def _draw_times(panel: Any, lines: Mapping[str, Sequence[Row]], styles: Styles) -> None:
     """Draw milliseconds per token, their spread and their floors, on logarithmic axes."""
-    amount_axis(panel, [1e3 * row[field] for row in rows for field in ("least", "most", "floor")])
-    for label, mine in _grouped(rows, name).items():
-        lengths, color = [row["length"] for row in mine], styles[label]["color"]
+    amount_axis(panel, [1e3 * row[field] for mine in lines.values() for row in mine for field in ("least", "most", "floor")])
+    for name, mine in lines.items():
+        lengths, color = [row["length"] for row in mine], styles[name]["color"]
         error_bars(panel, lengths, [(1e3 * row["least"], 1e3 * row["most"]) for row in mine], color)
         panel.plot(lengths, [1e3 * row["floor"] for row in mine], linewidth=0.7, color=color, alpha=0.6)
-    _draw_lines(panel, rows, styles, name, lambda row: 1e3 * row["value"])
+    _draw_lines(panel, lines, styles, "value", 1e3)
 
 
-def _draw_memory(panel: Any, rows: Sequence[Row], styles: Mapping[str, dict], name: Callable[[Row], str]) -> None:
-    amount_axis(panel, [row["cache_bytes"] / 1e9 for row in rows])
-    _draw_lines(panel, rows, styles, name, lambda row: row["cache_bytes"] / 1e9)
+def _draw_memory(panel: Any, lines: Mapping[str, Sequence[Row]], styles: Styles) -> None:
+    amount_axis(panel, [row["cache_bytes"] / 1e9 for mine in lines.values() for row in mine])
+    _draw_lines(panel, lines, styles, "cache_bytes", 1e-9)
 
 
-def _draw_lines(
-    panel: Any,
-    rows: Sequence[Row],
-    styles: Mapping[str, dict],
-    name: Callable[[Row], str],
-    read: Callable[[Row], float],
-) -> None:
-    """Draw a line for each name against length, with the name at its end; the limits of the y axis are already set."""
+def _draw_lines(panel: Any, lines: Mapping[str, Sequence[Row]], styles: Styles, field: str, scale: float) -> None:
+    """Draw a field against length, with the name at each line's end; the limits of the y axis are already set."""
     ends = []
-    for label, mine in _grouped(rows, name).items():
-        panel.plot([row["length"] for row in mine], [read(row) for row in mine], **styles[label])
-        ends.append((mine[-1]["length"], read(mine[-1]), label, styles[label]["color"]))
-    token_axis(panel, [row["length"] for row in rows])
+    for name, mine in lines.items():
+        panel.plot([row["length"] for row in mine], [scale * row[field] for row in mine], **styles[name])
+        ends.append((mine[-1]["length"], scale * mine[-1][field], name, styles[name]["color"]))
+    token_axis(panel, [row["length"] for mine in lines.values() for row in mine])
     label_lines(panel, ends)
 
 
@@ -205,7 +193,7 @@ def split(rows: Sequence[Row], card: str = "") -> Any:
     Raises:
         ValueError: no row has its time split.
     """
-    rows = [row for row in _good(rows) if row.get("split") and "select" in row["split"]]
+    rows = [row for row in _good(rows) if row.get("split")]
     if not rows:
         raise ValueError("a time split needs rows with one: run experiments.speed without --no-split")
     rows.sort(key=lambda row: (row["batch"], row["value"]))
@@ -237,30 +225,22 @@ def offload(rows: Sequence[Row], card: str = "") -> Any:
     """Draw milliseconds per token against length at the smallest batch: all, some or no layers in host memory."""
     rows = [row for row in rows if row["error"] is None and row["name"] != "prefill"]
     least = _least(rows)
-    rows = [row for row in rows if row["batch"] == least]
-    models = {row["model"] for row in rows}
-    names = {id(row): ", ".join([method_title(row["method"]), *[row["model"]] * (len(models) > 1)]) for row in rows}
-    styles = _styles(names.values())
+    rows = [{**row, "method": method_title(row["method"])} for row in rows if row["batch"] == least]
+    lines = _lines(rows)
     figure = new_figure(7, 4.2)
     panel = figure.subplots()
     ends: dict[str, tuple[float, float, str, str]] = {}
-    for name, style in styles.items():
-        own = [row for row in rows if names[id(row)] == name]
-        for dashes, has in (("-", _all_hosted), ("--", _part_hosted), (":", _resident)):
-            mine = sorted((row for row in own if has(row["share"])), key=lambda row: row["length"])
+    for name, style in _styles(lines).items():
+        for dashes, (_, has) in _SHARES.items():
+            mine = [row for row in lines[name] if has(row["share"])]
             if not mine:
                 continue
             lengths, times = [row["length"] for row in mine], [1e3 * row["value"] for row in mine]
             panel.plot(lengths, times, **{**style, "linestyle": dashes})
             error_bars(panel, lengths, [(1e3 * r["least"], 1e3 * r["most"]) for r in mine], style["color"])
             ends.setdefault(name, (lengths[-1], times[-1], name, style["color"]))
-    shares = [row["share"] for row in rows]
-    for dashes, label, has in (
-        ("-", "all layers in host memory", _all_hosted),
-        ("--", "some layers in host memory", _part_hosted),
-        (":", "resident", _resident),
-    ):
-        if any(map(has, shares)):
+    for dashes, (label, has) in _SHARES.items():
+        if any(has(row["share"]) for row in rows):
             panel.plot([], [], dashes, color=FAINT, label=label)
     if rows:
         token_axis(panel, [row["length"] for row in rows])
@@ -272,16 +252,66 @@ def offload(rows: Sequence[Row], card: str = "") -> Any:
     return figure
 
 
-def _all_hosted(share: float) -> bool:
-    return share == 1
+def scaling(rows: Sequence[Row], card: str = "") -> Any:
+    """Draw milliseconds per token against devices: a panel for each model, length, batch and axis; thin lines are floors.
+
+    A panel has the methods that were timed on several numbers of devices along one axis of a mesh. If there are several
+    variants of sums over devices, it shows the fastest.
+
+    Raises:
+        ValueError: no method was timed on several numbers of devices.
+    """
+    groups = _on_several(rows)
+    if not groups:
+        raise ValueError("a figure of devices needs decode rows on meshes of two sizes: run experiments.speed --mesh")
+    figure = new_figure(4.6 * len(groups), 4.4)
+    _name_card(figure, card)
+    names = sorted({name for methods in groups.values() for name in methods} - {"full"})  # a method looks alike in all panels
+    looks = {"full": (REFERENCE, "o")} | {x: (COLORS[i % len(COLORS)], _MARKS[i % len(_MARKS)]) for i, x in enumerate(names)}
+    for panel, ((model, length, batch, axis), methods) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
+    ):
+        ends, counts = [], sorted({count for best in methods.values() for count in best})
+        panel.set(xscale="log", yscale="log", xlim=(counts[0] * 0.93, counts[-1] * 1.07))
+        for name, best in methods.items():
+            color, mark = looks[name]
+            at = sorted(best)
+            times, floors = ([1e3 * best[count][field] for count in at] for field in ("value", "floor"))
+            panel.plot(at, times, color=color, marker=mark)
+            panel.plot(at, floors, color=color, linewidth=0.7, alpha=0.6)
+            ends.append((at[-1], times[-1], method_title(name), color))
+        low, high = panel.get_ylim()
+        ticks = [step for step in _TICKS if low <= step <= high]
+        panel.set_yticks(ticks, [str(step) for step in ticks], minor=False)
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.set_yticks([], minor=True)
+        panel.set_xticks([], minor=True)
+        tidy(panel, f"{model}, {token_label(length)}, {_rows_of(batch)} (thin: floor)", f"devices on {axis}", "ms per token")
+        label_lines(panel, ends)
+    return figure
 
 
-def _part_hosted(share: float) -> bool:
-    return 0 < share < 1
+def _on_several(rows: Sequence[Row]) -> dict[Group, dict[str, dict[int, Row]]]:
+    """Find the fastest row on each number of devices, by group and method; methods on a single mesh are left out."""
+    groups: dict[Group, dict[str, dict[int, Row]]] = {}
+    done = [row for row in rows if row["name"] == "decode" and row["error"] is None and not row.get("parts")]
+    done.sort(key=lambda row: row["value"])
+    for row in done:
+        sizes = [text.split("=") for text in (row.get("mesh") or "").split(",") if text]
+        wide = [(axis, int(count)) for axis, count in sizes if count != "1"]
+        if len(wide) == 1:
+            ((axis, count),) = wide
+            groups.setdefault(_group(row, axis), {}).setdefault(row["method"], {}).setdefault(count, row)
+    several = {group: {name: x for name, x in methods.items() if len(x) > 1} for group, methods in groups.items()}
+    for group, methods in several.items():
+        for row in done:
+            if not row.get("mesh") and row["method"] in methods and _group(row, group[3]) == group:
+                methods[row["method"]].setdefault(1, row)
+    return {group: methods for group, methods in several.items() if methods}
 
 
-def _resident(share: float) -> bool:
-    return share == 0
+def _group(row: Row, axis: str) -> Group:
+    return row["model"], row["length"], row["batch"], axis
 
 
 def _good(rows: Sequence[Row]) -> list[Row]:
@@ -295,15 +325,6 @@ def _where(row: Row) -> list[str]:
     mesh = [axis for axis in (row.get("mesh") or "").split(",") if axis and not axis.endswith("=1")]
     part = f"one of {row['parts']} parts" if row.get("parts") else ""
     return [*mesh, *(text for text in (part, row.get("sums")) if text)]
-
-
-def _decoded(rows: Sequence[Row]) -> list[Row]:
-    """Select the decode rows of the smallest batch measured, without failures."""
-    good = _good(rows)
-    if not good:
-        raise ValueError("a figure of decoding needs decode rows, got none: run experiments.speed")
-    least = _least(good)
-    return [row for row in good if row["batch"] == least]
 
 
 def _least(rows: Sequence[Row]) -> int:
@@ -323,21 +344,21 @@ def _several(rows: Sequence[Row], field: str) -> list[Row]:
     return [row for row in rows if len(values[row["method"]]) > 1]
 
 
-def _grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Group the rows by name, in order of length."""
-    made: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["length"]):
-        made.setdefault(name(row), []).append(row)
-    return made
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Group rows of one model by their method, and of several models by method and model, in order of length."""
+    several = len({row["model"] for row in rows}) > 1
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(row["method"] + (f", {row['model']}" if several else ""), []).append(row)
+    return {name: sorted(mine, key=lambda row: row["length"]) for name, mine in lines.items()}
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Choose a line style for each name; Full is dark, so that other methods are compared with it."""
     known = list(dict.fromkeys(names))
     full = [name for name in known if name.partition(",")[0] == "Full"]
-    others = [name for name in known if name not in full]
-    made = {name: {**line_style(turn * 7), "color": REFERENCE} for turn, name in enumerate(full)}
-    return made | {name: line_style(index) for index, name in enumerate(others)}
+    styles = {name: {**line_style(turn * 7), "color": REFERENCE} for turn, name in enumerate(full)}
+    return styles | {name: line_style(index) for index, name in enumerate(name for name in known if name not in full)}
 
 
 def _rows_of(batch: int) -> str:
@@ -354,8 +375,9 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     if record["experiment"] == "offload":
         return {"offload": functools.partial(offload, rows, card)}, ["offload"]
     kinds = {"speed": overview, "tpot": tpot, "memory": memory, "split": split, "scaling": scaling}
-    usual = ["speed"] * bool(_good(rows))
-    usual += ["tpot", "memory"] * bool(_several(_good(rows), "length"))  # points at a single length make no curve
-    usual += ["split"] * any("select" in (row.get("split") or {}) for row in _good(rows))
-    usual += ["scaling"] * bool(scaled(rows))
+    good = _good(rows)
+    usual = ["speed"] * bool(good)
+    usual += ["tpot", "memory"] * bool(_several(good, "length"))  # points at a single length make no curve
+    usual += ["split"] * any(row.get("split") for row in good)
+    usual += ["scaling"] * bool(_on_several(rows))
     return {name: functools.partial(draw, rows, card) for name, draw in kinds.items()}, usual

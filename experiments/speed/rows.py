@@ -67,7 +67,9 @@ def failure(row: Row, most: int = 200) -> str:
 
 
 def spread(row: Row, scale: float, digits: int) -> str:
-    """Format the median of a row's repeats, with the least and the most in brackets, each times ``scale``."""
+    """Format the median of a row's repeats, with least and most in brackets, each times ``scale``; a failed row gives ""."""
+    if row["value"] is None:
+        return ""
     value, least, most = (f"{scale * row[field]:.{digits}f}" for field in ("value", "least", "most"))
     return f"{value} ({least} - {most})"
 

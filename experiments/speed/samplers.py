@@ -1,4 +1,4 @@
-"""Samplers: rows with temperatures of their own, and draws that agree with a draft as often as they are told."""
+"""A sampler whose draws agree with a draft as often as it is told."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.decoding.sampling import Sampler, rows_of
+from kvjax.decoding.sampling import rows_of
 from kvjax.protocol.typing import pytree, static
 
 _SAME, _OTHER = 7, 8  # two token ids
-
-
-@pytree
-class ByRow:
-    """Draw as `kvjax.decoding.sampling.Sampler` does, with a temperature for each row."""
-
-    temperature: Array  # float32 [B]; 0 is greedy
-
-    def draw(self, logits: Array, key: Array) -> Array:
-        """Draw next tokens int32 [B] from logits float32 [B, V]."""
-        return self.draw_each(logits, _keys(key, len(logits)))
-
-    def draw_each(self, logits: Array, keys: Array) -> Array:
-        """Draw a token int32 [N] from each of the logits float32 [N, V], of which every row has N / B."""
-        own = jnp.repeat(self.temperature, len(logits) // len(self.temperature))
-        drawn = Sampler(temperature=1.0).draw_each(logits / jnp.maximum(own, 1e-6)[:, None], keys)
-        return jnp.where(own > 0, drawn, Sampler().draw_each(logits, None))
 
 
 @pytree
@@ -50,7 +33,7 @@ class Forced:
 
     def draw(self, logits: Array, key: Array) -> Array:
         """Draw next tokens int32 [B] from logits float32 [B, V]."""
-        return self.draw_each(logits, _keys(key, len(logits)))
+        return self.draw_each(logits, jax.vmap(jax.random.fold_in, (None, 0))(key, rows_of(len(logits))))
 
     def draw_each(self, logits: Array, keys: Array) -> Array:
         """Draw B tokens int32 for steps, or B * N tokens for a pass, from logits float32 [.., V] with a key for each."""
@@ -60,8 +43,3 @@ class Forced:
             return token
         right = jax.vmap(jax.random.uniform)(keys) < jnp.tile(self.rates, self.rows)
         return jnp.where(right, token, _OTHER)
-
-
-def _keys(key: Array, rows: int) -> Array:
-    """Make the keys of the rows of a step, as `kvjax.decoding.sampling.Sampler.draw` does."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows_of(rows))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,16 +74,3 @@ def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit
     begun = time.perf_counter()
     lowered = jax.jit(run, **jit).lower(*args)
     return lowered.compile(compiler_options=dict(variant.options)), time.perf_counter() - begun
-
-
-def instructions(program: Compiled) -> dict[str, int]:
-    """Count each kind of collective in a compiled program; after a colon, the name has the kernel that XLA chose."""
-    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute"
-    found: dict[str, int] = {}
-    for line in program.as_text().splitlines():
-        kind = re.search(rf" ({kinds})(?:-start)?\(|custom_call_target=\"({kinds})\"", line)
-        if kind:
-            chosen = re.search(r"\"kernel_strategy\":\"KERNEL_STRATEGY_(\w+)\"", line)
-            name = (kind[1] or kind[2]) + (f": {chosen[1]}" if chosen and chosen[1] != "DEFAULT" else "")
-            found[name] = found.get(name, 0) + 1
-    return found

@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.speed.filled_cache import filled_cache, state_bytes
-from experiments.speed.roofline import of_device
+from experiments.speed.filled_cache import filled_cache
 from experiments.speed.samplers import Forced
 from experiments.speed.sum_variants import compiled
 from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.protocol.method import Method, num_bytes
+from kvjax.protocol.method import Method
 from models import ModelConfig
 
 
@@ -80,34 +79,3 @@ class TokenLoop:
         if (end.bad_step >= 0).any():
             raise FloatingPointError("logits were not finite")
         return seconds
-
-
-def check_cache(
-    params: Any,
-    model: ModelConfig,
-    method: Method,
-    *,
-    limit: int | None,
-    length: int,
-    batch: int,
-    room: int,
-    kv_dtype: str | None = None,
-) -> None:
-    """Refuse a cache that cannot fit a device: an attempt would leave less memory for the rows that are timed next.
-
-    Args:
-        limit: bytes that the process may allocate on a device; None refuses nothing.
-        params, model, method, length, batch, room, kv_dtype: see `TokenLoop`.
-
-    Raises:
-        MemoryError: the parameters and the cache alone exceed ``limit``.
-    """
-    plan = plan_of(params)
-    if limit is None or (plan is not None and plan.parts > 1):  # what a part of the slots takes is not known
-        return
-    part, rows = (model, batch) if plan is None else (plan.part(model), batch // plan.groups)
-    cache = rows * state_bytes(method, part, length=length, max_new_tokens=room, kv_dtype=kv_dtype)
-    weights = num_bytes(of_device(params))
-    if weights + cache > limit:
-        told = f"{cache / 1e9:.1f} GB beside {weights / 1e9:.1f} GB of parameters on a device of {limit / 1e9:.1f} GB"
-        raise MemoryError(f"the cache of {type(method).__name__} needs {told}")

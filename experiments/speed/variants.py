@@ -125,7 +125,7 @@ def setting(
     name: str,
     length: int,
     config: ModelConfig,
-    given: Mapping[str, Any] | None = None,
+    knobs: Mapping[str, Any] | None = None,
     kept: Sequence[float] = (),
 ) -> Setting:
     """Make the variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
@@ -134,7 +134,7 @@ def setting(
         name: see `VARIANTS`; with or without `VERIFIED` before it, and with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
-        given: knobs that override the variant's.
+        knobs: knobs that override the variant's.
         kept: for names ``verified_VARIANT``, whose draft is the variant: the share of drafted tokens that are kept at each
             place. So many tokens are drafted in each pass.
 
@@ -142,30 +142,29 @@ def setting(
         ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
     """
     if name.startswith(VERIFIED):
-        inner = setting(name.removeprefix(VERIFIED), length, config, given)
-        told = f"drafted tokens kept: {', '.join(f'{share:g}' for share in kept)}"
-        method = kvjax.Verified(draft=inner.method, depth=len(kept), worth=None)
-        return Setting(name, method, "; ".join(note for note in (inner.note, told) if note))
+        draft = setting(name.removeprefix(VERIFIED), length, config, knobs)
+        shares = f"drafted tokens kept: {', '.join(f'{share:g}' for share in kept)}"
+        method = kvjax.Verified(draft=draft.method, depth=len(kept), worth=None)
+        return Setting(name, method, "; ".join(filter(None, (draft.note, shares))))
     if (base := name.partition("@")[0]) not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
-    variant = VARIANTS[base]
-    knobs = dict(variant.knobs)
+    variant, knobs = VARIANTS[base], knobs or {}
+    defaults = dict(variant.knobs)
     if variant.budget:
-        knobs["budget"] = budget_at(base, length)
+        defaults["budget"] = budget_at(base, length)
     if variant.method == "sentencekv":
-        knobs["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
+        defaults["boundary"] = jnp.asarray(np.arange(config.vocab_size) % _SENTENCE == 0)
     if "scores" in registry.find(variant.method).__dataclass_fields__:
-        knobs["scores"] = uneven_scores(config)
-    made = paper_method(variant.method, length, tokenizer=None, config=config, given={**knobs, **(given or {})})
-    given = given or {}
+        defaults["scores"] = uneven_scores(config)
+    paper = paper_method(variant.method, length, tokenizer=None, config=config, given={**defaults, **knobs})
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
-    notes = ["" if given.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else made.note]
-    notes += [f"{knob}={value}" for knob, value in given.items() if (knob, value) != ("offload", False)]
-    method: Any = kvjax.Periodic(evict=made.method, interval=variant.interval) if variant.interval else made.method
+    notes = ["" if knobs.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else paper.note]
+    notes += [f"{knob}={value}" for knob, value in knobs.items() if (knob, value) != ("offload", False)]
+    method: Any = kvjax.Periodic(evict=paper.method, interval=variant.interval) if variant.interval else paper.method
     if variant.prompt:
         method = kvjax.Prefill(method=method, **variant.prompt)
     check_quantisable(layer_methods(method, config), kv_dtype_of(name))
-    return Setting(name, method, "; ".join(note for note in notes if note))
+    return Setting(name, method, "; ".join(filter(None, notes)))
 
 
 def uneven_scores(config: ModelConfig) -> tuple[tuple[float, ...], ...]:

@@ -1,3 +1,3 @@
-"""Layouts of stored data that several operations read and write; `shapes` is the base of all timed shapes."""
+"""Layouts of stored data that several operations read and write; `shapes` is what timed shapes are declared in."""
 
 from __future__ import annotations

@@ -25,9 +25,6 @@ from experiments.answering import (
     score,
 )
 from experiments.heads.prompts import PromptSettings, encode_prompts
-from experiments.lab.ablations.cluster_drift import Course, make_text
-from experiments.lab.insight.run import run_methods
-from experiments.lab.insight.settings import InsightSettings
 from experiments.records import Results, percent_interval
 from tests.tiny_models import BUILTIN
 from tests.tiny_models import SHIPPED as CONFIG
@@ -36,19 +33,11 @@ from tests.tiny_models import run as dense_logits
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize(
-    ("what", "make"),
-    [
-        ("--length", lambda model: encode_prompts(model, PromptSettings(length=2049))),
-        ("--length", lambda model: run_methods(InsightSettings(length=2049), model, None, {})),
-        ("a prompt and its continuation together", lambda model: make_text(model, Course(new_tokens=1))),
-    ],
-)
-def test_texts_beyond_the_positions_are_refused_before_they_are_made(what, make):
+def test_texts_beyond_the_positions_are_refused_before_they_are_made():
     """This model has neither parameters nor a tokenizer."""
     model = LoadedModel("small", {}, CONFIG, None, pathlib.Path("nowhere"))
-    with pytest.raises(ValueError, match=f"{what} must be at most 2048 tokens, the positions of small, got 2049"):
-        make(model)
+    with pytest.raises(ValueError, match="--length must be at most 2048 tokens, the positions of small, got 2049"):
+        encode_prompts(model, PromptSettings(length=2049))
 
 
 def test_records_tell_the_dtypes_of_codes():

@@ -17,14 +17,13 @@ from experiments.cli import CompiledPrograms
 from experiments.cli.main import main
 from experiments.evaluation import ahead, runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.lab.training.subject import WholeModel
 from experiments.records import CompileClock
 from experiments.speed import uneven_scores
 from kvjax import registry
+from tests.tiny_models import write_model
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
-BUILTIN = models.builtin_directory()
 TINY = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(0,), rope_theta=1e4,
@@ -35,9 +34,7 @@ LARGE = ("prefill", "extend", "decode_and_measure")
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A checkpoint directory of random weights with the shipped tokenizer."""
-    directory = tmp_path_factory.mktemp("tiny") / "model"
-    WholeModel(TINY, BUILTIN).export(directory, models.random_params(TINY, jax.random.key(0)))
-    return directory
+    return write_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @contextlib.contextmanager

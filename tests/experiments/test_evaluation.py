@@ -38,13 +38,13 @@ from experiments.evaluation import (
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_grid, the_grid
 from experiments.evaluation.settings import Choice, EvaluationSettings, choices_of, joined
-from experiments.lab.training.subject import WholeModel
 from experiments.records import bootstrap_interval
 from experiments.speed import figures as speed_figures
 from kvjax import registry
 from kvjax.api.sweep import group_by_structure
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree, static
+from tests.tiny_models import write_model
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -60,9 +60,7 @@ TINY = models.ModelConfig(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A checkpoint directory of random weights with the shipped tokenizer."""
-    directory = tmp_path_factory.mktemp("tiny") / "model"
-    WholeModel(TINY, BUILTIN).export(directory, models.random_params(TINY, jax.random.key(0)))
-    return directory
+    return write_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @functools.cache

@@ -11,10 +11,12 @@ import jax
 import pytest
 
 import kvjax
+from experiments.records import Results
 from experiments.speed import Bandwidth
 from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
-from experiments.speed.filled_cache import filled_cache, state_bytes
+from experiments.speed.filled_cache import filled_cache
+from experiments.speed.settings import SpeedSettings
 from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.methods import FreeKV, MagicPIG
 from kvjax.protocol.method import num_bytes
@@ -123,15 +125,17 @@ def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys)
     monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: model)
     two = memory_needed(kvjax.make("pariskv", offload=0.67), model, batch=1, prompt_slots=4096, max_new_tokens=12)
     params = num_bytes(random_params(model, jax.random.key(0)))
-    monkeypatch.setattr(experiment, "bytes_limit", lambda: two.device + two.staged + params)
+    limit = two.device + two.staged + params
+    monkeypatch.setattr(experiment, "bytes_limit", lambda: limit)
+    monkeypatch.setattr(speed_bench, "bytes_limit", lambda: limit)
     monkeypatch.setattr(experiment, "offload_share", functools.partial(kvjax.offload_share, spare=0))
     out = command("--tokens", 2, "--share", "fit", "--methods", "pariskv")
     rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
     assert rows["offload", "pariskv"]["layers"] == 2 and rows["offload", "pariskv"]["share"] == 2 / 3
-    assert ("resident", "pariskv") not in rows
-    monkeypatch.setattr(experiment, "bytes_limit", lambda: params)
+    assert rows["resident", "pariskv"]["out_of_memory"]
+    limit = params
     command("--tokens", 3, "--share", "fit", "--methods", "pariskv")
-    assert re.search(r"offload +pariskv +4096 +1 does not fit", capsys.readouterr().out)
+    assert re.search(r"offload +pariskv +4096 +1 out of memory", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -151,9 +155,12 @@ def test_prompts_have_a_row_for_each_method_that_offloads(command, capsys):
 
 
 @pytest.mark.parametrize("kind", [None, pytest.param("int8", marks=pytest.mark.thorough)])
-def test_the_search_for_the_largest_batch_begins_at_what_fits_on_the_device(kind):
+def test_the_search_for_the_largest_batch_begins_at_what_fits_on_the_device(kind, tmp_path, monkeypatch):
     """Of a row with keys and values in host memory, only what stays on the device counts."""
-    sizes, method = {"length": 128, "max_new_tokens": 8, "kv_dtype": kind}, kvjax.make("pariskv", offload=True, buffer=32)
-    cache = filled_cache(method, TINY_SPEED, batch=2, **sizes)
+    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: TINY_SPEED)
+    settings = SpeedSettings(model="tiny", lengths=(128,), tokens=1, repeats=1)
+    bench = speed_bench.Bench(settings, Results(tmp_path / "speed.json", "speed", {}))
+    method = kvjax.make("pariskv", offload=True, buffer=32)
+    cache = filled_cache(method, TINY_SPEED, batch=2, length=128, max_new_tokens=bench.room, kv_dtype=kind)
     device, host = placed_bytes(cache.layers)
-    assert 2 * state_bytes(method, TINY_SPEED, **sizes) == device and host > 0
+    assert bench.cache_bytes(method, 128, 2, kind) == device and host > 0

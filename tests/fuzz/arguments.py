@@ -1,21 +1,22 @@
-"""What takes values: the fields of methods and models, and the arguments of public functions, with rules of their own.
+"""What takes values: the fields of methods and models, and the arguments of public functions; bad values must be refused.
 
-The rules are written here a second time, from annotations, declared limits and docstrings, so that they do not agree with the
-checks of the library by calling them.
+Rules of arguments are written here a second time, from docstrings; those of fields come from annotations and declared limits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 import kvjax
 from kvjax import registry
@@ -26,31 +27,51 @@ from kvjax.registry import parse_knobs, resolve
 from kvjax.testing.model import TinyModel
 from models import ModelConfig, RopeScaling, random_params
 from tests.fuzz import values
-from tests.fuzz.values import (
-    Argument,
-    Rule,
-    among,
-    arrays,
-    boolean,
-    either,
-    finite,
-    none,
-    nothing,
-    rows,
-    tuples,
-    whole,
-)
+from tests.fuzz.values import Rule, among, arrays, boolean, either, finite, none, nothing, rows, tuples, whole
+from tests.fuzz.verdicts import judge
 
+_WORDS = {  # what a refusal may tell in place of the name
+    "questions": ("token",), "max_new_tokens": ("more exceed",), "method": ("no module", "the module"),
+}  # fmt: skip
 _ROWS, _ROOM, _WIDTH = 2, 8, 6
-_SIGNED = ("seed",)  # whole numbers that may be negative; all others count something
 _MODEL = ModelConfig(
     vocab_size=61, hidden_size=16, intermediate_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=8,
     max_position_embeddings=64, eos_token_ids=(60,),
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """Something that takes a value.
+
+    Attributes:
+        owner: a class or a function.
+        name: of the argument, which a refusal tells, in the singular too and in capitals; see also `_WORDS`.
+        allowed: the rule; values that it allows are not tried.
+        call: takes the argument by its name.
+        more: values that it should refuse, beside random ones.
+    """
+
+    owner: str
+    name: str
+    allowed: Rule
+    call: Callable[..., Any]
+    more: tuple[Any, ...] = ()
+
+    def bad_values(self) -> st.SearchStrategy[Any]:
+        """Draw a value that must be refused."""
+        options = values.anything() | st.sampled_from(self.more) if self.more else values.anything()
+        return options.filter(lambda value: not self.allowed(value))
+
+    def refuse(self, value: Any) -> None:
+        """Judge the refusal of a bad value."""
+        about = f"{self.owner}({self.name}=...) given {values.shown(value)}"
+        words = self.name.rstrip("s"), *_WORDS.get(self.name, ())
+        judge(about, lambda: self.call(**{self.name: value}), named=words, errors=(ValueError, TypeError))
+
+
 class World:
-    """A tiny model and what the functions need of it; made when they are used first."""
+    """A tiny model and what the functions need of it, made when they are used first; one for all cases."""
 
     config = _MODEL
     prompts = ((1, 2, 3, 4, 5, 6), (7, 8, 9))
@@ -61,13 +82,13 @@ class World:
         return random_params(self.config, jax.random.key(0))
 
     @functools.cached_property
-    def _made(self) -> kvjax.Cache:
+    def _filled(self) -> kvjax.Cache:
         return self.prefill()
 
     @property
     def cache(self) -> kvjax.Cache:
         """A cache of its own, with two rows."""
-        return kvjax.fork(self._made)
+        return kvjax.fork(self._filled)
 
     @functools.cached_property
     def consumed(self) -> kvjax.Cache:
@@ -78,254 +99,121 @@ class World:
 
     def prefill(self, **options: Any) -> kvjax.Cache:
         """`kvjax.prefill` with some arguments changed."""
-        given = {"params": self.params, "tokens": self.prompts, "config": self.config, "max_new_tokens": _ROOM}
-        given |= {"pad_multiple": 1, **options}
-        return kvjax.prefill(given.pop("params"), given.pop("tokens"), **given)
+        sizes = {"config": self.config, "max_new_tokens": _ROOM, "pad_multiple": 1, **options}
+        return kvjax.prefill(sizes.pop("params", self.params), sizes.pop("tokens", self.prompts), **sizes)
+
+    def sweep(self, **options: Any) -> Any:
+        """`kvjax.sweep` with some arguments changed."""
+        sizes = {"config": self.config, "max_new_tokens": 2, **options}
+        return kvjax.sweep(self.params, sizes.pop("tokens", self.prompts), sizes.pop("methods", ["full"]), **sizes)
+
+    def needed(self, **options: Any) -> Any:
+        """`kvjax.memory_needed` with some arguments changed."""
+        sizes = {"batch": 1, "prompt_slots": 8, "max_new_tokens": 4, **options}
+        return kvjax.memory_needed(sizes.pop("method", "full"), sizes.pop("config", self.config), **sizes)
 
     def call(self, function: Callable[..., Any], **options: Any) -> Any:
         """A function of params and a cache, with some arguments changed."""
-        given = {"params": self.params, "cache": self.cache, **options}
-        return function(given.pop("params"), given.pop("cache"), **given)
+        cache = options.pop("cache") if "cache" in options else self.cache
+        return function(options.pop("params", self.params), cache, **options)
 
 
-def fields_of_methods() -> list[Argument]:
+@functools.cache
+def world() -> World:
+    """The world of this process."""
+    return World()
+
+
+def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
+    """Give one bad value to one field or argument."""
+    argument = data.draw(st.sampled_from(fields()) | st.sampled_from(functions()))
+    argument.refuse(data.draw(argument.bad_values()))
+    yield
+
+
+# ---- fields -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fields() -> tuple[Argument, ...]:
     """The fields of all methods, wrappers and descriptions of models."""
-    made = [_field(cls, field.name) for cls in registry.classes().values() for field in dataclasses.fields(cls)]
-    made += [_sampler(name) for name in Sampler.__dataclass_fields__]
     quest, full = Quest(budget=16), Full()
-    both = {"evict": full, "retrieve": quest}
-    made += [_argument("Stages", name, nothing, lambda **x: kvjax.Stages(**{**both, **x})) for name in both]
-    made.append(_argument("DenseBelow", "method", nothing, lambda **x: kvjax.DenseBelow(length=9, **x)))
-    made.append(_argument("DenseBelow", "length", whole(1), lambda **x: kvjax.DenseBelow(method=quest, **x)))
-    made.append(_argument("Periodic", "evict", nothing, lambda **x: kvjax.Periodic(**x)))
-    made.append(_argument("Periodic", "interval", whole(1), lambda **x: kvjax.Periodic(evict=SnapKV(), **x)))
-    made.append(_argument("Twilight", "method", nothing, lambda **x: kvjax.Twilight(**x)))
-    share = either(finite(0, 1, above=0.0), arrays(finite(0, 1, above=0.0)))
-    made.append(_argument("Twilight", "mass", share, lambda **x: kvjax.Twilight(method=quest, **x)))
-    made.append(_argument("LayerBudgets", "method", nothing, lambda **x: kvjax.LayerBudgets(shares=(1.0,), **x)))
-    shares = tuples(finite(0, above=0.0))
-    made.append(_argument("LayerBudgets", "shares", shares, lambda **x: kvjax.LayerBudgets(method=quest, **x)))
-    made.append(_argument("Prefill", "method", nothing, lambda **x: kvjax.Prefill(**x)))
-    made.append(_argument("Prefill", "pattern", nothing, lambda **x: kvjax.Prefill(method=quest, **x)))
-    made.append(_argument("PerLayer", "layers", among({}), lambda **x: kvjax.PerLayer(default=full, **x)))
-    made.append(_argument("PerLayer", "default", nothing, lambda **x: kvjax.PerLayer(layers={0: full}, **x)))
-    return [dataclasses.replace(x, allowed=_no_method(x)) for x in made] + _models()
-
-
-def _no_method(argument: Argument) -> Rule:
-    """A method is a good value where methods are expected, so it is not tried there."""
-    takes = argument.name in ("evict", "retrieve", "method", "default")
-    return lambda x: argument.allowed(x) or (takes and isinstance(x, kvjax.methods.Full))
-
-
-def _field(cls: type, name: str) -> Argument:
-    field = cls.__dataclass_fields__[name]
-    limits = field.metadata.get("limits", Limits())
-    hints = typing.get_type_hints(cls)
-    kinds = hints[name]
-    kinds = typing.get_args(kinds) if typing.get_origin(kinds) in (types.UnionType, typing.Union) else (kinds,)
-    rule = either(*(_rule(name, kind, limits, bool(field.metadata.get("static"))) for kind in kinds))
-    if name == "boundary":
-        rule = lambda x: x is None or (isinstance(x, (np.ndarray, jax.Array)) and x.dtype == bool and x.ndim == 1)  # noqa: E731
-    if name == "offload":
-        rule = either(boolean, finite(0, 1))
-    return _argument(cls.__name__, name, rule, lambda **x: cls(**x))
-
-
-def _rule(name: str, kind: Any, limits: Limits, static: bool) -> Rule:
-    if typing.get_origin(kind) is tuple:
-        parts = typing.get_args(kind)
-        first = parts[0]
-        options = typing.get_args(first) if typing.get_origin(first) in (types.UnionType, typing.Union) else (first,)
-        return tuples(either(*(_rule(name, x, limits, static) for x in options)), None if ... in parts else len(parts))
-    if kind is type(None):
-        return none
-    if kind is bool:
-        return boolean
-    numbers = [x for x in limits.choices if not isinstance(x, str)]
-    if kind is str:
-        texts = [x for x in limits.choices if isinstance(x, str)]
-        return among(*texts) if texts else (lambda x: isinstance(x, str))
-    if kind is int and numbers:
-        return among(*numbers)
-    least = -values.INT32 - 1 if name in _SIGNED else 0
-    low = least if limits.least is None else limits.least
-    high = values.INT32 if limits.most is None else limits.most
-    if kind is int:
-        return whole(low, high, limits.odd)
-    above = -np.inf if limits.above is None else limits.above
-    number = finite(
-        -values.FLOAT32 if limits.least is None else limits.least,
-        values.FLOAT32 if limits.most is None else limits.most,
-        float(above),
+    share = finite(0, 1, above=0.0)
+    wrappers: tuple[tuple[type, dict[str, Any], dict[str, Rule]], ...] = (
+        (kvjax.Stages, {"evict": full, "retrieve": quest}, {"evict": nothing, "retrieve": nothing}),
+        (kvjax.DenseBelow, {"length": 9, "method": quest}, {"method": nothing, "length": whole(1)}),
+        (kvjax.Periodic, {"evict": SnapKV()}, {"evict": nothing, "interval": whole(1)}),
+        (kvjax.Twilight, {"method": quest}, {"method": nothing, "mass": either(share, arrays(share))}),
+        (kvjax.LayerBudgets, {"method": quest, "shares": (1.0,)}, {"method": nothing, "shares": tuples(finite(above=0.0))}),
+        (kvjax.Prefill, {"method": quest}, {"method": nothing, "pattern": nothing}),
+        (kvjax.PerLayer, {"layers": {0: full}, "default": full}, {"layers": among({}), "default": nothing}),
     )
-    if kind is float:
-        return number
-    if kind is jax.Array and not static:
-        return arrays(either(whole(low, high), number))
-    return nothing
-
-
-def _sampler(name: str) -> Argument:
-    rule = {"temperature": finite(0), "top_k": whole(1), "top_p": finite(0, 1, above=0.0)}[name]
-    allowed = either(none, rule, arrays(rule))
-    base = {} if name == "temperature" else {"temperature": 1.0}
-    return _argument("Sampler", name, allowed, lambda **x: Sampler(**{**base, **x}))
-
-
-def _models() -> list[Argument]:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim")
-    made = [
-        _argument(
-            "ModelConfig",
-            name,
-            lambda x: type(x) is int and 1 <= x < 2**31,
-            lambda **x: dataclasses.replace(_MODEL, **x),
-        )
-        for name in (*sizes, "max_position_embeddings")
+    declared = [_field(cls, field) for cls in registry.classes().values() for field in dataclasses.fields(cls)]
+    declared += [
+        Argument(cls.__name__, name, rule, functools.partial(cls, **options))
+        for cls, options, rules in wrappers
+        for name, rule in rules.items()
     ]
+    sampling = {"temperature": finite(0), "top_k": whole(1), "top_p": share}
+    for name, rule in sampling.items():
+        sampler = functools.partial(Sampler, **{} if name == "temperature" else {"temperature": 1.0})
+        declared.append(Argument("Sampler", name, either(none, rule, arrays(rule)), sampler))
+    # A method is a good value where methods are expected, so it is not tried there.
+    takes = ("evict", "retrieve", "method", "default")
+    is_method = lambda x: isinstance(x, Full)  # noqa: E731
+    declared = [dataclasses.replace(x, allowed=either(x.allowed, is_method)) if x.name in takes else x for x in declared]
+    return (*declared, *_fields_of_models())
+
+
+def _field(cls: type, field: dataclasses.Field) -> Argument:
+    rule = _rule(field.name, typing.get_type_hints(cls)[field.name], field.metadata.get("limits", Limits()), field.metadata)
+    if field.name == "boundary":
+        rule = lambda x: x is None or (isinstance(x, (np.ndarray, jax.Array)) and x.dtype == bool and x.ndim == 1)  # noqa: E731
+    if field.name == "offload":
+        rule = either(boolean, finite(0, 1))
+    return Argument(cls.__name__, field.name, rule, cls)
+
+
+def _rule(name: str, kind: Any, limits: Limits, metadata: Any) -> Rule:
+    """Say what a field of an annotation takes. Whole numbers count something, but for seeds, and are not negative."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return either(*(_rule(name, part, limits, metadata) for part in parts))
+    if typing.get_origin(kind) is tuple:
+        return tuples(_rule(name, parts[0], limits, metadata), None if ... in parts else len(parts))
+    chosen = [x for x in limits.choices if isinstance(x, str) == (kind is str)]
+    if chosen and kind in (str, int):
+        return among(*chosen)
+    within = lambda x: limits.allow(values.plain(x))  # noqa: E731
+    least = 0 if limits.least is None and name != "seed" else -values.INT32 - 1
+    integer, number = (lambda x: whole(least)(x) and within(x)), (lambda x: finite()(x) and within(x))
+    known = {type(None): none, bool: boolean, str: lambda x: isinstance(x, str), int: integer, float: number}
+    if kind is jax.Array and not metadata.get("static"):
+        return arrays(either(integer, number))
+    return known.get(kind, nothing)
+
+
+def _fields_of_models() -> Iterator[Argument]:
+    config, size = functools.partial(dataclasses.replace, _MODEL), lambda x: type(x) is int and 1 <= x < 2**31
     positive = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and finite(above=0.0)(x)  # noqa: E731
+    rules: dict[str, Rule] = {
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads"), size),
+        **dict.fromkeys(("num_kv_heads", "head_dim", "max_position_embeddings"), size),
+        **dict.fromkeys(("rms_norm_eps", "rope_theta", "embedding_multiplier", "residual_multiplier"), positive),
+        **dict.fromkeys(("tie_word_embeddings", "qkv_bias", "qk_norm"), boolean),
+        "logits_multiplier": positive, "dtype": nothing, "rope_scaling": none,
+        "eos_token_ids": tuples(lambda x: isinstance(x, int) and 0 <= x < 61),
+    }  # fmt: skip
+    yield from (Argument("ModelConfig", name, rule, config) for name, rule in rules.items())
     scaling = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    for name in ("rms_norm_eps", "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_multiplier"):
-        made.append(_argument("ModelConfig", name, positive, lambda **x: dataclasses.replace(_MODEL, **x)))
-    for name in ("tie_word_embeddings", "qkv_bias", "qk_norm"):
-        made.append(_argument("ModelConfig", name, boolean, lambda **x: dataclasses.replace(_MODEL, **x)))
-    ids = tuples(lambda x: isinstance(x, int) and 0 <= x < 61)
-    made.append(_argument("ModelConfig", "eos_token_ids", ids, lambda **x: dataclasses.replace(_MODEL, **x)))
-    made.append(_argument("ModelConfig", "dtype", nothing, lambda **x: dataclasses.replace(_MODEL, **x)))
-    made.append(_argument("ModelConfig", "rope_scaling", none, lambda **x: dataclasses.replace(_MODEL, **x)))
-    for name in scaling:
-        made.append(_argument("RopeScaling", name, positive, lambda **x: RopeScaling(**{**scaling, **x})))
-    return made
+    yield from (Argument("RopeScaling", x, positive, functools.partial(RopeScaling, **scaling)) for x in scaling)
 
 
-def functions(world: World) -> list[Argument]:
-    """The arguments of public functions."""
-    return [*_of_prompts(world), *_of_caches(world), *_of_names(world)]
-
-
-def _of_prompts(world: World) -> list[Argument]:
-    array = np.ones((_ROWS, _WIDTH), np.int32)
-    length = rows(_ROWS, whole(1, _WIDTH))
-    config = {"config": world.config}
-
-    def sweep(**x: Any) -> Any:
-        given = {"tokens": world.prompts, "methods": ["full"], **config, "max_new_tokens": 2, **x}
-        return kvjax.sweep(world.params, given.pop("tokens"), given.pop("methods"), **given)
-
-    def needed(**x: Any) -> Any:
-        sizes = {"batch": 1, "prompt_slots": 8, "max_new_tokens": 4, **x}
-        return kvjax.memory_needed(sizes.pop("method", "full"), sizes.pop("config", world.config), **sizes)
-
-    made = [
-        _argument("prefill", "tokens", _is_tokens, world.prefill, *_TOKENS),
-        _argument("prefill", "config", nothing, world.prefill, "llama", TinyModel, {"vocab_size": 61}),
-        _argument("prefill", "method", _is_method, world.prefill, *_METHODS),
-        _argument("prefill", "params", nothing, world.prefill, *_wrong_params()),
-        _argument("prefill", "max_new_tokens", either(whole(1, 58), none), world.prefill),
-        _argument("prefill", "chunk_size", whole(1), world.prefill),
-        _argument("prefill", "pad_multiple", whole(1), world.prefill),
-        _argument("prefill", "lengths", either(length, none), lambda **x: world.prefill(tokens=array, **x), *_LENGTHS),
-        _argument("pad_tokens", "tokens", lambda x: isinstance(x, (list, tuple, np.ndarray, jax.Array)), kvjax.pad_tokens),
-        _argument(
-            "pad_tokens",
-            "lengths",
-            either(rows(_ROWS, whole(0, _WIDTH)), none),
-            lambda **x: kvjax.pad_tokens(array, **x),
-        ),
-        _argument("sweep", "tokens", _is_tokens, sweep, *_TOKENS),
-        _argument("sweep", "methods", _is_methods, sweep, *([x] for x in _METHODS)),
-        _argument("sweep", "max_new_tokens", whole(1, 58), sweep),
-        _argument("sweep", "chunk_size", whole(1), sweep),
-        _argument("sweep", "questions", either(none, _is_questions), sweep, *_TOKENS, [[1]], [[1], [2], [3]]),
-        _argument("sweep", "eos_token_ids", _is_eos, sweep, *_EOS),
-        _argument("memory_needed", "method", either(_is_method, _is_methods), needed, *_METHODS, [], ["ques"]),
-        _argument("memory_needed", "config", nothing, needed, "llama"),
-    ]
-    made += [_argument("memory_needed", name, whole(1), needed) for name in ("batch", "prompt_slots", "max_new_tokens")]
-    return made
-
-
-def _of_caches(world: World) -> list[Argument]:
-    made: list[Argument] = []
-    caches = (world.config, {"length": 3})
-    sampled = {"temperature": 1.0, "key": jax.random.key(0)}
-    number = lambda rule: either(none, rule, arrays(rule))  # noqa: E731
-    limits = either(none, rows(_ROWS, whole(0, 4)))
-    for name, function in (("generate", kvjax.generate), ("stream", _streamed)):
-
-        def run(function: Callable[..., Any] = function, **x: Any) -> Any:
-            return world.call(function, **{"max_new_tokens": 4, **x})
-
-        def draw(function: Callable[..., Any] = function, **x: Any) -> Any:
-            return world.call(function, **{"max_new_tokens": 4, **sampled, **x})
-
-        made += [
-            _argument(name, "cache", nothing, run, *caches),
-            _argument(name, "params", nothing, run, *_wrong_params()),
-            _argument(name, "method", either(none, _is_method), run, *_METHODS, "quest", Quest()),
-            _argument(name, "max_new_tokens", whole(1, _ROOM), run),
-            _argument(name, "eos_token_ids", _is_eos, run, *_EOS),
-            _argument(name, "temperature", number(finite(0)), draw),
-            _argument(name, "top_k", number(whole(1)), draw),
-            _argument(name, "top_p", number(finite(0, 1, above=0.0)), draw),
-            _argument(name, "key", _is_key, draw),
-        ]
-    one = either(rows(_ROWS, whole(0, 60)))
-    step = lambda **x: world.call(kvjax.decode_step, **{"tokens": [1, 2], **x})  # noqa: E731
-    made += [
-        _argument("generate", "limits", limits, lambda **x: world.call(kvjax.generate, max_new_tokens=4, **x), *_LENGTHS),
-        _argument("stream", "block", whole(1), lambda **x: world.call(_streamed, max_new_tokens=4, **x)),
-        _argument("decode_step", "tokens", one, step, [1], [1, 61], [2**32 + 5, 1]),
-        _argument("decode_step", "cache", nothing, step, *caches),
-        _argument("decode_step", "params", nothing, step, *_wrong_params()),
-        _argument("decode_step", "active", _is_active, step, [1, 0]),
-        _argument("extend", "tokens", _is_questions,
-                  lambda **x: world.call(kvjax.extend, **x), *_TOKENS, [[1]], [[1] * 9, [1]]),
-        _argument("extend", "cache", nothing, lambda **x: world.call(kvjax.extend, tokens=[[1], [2]], **x), *caches),
-        _argument("extend", "lengths", either(none, rows(_ROWS, whole(0, 3))),
-                  lambda **x: world.call(kvjax.extend, tokens=np.ones((_ROWS, 3), np.int32), **x), *_LENGTHS),
-        _argument("fork", "copies", whole(1), lambda copies: kvjax.fork(world.cache, copies)),
-        _argument("fork", "cache", nothing, lambda cache: kvjax.fork(cache), *caches),
-    ]  # fmt: skip
-    for name, function in (("generate", kvjax.generate), ("stream", _streamed), ("extend", kvjax.extend)):
-        given = {"tokens": [[1], [2]]} if name == "extend" else {}
-        spent = lambda function=function, given=given, **x: function(world.params, world.consumed, **given)  # noqa: E731
-        made.append(_argument(name, "cache", nothing, spent))
-    return made
-
-
-def _streamed(*args: Any, **kwargs: Any) -> list:
-    return list(kvjax.stream(*args, **kwargs))
-
-
-def _of_names(world: World) -> list[Argument]:
-    texts = lambda x: isinstance(x, str) and x.strip().lower() in registry.classes()  # noqa: E731
-    strange = ("ques", "quest ", "a:b", "kvjax:Quest", "..:x", ":", "os:path", "QUEST2")
-    return [
-        _argument("make", "name", texts, lambda name: kvjax.make(name), *(x for x in strange if not texts(x))),
-        _argument("make", "knob", nothing, lambda knob: kvjax.make("quest", **{f"bud{values.shown(knob)}": 3})),
-        _argument("resolve", "method", _is_method, lambda method: resolve(method), *_METHODS),
-        _argument(
-            "parse_knobs", "budget", nothing, _parsed, "12", "budget", "=3", "budget=", "page_size=x", "budget=1.5"
-        ),
-        _argument("register", "cls", nothing, lambda cls: kvjax.register(cls), int, Full(), "quest", kvjax.Cache),
-    ]
-
-
-def _parsed(budget: Any) -> Any:
-    if budget in ("12",) if isinstance(budget, str) else True:
-        raise ValueError("not a text, which parse_knobs need not take; got nothing")
-    return parse_knobs("quest", [budget])
-
-
-def _argument(owner: str, name: str, allowed: Rule, call: Callable[..., Any], *more: Any) -> Argument:
-    return Argument(f"{owner}({name}=...)", name, allowed, lambda value: call(**{name: value}), more)
-
+# ---- functions ----------------------------------------------------------------------------------------------------
 
 _TOKENS: tuple[Any, ...] = (
     [1, 2], [[1.5]], [["a"]], [[None]], [[]], [[1], []], np.zeros((2, 0), np.int32), np.zeros((0, 2), np.int32),
-    np.ones((2, 3), np.float32), np.ones((2, 3), bool), jnp.ones((3,), jnp.int32), [[[1]]], [[2**32 + 5]], [[10**30]],
+    np.ones((2, 3), np.float32), np.ones((2, 3), bool), np.ones((3,), np.int32), [[[1]]], [[2**32 + 5]], [[10**30]],
     np.full((2, 3), 2**40), "text", ["text"], [[True, False]], [[1] * 4, 5], [[61]], [[-1]], [[1] * 100, [1] * 90],
 )  # fmt: skip
 _METHODS = (Quest, "ques", 3, [Full()], Full, "", object())
@@ -333,13 +221,92 @@ _LENGTHS: tuple[Any, ...] = (
     [1], [1, 2, 3], [7, 8], [-1, 2], [2**40, 1], "3", [1.0, 2.0], [True, True], [[1, 2]], ["a", 1], 3,
 )  # fmt: skip
 _EOS: tuple[Any, ...] = ([61], [-1], 61, [1.5], ["a"], [[1]], [2**32], "60", [None], [True])
+_STRANGE = ("ques", "quest ", "a:b", "kvjax:Quest", "..:x", ":", "os:path", "QUEST2")
+
+
+@functools.cache
+def functions() -> tuple[Argument, ...]:
+    """The arguments of public functions: rules, and values that must be refused."""
+    here, array = world(), np.ones((_ROWS, _WIDTH), np.int32)
+    caches, params = (nothing, here.config, {"length": 3}), (nothing, *_wrong_params())
+    option = lambda rule: either(none, rule)  # noqa: E731
+    number = lambda rule: (either(none, rule, arrays(rule)),)  # noqa: E731
+    of_row = lambda least, most: option(rows(_ROWS, whole(least, most)))  # noqa: E731
+    known_name = lambda x: isinstance(x, str) and x.strip().lower() in registry.classes()  # noqa: E731
+    sequence = lambda x: isinstance(x, (list, tuple, np.ndarray, jax.Array))  # noqa: E731
+    wrapped = ["full", Full(), *([x] for x in _METHODS)]
+    step = functools.partial(here.call, kvjax.decode_step)
+    asked = functools.partial(here.call, kvjax.extend)
+    table: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, ...]]]] = {
+        "prefill": (here.prefill, {
+            "tokens": (_is_tokens, *_TOKENS), "config": (nothing, "llama", TinyModel, {"vocab_size": 61}), "params": params,
+            "method": (_is_method, *_METHODS), "max_new_tokens": (option(whole(1, 58)), 0, 2.5, 2**40),
+            "chunk_size": (whole(1), None),
+            "pad_multiple": (whole(1),),
+        }),
+        "prefill of an array": (functools.partial(here.prefill, tokens=array), {"lengths": (of_row(1, _WIDTH), *_LENGTHS)}),
+        "pad_tokens": (kvjax.pad_tokens, {"tokens": (sequence,)}),
+        "pad_tokens to a width": (functools.partial(kvjax.pad_tokens, array), {"multiple": (whole(1),)}),
+        "pad_tokens of an array": (functools.partial(kvjax.pad_tokens, array), {"lengths": (of_row(0, _WIDTH),)}),
+        "sweep": (here.sweep, {
+            "tokens": (_is_tokens, *_TOKENS), "methods": (_is_methods, *wrapped), "max_new_tokens": (whole(1, 58),),
+            "chunk_size": (whole(1),), "eos_token_ids": (_is_eos, *_EOS),
+            "questions": (option(_is_questions), *_TOKENS, [[1]], [[1], [2], [3]]),
+        }),
+        "memory_needed": (here.needed, {
+            "method": (either(_is_method, _is_methods), *_METHODS, [], ["ques"]), "config": (nothing, "llama"),
+            **dict.fromkeys(("batch", "prompt_slots", "max_new_tokens"), (whole(1),)),
+        }),
+        "decode_step": (lambda **x: step(**{"tokens": [1, 2], **x}), {
+            "tokens": (rows(_ROWS, whole(0, 60)), [1], [1, 61], [2**32 + 5, 1]), "cache": caches, "params": params,
+            "active": (lambda x: x is None or rows(_ROWS, boolean, kind="b")(x), [1, 0]),
+        }),
+        "extend": (lambda **x: asked(**{"tokens": [[1], [2]], **x}), {
+            "tokens": (_is_questions, *_TOKENS, [[1]], [[1] * 9, [1]]), "cache": caches,
+        }),
+        "extend by an array": (functools.partial(asked, tokens=array[:, :3]), {"lengths": (of_row(0, 3), *_LENGTHS)}),
+        "fork": (lambda **x: kvjax.fork(**{"cache": here.cache, **x}), {"copies": (whole(1),), "cache": caches}),
+        "make": (lambda method: kvjax.make(method), {"method": (known_name, *_STRANGE)}),
+        "make quest": (lambda knob: kvjax.make("quest", **{f"bud{values.shown(knob)}": 3}), {"knob": (nothing,)}),
+        "resolve": (resolve, {"method": (_is_method, *_METHODS)}),
+        "parse_knobs": (lambda knob: parse_knobs("quest", [knob]), {
+            "knob": (lambda x: not isinstance(x, str), "12", "budget", "=3", "budget=", "page_size=x", "budget=1.5"),
+        }),
+        "register": (kvjax.register, {"cls": (nothing, int, Full(), "quest", kvjax.Cache)}),
+    }  # fmt: skip
+    for name, function in (("generate", kvjax.generate), ("stream", lambda *args, **x: list(kvjax.stream(*args, **x)))):
+        run = functools.partial(here.call, function, max_new_tokens=4)
+        sampled = functools.partial(run, temperature=1.0, key=jax.random.key(0))
+        of_rows = {"limits": (of_row(0, 4), *_LENGTHS)} if name == "generate" else {"block": (whole(1),)}
+        table[name] = run, {
+            "cache": caches, "params": params, "method": (option(_is_method), *_METHODS, "quest", Quest()),
+            "max_new_tokens": (whole(1, _ROOM),), "eos_token_ids": (_is_eos, *_EOS), **of_rows,
+        }  # fmt: skip
+        table[f"{name} at random"] = sampled, {
+            "temperature": number(finite(0)), "top_k": number(whole(1)), "top_p": number(finite(0, 1, above=0.0)),
+            "key": (_is_random_key,),
+        }  # fmt: skip
+        table[f"{name} of a consumed cache"] = functools.partial(_consumed, here, function), {"cache": (nothing,)}
+    table["extend of a consumed cache"] = functools.partial(_consumed, here, kvjax.extend, tokens=[[1], [2]]), {
+        "cache": (nothing,)
+    }
+    return tuple(
+        Argument(owner, name, rule, call, tuple(more))
+        for owner, (call, rules) in table.items()
+        for name, (rule, *more) in rules.items()
+    )
+
+
+def _consumed(here: World, function: Callable[..., Any], cache: Any, **options: Any) -> Any:
+    """Use a cache that was consumed, whatever ``cache`` is."""
+    return function(here.params, here.consumed, **options)
 
 
 def _wrong_params() -> tuple[Any, ...]:
     fewer = dataclasses.replace(_MODEL, num_layers=2, hidden_size=8)
-    shapes = random_params(fewer, jax.random.key(0))
-    right = random_params(_MODEL, jax.random.key(0))
-    return (shapes, {}, None, jax.tree.map(lambda x: x.astype(jnp.int32), right), {"params": right}, [1, 2])
+    shapes, right = (random_params(config, jax.random.key(0)) for config in (fewer, _MODEL))
+    integers = jax.tree.map(lambda x: x.astype(jnp.int32), right)
+    return (shapes, {}, None, {"embed": np.array(["a"])}, integers, {"params": right}, [1, 2])
 
 
 def _is_questions(x: Any) -> bool:
@@ -362,16 +329,8 @@ def _is_tokens(x: Any) -> bool:
         flat = [np.asarray(row) for row in x] if listed else [np.asarray(x)]
     except (ValueError, TypeError):
         return False
-    dimensions = 1 if listed else 2
-    return all(
-        row.ndim == dimensions
-        and row.size
-        and row.dtype.kind in "iu"
-        and 0 <= row.min()
-        and row.max() < 61
-        and row.shape[-1] < 50
-        for row in flat
-    )
+    right = lambda row: row.dtype.kind in "iu" and 0 <= row.min() and row.max() < 61 and row.shape[-1] < 50  # noqa: E731
+    return all(row.ndim == (1 if listed else 2) and row.size and right(row) for row in flat)
 
 
 def _is_method(x: Any) -> bool:
@@ -386,15 +345,10 @@ def _is_eos(x: Any) -> bool:
     fine = whole(0, 60)
     if x is None or fine(x) or (isinstance(x, (list, tuple, range)) and all(map(fine, x))):
         return True
-    empty = isinstance(x, (np.ndarray, jax.Array)) and x.ndim == 1 and not x.size
-    return empty or arrays(fine)(x) and x.ndim <= 1 and x.dtype.kind in "iu"
-
-
-def _is_active(x: Any) -> bool:
-    return x is None or rows(_ROWS, boolean, kind="b")(x)
-
-
-def _is_key(x: Any) -> bool:
-    if not isinstance(x, (np.ndarray, jax.Array)):
+    if not isinstance(x, (np.ndarray, jax.Array)) or x.ndim > 1:
         return False
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32
+    return not x.size or arrays(fine)(x) and x.dtype.kind in "iu"
+
+
+def _is_random_key(x: Any) -> bool:
+    return values.is_key(x) or isinstance(x, (np.ndarray, jax.Array)) and x.dtype == np.uint32

@@ -1,26 +1,29 @@
-"""Damaged files: checkpoints, caches, settings and records, each with one fault."""
+"""Damaged checkpoints, caches, settings and records, each with one fault, are refused or read as if they were whole."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from hypothesis import strategies as st
 
 import kvjax
 from experiments.cli import read_record
 from experiments.evaluation import EvaluationSettings
 from models import from_pretrained, save_pretrained
-from tests.fuzz.arguments import World
+from tests.fuzz.arguments import world
 from tests.fuzz.values import nested
+from tests.fuzz.verdicts import judge
 
-_CONFIG, _WEIGHTS, _GENERATION = "config.json", "model.safetensors", "generation_config.json"
+_CONFIG, _WEIGHTS, _GENERATION, _INDEX = (
+    "config.json", "model.safetensors", "generation_config.json", "model.safetensors.index.json",
+)  # fmt: skip
 _NO_SIZE = (None, 0, -1, 1.5, "4", True, [4], {}, float("nan"), 10**400)
 _NO_FLAG = ("false", 1.5, [], {}, "x")
 # The values that a key of config.json must not have.
@@ -44,201 +47,157 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     "methods": (7, [7], ["ques"], [{"quest": {"bugdet": 3}}], [{"quest": 3}], {"quest": 1}), "budgets": ("x", ["1/0"], [-1]),
     "model": (3.5, [], {}, None), "no_such_key": (1,), "tasks": ("no-such-task", [3.5], {}),
 }  # fmt: skip
-_RECORD: dict[str, Any] = {
-    "experiment": "speed",
-    "settings": {"model": "tiny"},
-    "metrics": [{"name": "time", "value": 1.0}],
-}
+_NO_SETTINGS = ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0")
+_NO_FILES = ("../a.safetensors", "/a.safetensors", "b.safetensors", 3, None, ["a.safetensors"], "", ".", "a\0b",
+             "a/../../b", "..\\model", "C:\\model")
+_RECORD = {"experiment": "speed", "settings": {"model": "tiny"}, "metrics": [{"name": "time", "value": 1.0}]}
+_TELLS = ("got", "expected", "unknown", "has no")
+_Draw = Callable[[st.SearchStrategy], Any]
+_Damaged = tuple[str, Callable[[], Any]]  # the damage in words; reads the file: True if it is read as the whole file is
 
 
-@dataclasses.dataclass(frozen=True)
-class Damaged:
-    """A damaged file.
-
-    Attributes:
-        about: the damage in words.
-        read: reads the file; returns False if what it gives is what the whole file gives.
-    """
-
-    about: str
-    read: Callable[[], Any]
+def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
+    """Damage one file and read it."""
+    about, read = data.draw(st.sampled_from(_KINDS))(data.draw, folder)
+    judge(about, read, named=(*_TELLS, str(folder)), right=lambda same: None if same is True else "was accepted")
+    yield
 
 
-class Files:
-    """Makes damaged files, one at a time, in a folder.
-
-    Args:
-        world: the model and the cache that are saved.
-        folder: for the files.
-    """
-
-    def __init__(self, world: World, folder: pathlib.Path) -> None:
-        self.world, self.folder = world, folder
-        self._kinds = (
-            self._config,
-            self._generation,
-            self._text,
-            self._weights,
-            self._index,
-            self._cache,
-            self._yaml,
-            self._record,
-        )
-
-    def damage(self, rng: np.random.Generator) -> Damaged:
-        """A random damage of a random kind of file."""
-        return self._kinds[int(rng.integers(len(self._kinds)))](rng)
-
-    @functools.cached_property
-    def _model(self) -> pathlib.Path:
-        save_pretrained(self.folder / "model", self.world.params, self.world.config)
-        return self.folder / "model"
-
-    @functools.cached_property
-    def _saved(self) -> pathlib.Path:
-        kvjax.save_cache(self.folder / "cache", self.world.cache)
-        return self.folder / "cache"
-
-    def _copy(self, of: pathlib.Path) -> pathlib.Path:
-        """A copy of a folder, which replaces the last."""
-        target = self.folder / "damaged"
-        shutil.rmtree(target, ignore_errors=True)
-        return pathlib.Path(shutil.copytree(of, target))
-
-    def _config(self, rng: np.random.Generator) -> Damaged:
-        folder = self._copy(self._model)
-        config = json.loads((folder / _CONFIG).read_text())
-        config |= {"model_type": "llama", "attention_bias": False}
-        config.pop("rope_parameters", None)
-        key = _one(rng, list(_KEYS))
-        value = _one(rng, _KEYS[key])
-        if key == "torch_dtype":
-            config.pop("dtype", None)
-        (folder / _CONFIG).write_text(json.dumps(config | {key: value}))
-        return Damaged(f"config.json with {key}={value!r:.40}", lambda: from_pretrained(folder))
-
-    def _generation(self, rng: np.random.Generator) -> Damaged:
-        folder = self._copy(self._model)
-        value = _one(rng, _KEYS["eos_token_id"])
-        (folder / _GENERATION).write_text(json.dumps({"eos_token_id": value}))
-        return Damaged(f"generation_config.json with eos_token_id={value!r:.40}", lambda: from_pretrained(folder))
-
-    def _text(self, rng: np.random.Generator) -> Damaged:
-        """A JSON file of a model that is no JSON object any more."""
-        folder = self._copy(self._model)
-        name = _one(rng, (_CONFIG, _GENERATION))
-        whole = (folder / _CONFIG).read_bytes() if name == _CONFIG else b'{"eos_token_id": 60}'
-        about, data = _broken_json(whole, rng)
-        (folder / name).write_bytes(data)
-        return Damaged(f"{name}: {about}", lambda: from_pretrained(folder))
-
-    def _weights(self, rng: np.random.Generator) -> Damaged:
-        folder = self._copy(self._model)
-        file = folder / _WEIGHTS
-        data = bytearray(file.read_bytes())
-        header = 8 + int.from_bytes(data[:8], "little")
-        kind = int(rng.integers(4))
-        if kind == 0:
-            size = int(rng.integers(len(data)))
-            about, data = f"cut to {size} bytes", data[:size]
-        elif kind == 1:
-            at, bit = int(rng.integers(header)), int(rng.integers(8))
-            data[at] ^= 1 << bit
-            about = f"bit {bit} of byte {at} flipped"
-        elif kind == 2:
-            text = b"[" * int(rng.choice((100, 100_000)))
-            about, data = "a nested header", bytearray(len(text).to_bytes(8, "little") + text)
-        else:
-            about, data = "more bytes at the end", data + bytes(int(rng.integers(1, 99)))
-        file.write_bytes(bytes(data))
-        return Damaged(f"model.safetensors: {about}", lambda: self._same_params(folder))
-
-    def _index(self, rng: np.random.Generator) -> Damaged:
-        folder = self._copy(self._model)
-        (folder / _WEIGHTS).rename(folder / "a.safetensors")
-        wrong = ("../a.safetensors", "/a.safetensors", "b.safetensors", 3, None, ["a.safetensors"], "", ".", "a\0b")
-        whole = {"weight_map": {"lm_head.weight": _one(rng, wrong), "x": "a.safetensors"}}
-        content = _one(rng, (whole, whole, whole, {"weight_map": 3}, {}, {"weight_map": []}, {"weight_map": {}}, [1]))
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-        return Damaged(f"model.safetensors.index.json {content!r:.90}", lambda: from_pretrained(folder))
-
-    def _same_params(self, folder: pathlib.Path) -> bool:
-        params, config = from_pretrained(folder)
-        return config != from_pretrained(self._model)[1] or not _equal(params, self.world.params)
-
-    def _cache(self, rng: np.random.Generator) -> Damaged:
-        folder = self._copy(self._saved)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        file = files[int(rng.integers(len(files)))] if rng.random() < 0.7 else folder / "kvjax.json"
-        data, kind = bytearray(file.read_bytes()), int(rng.integers(4))
-        if kind == 0 or not data:
-            about = "removed"
-            file.unlink()
-        elif kind == 1:
-            size = int(rng.integers(len(data)))
-            about = f"cut to {size} bytes"
-            file.write_bytes(bytes(data[:size]))
-        elif kind == 2 and file.suffix == ".json":
-            about, content = _broken_json(bytes(data), rng)
-            file.write_bytes(content)
-        else:
-            at, bit = int(rng.integers(len(data))), int(rng.integers(8))
-            data[at] ^= 1 << bit
-            about = f"bit {bit} of byte {at} flipped"
-            file.write_bytes(bytes(data))
-        return Damaged(f"a saved cache: {file.relative_to(folder)}: {about}", lambda: self._same_cache(folder))
-
-    def _same_cache(self, folder: pathlib.Path) -> bool:
-        cache = kvjax.load_cache(folder, config=self.world.config, method="full")
-        return not _equal(cache, self.world.cache)
-
-    def _yaml(self, rng: np.random.Generator) -> Damaged:
-        file = self.folder / "settings.yaml"
-        key = _one(rng, list(_SETTINGS))
-        value = _one(rng, _SETTINGS[key])
-        text = json.dumps({key: value})
-        if rng.random() < 0.3:
-            text = _one(
-                rng, ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0")
-            )
-        file.write_text(text)
-        return Damaged(f"settings {text!r:.90}", lambda: EvaluationSettings.from_yaml(file))
-
-    def _record(self, rng: np.random.Generator) -> Damaged:
-        file = self.folder / "record.json"
-        if rng.random() < 0.5:
-            about, data = _broken_json(json.dumps(_RECORD).encode(), rng)
-        else:
-            key, value = _one(rng, list(_RECORD)), _one(rng, (None, 3, "x", 1.5, True))
-            value = 3 if key == "experiment" else value
-            about, data = f"{key}={value!r}", json.dumps(_RECORD | {key: value}).encode()
-        file.write_bytes(data)
-        return Damaged(f"a record: {about}", lambda: read_record(file))
+def _config(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged = _copied(_model(folder))
+    key = draw(st.sampled_from(list(_KEYS)))
+    value = draw(st.sampled_from(_KEYS[key]))
+    config = json.loads((damaged / _CONFIG).read_text()) | {"model_type": "llama", "attention_bias": False}
+    for other in ("rope_parameters", *["dtype"] * (key == "torch_dtype")):
+        config.pop(other, None)
+    (damaged / _CONFIG).write_text(json.dumps(config | {key: value}))
+    return f"config.json with {key}={value!r:.40}", lambda: from_pretrained(damaged)
 
 
-def _one(rng: np.random.Generator, options: Any) -> Any:
-    return options[int(rng.integers(len(options)))]
+def _generation(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged, value = _copied(_model(folder)), draw(st.sampled_from(_KEYS["eos_token_id"]))
+    (damaged / _GENERATION).write_text(json.dumps({"eos_token_id": value}))
+    return f"generation_config.json with eos_token_id={value!r:.40}", lambda: from_pretrained(damaged)
 
 
-def _broken_json(whole: bytes, rng: np.random.Generator) -> tuple[str, bytes]:
+def _no_json(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged, name = _copied(_model(folder)), draw(st.sampled_from((_CONFIG, _GENERATION)))
+    whole = (damaged / _CONFIG).read_bytes() if name == _CONFIG else b'{"eos_token_id": 60}'
+    about, content = broken_json(draw, whole)
+    (damaged / name).write_bytes(content)
+    return f"{name}: {about}", lambda: from_pretrained(damaged)
+
+
+def _weights(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged = _copied(_model(folder))
+    whole = (damaged / _WEIGHTS).read_bytes()
+    kind = draw(st.sampled_from(("cut", "flipped", "nested", "longer")))
+    if kind == "nested":
+        header = b"[" * draw(st.sampled_from((100, 100_000)))
+        content = len(header).to_bytes(8, "little") + header
+    elif kind == "longer":
+        content = whole + bytes(draw(st.integers(1, 98)))
+    elif kind == "cut":
+        content = whole[: draw(st.integers(0, len(whole) - 1))]
+    else:
+        content = _flipped(draw, whole, 8 + int.from_bytes(whole[:8], "little"))  # in the header
+    (damaged / _WEIGHTS).write_bytes(content)
+
+    def same() -> bool:
+        params, config = from_pretrained(damaged)
+        return config == from_pretrained(_model(folder))[1] and equal(params, world().params)
+
+    return f"model.safetensors: {kind}, {len(content)} of {len(whole)} bytes", same
+
+
+def _index(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged = _copied(_model(folder))
+    (damaged / _WEIGHTS).rename(damaged / "a.safetensors")
+    whole = {"weight_map": {"lm_head.weight": draw(st.sampled_from(_NO_FILES)), "x": "a.safetensors"}}
+    others = ({"weight_map": 3}, {}, {"weight_map": []}, {"weight_map": {}}, [1])
+    content = draw(st.just(whole) | st.sampled_from(others))
+    (damaged / _INDEX).write_text(json.dumps(content))
+    return f"{_INDEX} {content!r:.90}", lambda: from_pretrained(damaged)
+
+
+def _cache(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    damaged = _copied(_cache_of(folder))
+    files = sorted(path for path in damaged.rglob("*") if path.is_file())
+    file = draw(st.sampled_from(files) | st.just(damaged / "kvjax.json"))
+    whole = file.read_bytes()
+    about = draw(st.sampled_from(("removed", "cut", "flipped", "no JSON"))) if whole else "removed"
+    if about == "removed":
+        file.unlink()
+    elif about == "cut":
+        file.write_bytes(whole[: draw(st.integers(0, len(whole) - 1))])
+    elif about == "no JSON" and file.suffix == ".json":
+        file.write_bytes(broken_json(draw, whole)[1])
+    else:
+        file.write_bytes(_flipped(draw, whole, len(whole)))
+    config = world().config
+    load = functools.partial(kvjax.load_cache, damaged, config=config, method="full")
+    return f"a saved cache: {file.relative_to(damaged)}: {about}", lambda: equal(load(), world().cache)
+
+
+def _settings(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    file, key = folder / "settings.yaml", draw(st.sampled_from(list(_SETTINGS)))
+    text = json.dumps({key: draw(st.sampled_from(_SETTINGS[key]))})
+    file.write_text(draw(st.just(text) | st.sampled_from(_NO_SETTINGS)))
+    return f"settings {file.read_text()!r:.90}", lambda: EvaluationSettings.from_yaml(file)
+
+
+def _record(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    file = folder / "record.json"
+    if draw(st.booleans()):
+        about, content = broken_json(draw, json.dumps(_RECORD).encode())
+    else:
+        key = draw(st.sampled_from(list(_RECORD)))
+        value = 3 if key == "experiment" else draw(st.sampled_from((None, 3, "x", 1.5, True)))
+        about, content = f"{key}={value!r}", json.dumps(_RECORD | {key: value}).encode()
+    file.write_bytes(content)
+    return f"a record: {about}", lambda: read_record(file)
+
+
+_KINDS = (_config, _generation, _no_json, _weights, _index, _cache, _settings, _record)
+
+
+def broken_json(draw: _Draw, whole: bytes) -> tuple[str, bytes]:
     """What was done, and bytes that are no JSON object."""
-    kind = int(rng.integers(5))
-    if kind == 0:
-        size = int(rng.integers(len(whole.rstrip())))
-        return f"cut to {size} bytes", whole[:size]
-    if kind == 1:
-        return "nested lists", b"[" * int(rng.choice((1000, 100_000)))
-    if kind == 2:
-        return "a list", json.dumps(nested(3)).encode()
-    if kind == 3:
-        return "a number or a text", _one(rng, (b"3", b'"x"', b"null", b"true", b"NaN"))
-    at = whole.index(b'"') + 1
-    return "not UTF-8", whole[:at] + b"\xff\xfe" + whole[at:]
+    at, size = whole.index(b'"') + 1, draw(st.integers(0, len(whole.rstrip()) - 1))
+    depth = draw(st.sampled_from((1000, 100_000)))
+    other = draw(st.sampled_from((b"3", b'"x"', b"null", b"true", b"NaN")))
+    return draw(st.sampled_from((
+        (f"cut to {size} bytes", whole[:size]), ("nested lists", b"[" * depth), ("a list", json.dumps(nested(3)).encode()),
+        ("a number or a text", other), ("not UTF-8", whole[:at] + b"\xff\xfe" + whole[at:]),
+    )))  # fmt: skip
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _flipped(draw: _Draw, whole: bytes, size: int) -> bytes:
+    """Flip a bit of the first bytes."""
+    at, bit = draw(st.integers(0, size - 1)), draw(st.integers(0, 7))
+    return whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+
+
+@functools.lru_cache(maxsize=1)
+def _model(folder: pathlib.Path) -> pathlib.Path:
+    save_pretrained(folder / "model", world().params, world().config)
+    return folder / "model"
+
+
+@functools.lru_cache(maxsize=1)
+def _cache_of(folder: pathlib.Path) -> pathlib.Path:
+    kvjax.save_cache(folder / "cache", world().cache)
+    return folder / "cache"
+
+
+def _copied(whole: pathlib.Path) -> pathlib.Path:
+    """A copy of a folder, which replaces the last."""
+    target = whole.parent / "damaged"
+    shutil.rmtree(target, ignore_errors=True)
+    return pathlib.Path(shutil.copytree(whole, target))
+
+
+def equal(a: Any, b: Any) -> bool:
     """Whether two trees have the same leaves, bit for bit."""
-    left, right = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(left) == len(right) and all(
-        np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(left, right, strict=True)
-    )
+    left, right = ([np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for tree in (a, b))
+    return len(left) == len(right) and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(left, right))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,20 +49,19 @@ def names() -> list[str]:
     return [*sorted(registry.classes()), *_WRAPPERS]
 
 
-def random_method(name: str, rng: np.random.Generator, **fixed: Any) -> Method:
+def random_method(name: str, rng: np.random.Generator) -> Method:
     """A method or a wrapper with small random knobs.
 
     Args:
         name: one of `names`.
         rng: source of randomness.
-        **fixed: values of fields.
 
     Raises:
         ValueError: no knobs were found that the method takes.
     """
     for _ in range(_TRIES):
         try:
-            return _wrapper(name, rng) if name in _WRAPPERS else _redrawn(_plain(registry.find(name), rng, fixed), rng)
+            return _wrapper(name, rng) if name in _WRAPPERS else _redrawn(_plain(registry.find(name), rng), rng)
         except ValueError as error:
             refusal = error
     raise ValueError(f"no knobs of {name} were found in {_TRIES} tries; the last: {refusal}") from refusal
@@ -72,11 +71,11 @@ def redraw(method: Method, rng: np.random.Generator) -> Method:
     """The method with other traced numbers; compiled programs serve both."""
     for _ in range(_TRIES):
         try:
-            made = _redrawn(method, rng)
+            other = _redrawn(method, rng)
         except ValueError:
             continue
-        if jax.tree.structure(made) == jax.tree.structure(method):
-            return made
+        if jax.tree.structure(other) == jax.tree.structure(method):
+            return other
     return method
 
 
@@ -84,16 +83,14 @@ def fitted(method: Any, model: Any, rng: np.random.Generator) -> Any:
     """The method with random knobs where it needs some for each layer or head of a model, its inner methods too."""
     if isinstance(method, dict):
         return {key: fitted(inner, model, rng) for key, inner in method.items()}
-    values, made = vars(method), {}
-    for name, value in values.items():
-        if isinstance(value, (Method, dict)):
-            made[name] = fitted(value, model, rng)
+    values = vars(method)
+    fitting = {name: fitted(value, model, rng) for name, value in values.items() if isinstance(value, (Method, dict))}
     if "scores" in values:
         heads = rng.exponential(size=(model.num_layers, model.num_kv_heads))
-        made["scores"] = tuple(tuple(row) for row in heads.tolist())
+        fitting["scores"] = tuple(tuple(row) for row in heads.tolist())
     if "shares" in values:
-        made["shares"] = tuple(rng.uniform(0.5, 1.5, model.num_layers).tolist())
-    return dataclasses.replace(method, **made)
+        fitting["shares"] = tuple(rng.uniform(0.5, 1.5, model.num_layers).tolist())
+    return dataclasses.replace(method, **fitting)
 
 
 def covering(method: Method) -> Method | None:
@@ -131,10 +128,8 @@ def random_model(rng: np.random.Generator) -> Any:
         return TinyModel(**sizes)
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     more: dict[str, Any] = {}
-    if "windows" in ModelConfig.__dataclass_fields__ and rng.random() < 0.5:
-        more["windows"] = tuple(
-            None if rng.random() < 0.5 else int(rng.choice((4, 8, 30))) for _ in range(sizes["num_layers"])
-        )
+    if rng.random() < 0.5:
+        more["windows"] = tuple(rng.choice(np.array([None, None, None, 4, 8, 30])) for _ in range(sizes["num_layers"]))
     return ModelConfig(
         **sizes,
         **more,
@@ -159,7 +154,7 @@ def params_of(model: Any, seed: int) -> Any:
     return jax.tree.map(vivid, random_params(model, jax.random.key(seed)))
 
 
-def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -> Method:
+def _plain(cls: type[Method], rng: np.random.Generator) -> Method:
     knobs: dict[str, Any] = {}
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -172,7 +167,6 @@ def _plain(cls: type[Method], rng: np.random.Generator, fixed: dict[str, Any]) -
         knobs["capacity"] = knobs["fraction"] = float(rng.choice((0.1, 0.3, 1.0)))
     if "group_size" in hints:  # a window has whole groups; `_redrawn` finds others that divide it
         knobs["group_size"] = 1
-    knobs.update(fixed)
     if "budget" in hints:
         knobs["budget"] = knobs["capacity"]
     return cls(**knobs, **_numbers(cls, hints, knobs, rng))
@@ -190,82 +184,73 @@ def _static_values(field: Any, kind: Any) -> Sequence[Any]:
 
 def _numbers(cls: type[Method], hints: Any, knobs: Any, rng: np.random.Generator) -> dict[str, Any]:
     """Numbers of traced fields that `_redrawn` does not choose: those that may be None, and tables."""
-    made: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     if "boundary" in hints:
-        made["boundary"] = rng.random(VOCABULARY) < 0.2
+        numbers["boundary"] = rng.random(VOCABULARY) < 0.2
     if "num_recent" in hints and "num_recent" not in knobs and rng.random() < 0.5:
-        made["num_recent"] = 1
+        numbers["num_recent"] = 1
     if "tau_entropy" in hints and knobs.get("trigger") != "fixed":
-        made |= {"tau_entropy": 3.0, "tau_varentropy": 0.5}
+        numbers |= {"tau_entropy": 3.0, "tau_varentropy": 0.5}
     if "rho" in hints and rng.random() < 0.3:
-        made |= {"rho": 0.5, "beta": 0.3}
-    return made
+        numbers |= {"rho": 0.5, "beta": 0.3}
+    return numbers
 
 
 def _redrawn(method: Any, rng: np.random.Generator) -> Any:
     """The method with random values in its traced fields, and in the traced fields of inner methods."""
     if isinstance(method, dict):
         return {key: _redrawn(inner, rng) for key, inner in method.items()}
-    made: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for field in dataclasses.fields(method):
         value = vars(method)[field.name]
         if isinstance(value, (Method, dict)):
-            made[field.name] = _redrawn(value, rng)
+            numbers[field.name] = _redrawn(value, rng)
         elif not field.metadata.get("static") and value is not None:
-            made[field.name] = _number(field.name, value, method, rng)
-    return dataclasses.replace(method, **made)
+            numbers[field.name] = _number(field.name, value, method, rng)
+    return dataclasses.replace(method, **numbers)
 
 
 def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any:
     capacity = vars(method).get("capacity")
-    match name:
-        case "budget":
-            return int(rng.choice((capacity, rng.integers(1, capacity + 1), rng.integers(1, min(capacity, 24) + 1))))
-        case "ratios":
-            return tuple(float(x * rng.uniform(0.3, 1)) for x in capacity)
-        case "fraction":
-            return float(capacity * rng.uniform(0.3, 1))
-        case "boundary":
-            return rng.random(VOCABULARY) < rng.choice((0.05, 0.2, 0.6))
-        case "interval" | "num_recent":
-            return int(rng.integers(1, 6))
-        case "alpha":
-            return float(rng.uniform(0, 3))
-        case "seed":
-            return int(rng.integers(0, 1000))
-        case "lifetime":
-            return float(rng.choice((2.0, 8.0, 8192.0)))
-        case "keep_factor":
-            return float(rng.uniform(1, 3))
-        case _ if isinstance(value, float):
-            return (
-                float(rng.uniform(0.05, 0.95))
-                if name in ("theta", "rho", "beta")
-                else float(value * rng.uniform(0.5, 1.5))
-            )
-    return value
+    draws: dict[str, Callable[[], Any]] = {
+        "budget": lambda: int(
+            rng.choice((capacity, rng.integers(1, capacity + 1), rng.integers(1, min(capacity, 24) + 1)))
+        ),
+        "ratios": lambda: tuple(float(x * rng.uniform(0.3, 1)) for x in capacity),
+        "fraction": lambda: float(capacity * rng.uniform(0.3, 1)),
+        "boundary": lambda: rng.random(VOCABULARY) < rng.choice((0.05, 0.2, 0.6)),
+        **dict.fromkeys(("interval", "num_recent"), lambda: int(rng.integers(1, 6))),
+        **dict.fromkeys(("theta", "rho", "beta"), lambda: float(rng.uniform(0.05, 0.95))),
+        "alpha": lambda: float(rng.uniform(0, 3)),
+        "seed": lambda: int(rng.integers(0, 1000)),
+        "lifetime": lambda: float(rng.choice((2.0, 8.0, 8192.0))),
+        "keep_factor": lambda: float(rng.uniform(1, 3)),
+    }
+    if name in draws:
+        return draws[name]()
+    return float(value * rng.uniform(0.5, 1.5)) if isinstance(value, float) else value
 
 
 def _wrapper(name: str, rng: np.random.Generator) -> Method:
-    def inner(kinds: Sequence[str], **fixed: Any) -> Any:
-        return random_method(str(rng.choice(kinds)), rng, **fixed)
+    def inner(*kinds: str) -> Any:
+        return random_method(str(rng.choice(kinds)), rng)
 
     if name == "stages" and rng.random() < 0.2:
-        return kvjax.Stages(evict=inner(("think",)), retrieve=inner(_choosing_packed()))
+        return kvjax.Stages(evict=inner("think"), retrieve=inner(*_taken("packed")))
     if name == "stages":
-        return kvjax.Stages(evict=inner(("snapkv",)), retrieve=inner(_retrieving()))
+        return kvjax.Stages(evict=inner("snapkv"), retrieve=inner(*_taken("retrieve")))
     if name == "densebelow":
-        return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(_retrieving()))
+        return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(*_taken("retrieve")))
+    method = inner(*_taken(name))
     if name == "periodic":
-        return kvjax.Periodic(evict=inner(_repeatable()), interval=int(rng.integers(1, 7)))
+        return kvjax.Periodic(evict=method, interval=int(rng.integers(1, 7)))
     if name == "layerbudgets":
-        return kvjax.LayerBudgets(method=inner(_budgeted()), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
+        return kvjax.LayerBudgets(method=method, shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
-        return kvjax.Twilight(method=inner(_selecting()), mass=float(rng.uniform(0.05, 1)))
+        return kvjax.Twilight(method=method, mass=float(rng.uniform(0.05, 1)))
     if name == "prefill":
-        return _prefill(inner(_slotted()), rng)
-    kinds = [kind for kind in registry.classes() if not registry.classes()[kind].spans_layers]
-    return kvjax.PerLayer(layers={0: inner(kinds), -1: inner(kinds)}, default=inner(kinds))
+        return _prefill(method, rng)
+    return kvjax.PerLayer(layers={0: method, -1: inner(*_taken(name))}, default=inner(*_taken(name)))
 
 
 def _prefill(method: Any, rng: np.random.Generator) -> Method:
@@ -284,43 +269,19 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
     )  # fmt: skip
 
 
-@functools.cache
-def _repeatable() -> tuple[str, ...]:
-    """Methods that `kvjax.Periodic` can apply again."""
-    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, x in made.items() if x.composable and x.slots_again())  # pyright: ignore
+# Which methods a wrapper takes.
+_TAKEN: dict[str, Callable[[Any], bool]] = {
+    "periodic": lambda x: x.composable and x.slots_again(),
+    "layerbudgets": lambda x: "budget" in x.__dataclass_fields__ and not x.spans_layers,
+    "twilight": lambda x: x.composable and x.selects,
+    "packed": lambda x: x.composable and x.thin_block is not None,  # can choose from keys of which some channels were dropped
+    "prefill": lambda x: x.slotted and not x.observes_prompt,
+    "retrieve": lambda x: x.composable and not x.evicts and type(x).__name__ != "SnapKV",
+    "perlayer": lambda x: not x.spans_layers,
+}
 
 
 @functools.cache
-def _budgeted() -> tuple[str, ...]:
-    """Methods whose layers can have budgets of their own."""
-    known = registry.classes()
-    return tuple(name for name, cls in known.items() if "budget" in cls.__dataclass_fields__ and not cls.spans_layers)
-
-
-@functools.cache
-def _selecting() -> tuple[str, ...]:
-    """Methods that `kvjax.Twilight` can prune."""
-    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, method in made.items() if method.composable and method.selects)  # pyright: ignore
-
-
-@functools.cache
-def _choosing_packed() -> tuple[str, ...]:
-    """Methods that can choose from keys of which some channels were dropped."""
-    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, x in made.items() if x.composable and x.thin_block is not None)  # pyright: ignore
-
-
-@functools.cache
-def _slotted() -> tuple[str, ...]:
-    """Methods whose prompts `kvjax.Prefill` can read sparsely."""
-    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, x in made.items() if x.slotted and not x.observes_prompt)  # pyright: ignore
-
-
-@functools.cache
-def _retrieving() -> tuple[str, ...]:
-    """Methods that choose slots and discard none."""
-    made = {name: random_method(name, np.random.default_rng(0)) for name in registry.classes()}
-    return tuple(name for name, method in made.items() if method.composable and not method.evicts and name != "snapkv")  # pyright: ignore
+def _taken(wrapper: str) -> tuple[str, ...]:
+    """The names of the methods that a wrapper takes."""
+    return tuple(name for name in registry.classes() if _TAKEN[wrapper](random_method(name, np.random.default_rng(0))))

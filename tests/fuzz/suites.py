@@ -11,13 +11,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
+from hypothesis import strategies as st
 
 from experiments.benchmarks import Example, read, score
-from tests.fuzz.report import Outcome
-from tests.fuzz.values import nested
-from tests.fuzz.verdicts import verify
-from tests.fuzz.words import one, random_text, visible_text
+from tests.fuzz.values import nested, texts, visible_texts
+from tests.fuzz.verdicts import judge
 
 _CHOICE = {"options": ["Ann", "Bob", "Cat", "Dan"], "answer": ["Cat"]}
 _LONGBENCH = {"input": "i", "context": "c", "length": 3, "answers": ["Ann", "Bob"], "all_classes": ["Ann", "Bob"]}
@@ -60,32 +58,31 @@ _MAY_BE_0 = (
 )  # fmt: skip
 
 
-def check(seed: int, number: int, folder: pathlib.Path) -> Iterator[Outcome]:
-    """Give the outcome of one file."""
-    rng = np.random.default_rng([seed, 11, number])
-    form, name, right = one(rng, _LINES)
-    lines = [json.loads(json.dumps(right)) for _ in range(int(rng.integers(1, 4)))]
-    about = f"{name}.jsonl of {form}"
-    spoilt = rng.random() < 0.8
+def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
+    """Write a suite's file, most often with a bad value, and read it."""
+    draw = data.draw
+    form, name, right = draw(st.sampled_from(_LINES))
+    lines = [json.loads(json.dumps(right)) for _ in range(draw(st.integers(1, 3)))]
+    about, spoilt = f"{name}.jsonl of {form}", draw(st.integers(0, 4)) > 0
     if spoilt:
-        record = lines[int(rng.integers(len(lines)))]
-        if form == "scbench" and rng.random() < 0.7:
-            record = one(rng, record["multi_turns"])
-        key = one(rng, list(record))
-        if rng.random() < 0.15:
+        record = draw(st.sampled_from(lines))
+        if form == "scbench" and draw(st.integers(0, 2)):
+            record = draw(st.sampled_from(record["multi_turns"]))
+        key = draw(st.sampled_from(list(record)))
+        if draw(st.integers(0, 6)) == 6:
             record.pop(key)
             about += f" without {key}"
         else:
-            record[key] = one(rng, _VALUES) if rng.random() < 0.8 else one(rng, (random_text, visible_text))(rng)
+            record[key] = draw(st.sampled_from(_VALUES) | texts() | visible_texts())
             about += f" with {key}={record[key]!r:.80}"
     file = folder / f"{name}.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
-    def fair(made: list[Example]) -> str | None:
-        found = map(_unfair, made)
-        return next((text for text in found if text), None) or (None if made else "no example was read")
+    def fair(examples: list[Example]) -> str | None:
+        return next(filter(None, map(_unfair, examples)), None if examples else "no example was read")
 
-    yield verify(about, lambda: read(f"{form}:{file}"), right=fair, named=str(file) if spoilt else None)
+    judge(about, lambda: read(f"{form}:{file}"), right=fair, named=(str(file),) if spoilt else ())
+    yield
 
 
 def _unfair(example: Example) -> str | None:

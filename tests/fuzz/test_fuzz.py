@@ -1,30 +1,23 @@
-"""The fuzz command: its judgement on made-up cases, bad inputs that compile nothing, and random draws under --thorough."""
+"""The fuzz command: it finds planted faults. Some cases of the kinds that compile nothing; the others under --thorough."""
 
 from __future__ import annotations
 
-import functools
+import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+import kvjax
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
-from kvjax.methods import Quest
-from tests.fuzz import laws, suites
-from tests.fuzz.__main__ import main
-from tests.fuzz.arguments import World, fields_of_methods
-from tests.fuzz.files import Files
-from tests.fuzz.names import check as texts_of_methods
-from tests.fuzz.paths import Paths
-from tests.fuzz.report import GOOD, RAW, SILENT, WRONG, Outcome, Tally, report
-from tests.fuzz.structures import names, random_method, redraw
-from tests.fuzz.tables import Tables
-from tests.fuzz.texts import Texts
-from tests.fuzz.tokenizers import Tokenizers
-from tests.fuzz.values import shown
-from tests.fuzz.verdicts import judge, verify
+from kvjax.methods import Quest, SnapKV
+from tests.fuzz import arguments, files, paths, suites, tables, texts, tokenizers
+from tests.fuzz.__main__ import KINDS, main, run
+from tests.fuzz.structures import names as structures
+from tests.fuzz.structures import random_method, redraw
+from tests.fuzz.verdicts import Broken, judge
 
 
 def refuse():
@@ -32,117 +25,107 @@ def refuse():
 
 
 @pytest.mark.parametrize(
-    ("call", "verdict"),
-    [
-        (lambda: Quest(budget=-1), GOOD),  # a sentence of the library
-        (lambda: None, SILENT),
-        (lambda: False, GOOD),  # it did no harm
-        (lambda: 1 + None, RAW),
-        (lambda: np.zeros(3).reshape(2), RAW),
-        (refuse, RAW),  # the sentence is not of the project: tests are not
-    ],
-)
-def test_verdicts_tell_refusals_from_crashes(call, verdict):
-    assert judge("a case", call, (ValueError, TypeError), ()).verdict == verdict
-
-
-def test_each_failure_is_shown_with_the_command_that_repeats_it():
-    tally = Tally("inputs", seconds=1.5)
-    for number, verdict in enumerate((GOOD, GOOD, RAW, SILENT)):
-        tally.add(number, Outcome(verdict, "Quest(budget=...) given nan"))
-    head, row, *failures = report([tally], seed=7).splitlines()
-    assert head.split() == ["cases", WRONG, SILENT, RAW, "seconds"]
-    assert row.split() == ["inputs", "4", "0", "1", "1", "1.5"]
-    assert failures[1] == "silent: Quest(budget=...) given nan  [kvjax fuzz --only inputs --seed 7 --case 3]"
-    assert not tally.passes()
-    assert not Tally("laws", counts=tally.counts.__class__({GOOD: 98, RAW: 2})).passes()
-
-
-def test_no_field_of_a_method_takes_a_bad_value():
-    rng, bad = np.random.default_rng(5), []
-    for argument in fields_of_methods():
-        for _ in range(3):
-            value = argument.bad_value(rng)
-            outcome = judge(
-                f"{argument.where} given {shown(value)}", functools.partial(argument.call, value), (ValueError, TypeError), ()
-            )
-            bad += [outcome.text] * (outcome.verdict != GOOD)
-    assert not bad, "\n".join(bad)
-
-
-@pytest.mark.parametrize("name", names())
-def test_random_methods_of_one_structure_differ_in_numbers_only(name):
-    rng = np.random.default_rng(2)
-    made = random_method(name, rng)
-    other = redraw(made, rng)
-    assert type(other) is type(made)
-    same = {
-        key: vars(made)[key] == vars(other)[key]
-        for key, field in made.__dataclass_fields__.items()
-        if field.metadata.get("static")
-    }
-    assert all(same.values()), same
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"), [(["--seconds", "0"], "seconds"), (["--case", "3"], "--only"), (["--seed", "-1"], "seed")]
-)
-def test_wrong_settings_are_refused(flags, told, capsys):
-    assert main(flags) == 2
-    assert told.strip("-") in capsys.readouterr().err
-
-
-EDGES = [(Tables, 150), (Texts, 100), (Tokenizers, 9), pytest.param(Paths, 40, marks=pytest.mark.thorough)]
-
-
-@pytest.mark.parametrize(("kind", "cases"), EDGES)
-def test_edges_of_files_give_right_values_or_refusals(kind, cases, tmp_path):
-    check = kind(3, tmp_path).check
-    bad = [outcome.text for number in range(cases) for outcome in check(number) if outcome.verdict != GOOD]
-    assert not bad, "\n".join(bad)
-
-
-@pytest.mark.parametrize(
     ("call", "right", "named", "verdict"),
     [
-        (lambda: 3, lambda value: None, None, GOOD),
-        (lambda: 3, lambda value: f"expected 4, got {value}", None, WRONG),
-        (lambda: 3, None, "budget", SILENT),  # it must be refused
-        (lambda: Quest(budget=-1), None, "budget", GOOD),
-        (lambda: Quest(budget=-1), None, "page_size", RAW),  # the message names something else
-        (lambda: Quest(budget=-1), lambda value: None, None, WRONG),  # it must be taken
-        (lambda: 1 + None, None, "", RAW),
+        (lambda: 3, lambda value: None, (), None),
+        (lambda: 3, lambda value: f"expected 4, got {value}", (), "wrong"),
+        (lambda: 3, None, ("budget",), "silent"),  # it must be refused
+        (lambda: Quest(budget=-1), None, ("budget",), None),  # by a sentence of the library
+        (lambda: Quest(budget=-1), None, ("page_size",), "raw"),  # the message names something else
+        (lambda: Quest(budget=-1), lambda value: None, (), "wrong"),  # it must be taken
+        (lambda: 1 + None, None, ("",), "raw"),
+        (lambda: np.zeros(3).reshape(2), None, ("",), "raw"),
+        (refuse, None, ("",), "raw"),  # the sentence is not of the project: tests are not
     ],
 )
-def test_verdicts_tell_right_values_from_wrong_ones(call, right, named, verdict):
-    assert verify("a case", call, right=right, named=named).verdict == verdict
+def test_verdicts_tell_refusals_from_crashes_and_right_values_from_wrong_ones(call, right, named, verdict):
+    if verdict is None:
+        judge("a case", call, right=right, named=named)
+    else:
+        with pytest.raises(Broken, match=f"^{verdict}: a case"):
+            judge("a case", call, right=right, named=named)
 
 
-def test_methods_are_what_their_texts_name():
-    bad = [outcome.text for number in range(300) for outcome in texts_of_methods(3, number) if outcome.verdict != GOOD]
-    assert not bad, "\n".join(bad)
+def _wider(read):
+    return lambda *args: [*read(*args), *read(*args)]
 
 
-def test_no_value_of_a_suites_file_makes_every_answer_right_or_wrong(tmp_path):
-    made = (outcome for number in range(200) for outcome in suites.check(3, number, tmp_path))
-    bad = [outcome.text for outcome in made if outcome.verdict != GOOD]
-    assert not bad, "\n".join(bad)
+PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name there, and a replacement made of the original
+    "arguments": (kvjax.protocol.fields, "_is_number", lambda original: lambda *args: True, "silent"),
+    "files": (files, "from_pretrained", lambda original: lambda folder: 1 / 0, "raw"),
+    "tables": (tables, "read", _wider, "wrong"),
+    "suites": (suites, "score", lambda original: lambda example, answer: 1.0, "wrong"),
+    "names": (kvjax, "make", lambda original: lambda text: SnapKV(budget=64), "wrong"),
+    "paths": (paths, "write_record", lambda original: lambda path, made: original(path.with_name("x"), made), "wrong"),
+    "texts": (texts, "source_text", lambda original: lambda text: pathlib.Path(text[5:]).read_text("latin-1"), "wrong"),
+    "tokenizers": (tokenizers.GrowingText, "add", lambda original: lambda self, ids, last: "", "wrong"),
+}
 
 
-@pytest.mark.thorough
-def test_damaged_files_are_refused(tmp_path):
-    files, rng, bad = Files(World(), tmp_path), np.random.default_rng(1), []
-    for _ in range(300):
-        damaged = files.damage(rng)
-        outcome = judge(damaged.about, damaged.read, (ValueError, TypeError, OSError), (str(tmp_path),))
-        bad += [outcome.text] * (outcome.verdict != GOOD)
-    assert not bad, "\n".join(bad)
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_fault_is_found_and_its_case_can_be_repeated(kind, tmp_path, monkeypatch):
+    owner, name, replacement, verdict = PLANTED[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, replacement(getattr(owner, name)))
+        tally = run(kind, tmp_path, seed=1, cases=500)
+        assert [text for text in tally.failures if text.startswith(f"{verdict}: ")], tally
+        again = next(text for text in tally.failures).rpartition("--case ")[2].removesuffix("]")
+        assert run(kind, tmp_path, case=again).failures[0] == tally.failures[0]
+    with pytest.raises(ValueError, match="still there"):
+        run(kind, tmp_path, case=again)
 
 
-@pytest.mark.thorough
-def test_the_laws_hold_for_random_draws():
-    for number in range(3):
-        assert [x.text for x in laws.check(1, number) if x.verdict != GOOD] == []
+FEW = {
+    "arguments": 300, "files": 120, "tables": 150, "suites": 200, "names": 300, "paths": 40, "texts": 100, "tokenizers": 60,
+}  # fmt: skip
+MANY = {"laws": 2}
+EACH = [*FEW.items(), *(pytest.param(*item, marks=pytest.mark.thorough) for item in MANY.items())]
+
+
+@pytest.mark.parametrize(("kind", "cases"), EACH)
+def test_no_law_is_broken(kind, cases, tmp_path):
+    tally = run(kind, tmp_path, seed=3, cases=cases)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.laws
+
+
+def test_no_argument_takes_a_value_that_is_known_to_be_bad():
+    broken = []
+    for argument in (*arguments.fields(), *arguments.functions()):
+        for value in argument.more:
+            try:
+                argument.allowed(value) or argument.refuse(value)
+            except Broken as error:
+                broken.append(str(error))
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_random_methods_of_one_structure_differ_in_numbers_only(name):
+    rng = np.random.default_rng(2)
+    method = random_method(name, rng)
+    other = redraw(method, rng)
+    assert type(other) is type(method)
+    static = [key for key, field in method.__dataclass_fields__.items() if field.metadata.get("static")]
+    assert all(vars(method)[key] == vars(other)[key] for key in static)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [(["--seconds", "0"], "seconds"), (["--case", "x"], "only"), (["--seed", "-1"], "seed")]
+)
+def test_wrong_settings_are_refused(flags, named, capsys):
+    assert main(flags) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_command_reports_each_kind_and_fails_where_a_law_is_broken(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--only", "names", "--cases", "20"]) == 0
+    assert "seed 0" in capsys.readouterr().out
+    monkeypatch.setattr(kvjax, "make", lambda text: SnapKV(budget=64))
+    assert main(["--only", "names", "--cases", "20"]) == 1
+    assert "kvjax fuzz --only names --case" in capsys.readouterr().out
+    assert set(KINDS) == {*FEW, *MANY, "switches"}
 
 
 def test_an_installation_says_that_it_has_no_cases(monkeypatch, tmp_path, capsys):

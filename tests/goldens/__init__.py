@@ -1,4 +1,4 @@
-"""Stored numbers of other programs, each with the script that made it; `FOLDER` is where they are."""
+"""Stored numbers of other programs, which `experiments/lab/goldens` makes; `FOLDER` is where they are."""
 
 import pathlib
 

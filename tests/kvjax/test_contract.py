@@ -6,6 +6,8 @@ A new method needs nothing here: its oracle declares the small setting it is tes
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import numpy as np
 import pytest
@@ -86,35 +88,48 @@ def test_every_method_has_an_oracle_and_an_example():
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", law(SLOTTED))
-def test_empty_slots_are_never_read(name):
-    laws.empty_slots_are_never_read(subject(name))
+# Each law of `kvjax.testing.laws` and the examples that it is shown by; what `law` and `repeated` leave out runs thoroughly.
+LAWS = {
+    laws.empty_slots_are_never_read: law(SLOTTED),
+    laws.scores_are_numbers: repeated(SLOTTED, but=()),  # test_plugins.py runs it by default
+    laws.rows_are_independent: law(SLOTTED),
+    laws.permuting_heads_permutes_the_output: law(SLOTTED),
+    laws.equal_query_heads_attend_as_one: law(SLOTTED),
+    laws.prompt_chunks_do_not_change_results: repeated(SLOTTED, but=("tova",)),  # test_offload.py reads others in chunks
+    laws.mask_mode_equals_gather_mode: repeated(MASKED, but=("quest", "mosaickv")),
+    laws.everything_kept_equals_full: repeated(ALL, but=MOST_UNLIKE),
+    laws.setting_does_something: law([x for x in ALL if x.values[0] not in ("full", "verified")]),  # their answers are Full's
+    laws.ragged_rows_equal_alone: law(ALL),
+    laws.generating_in_two_calls_equals_one: law(METHODS),
+    laws.second_call_does_not_retrace: law(ALL),
+    laws.decoding_keeps_structure_shapes_and_dtypes: law(ALL),
+    laws.bfloat16_is_kept: law(ALL),
+    laws.resident_bytes_are_the_arrays: law(ALL),
+    laws.ragged_questions_equal_alone: repeated(METHODS, but=MOST_UNLIKE),
+}
+OPTIONS = {
+    # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
+    (laws.ragged_rows_equal_alone, "mosaickv"): {"rows": 2},
+    (laws.ragged_questions_equal_alone, "quest"): {"widths": (4, 1)},
+}
 
 
-@pytest.mark.thorough  # test_plugins.py runs it by default
-@pytest.mark.parametrize("name", SLOTTED)
-def test_scores_are_numbers(name):
-    laws.scores_are_numbers(subject(name))
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        pytest.param(rule, *x.values, marks=x.marks, id=f"{rule.__name__}-{x.values[0]}")
+        for rule, examples in LAWS.items()
+        for x in examples
+    ],
+)
+def test_laws(rule, name):
+    rule(subject(name), **OPTIONS.get((rule, name), {}))
 
 
-@pytest.mark.parametrize("name", law(SLOTTED))
-def test_rows_are_independent(name):
-    laws.rows_are_independent(subject(name))
-
-
-@pytest.mark.parametrize("name", law(SLOTTED))
-def test_permuting_heads_permutes_the_output(name):
-    laws.permuting_heads_permutes_the_output(subject(name))
-
-
-@pytest.mark.parametrize("name", law(SLOTTED))
-def test_equal_query_heads_attend_as_one(name):
-    laws.equal_query_heads_attend_as_one(subject(name))
-
-
-@pytest.mark.parametrize("name", repeated(SLOTTED, but=("tova",)))  # test_offload.py reads others in chunks
-def test_prompt_chunks_do_not_change_results(name):
-    laws.prompt_chunks_do_not_change_results(subject(name))
+def test_every_law_is_shown():
+    written = {x for x in vars(laws).values() if inspect.isfunction(x) and x.__module__ == laws.__name__ and x.__doc__}
+    elsewhere = {laws.same, laws.seen_at_the_end, laws.cost_counts_what_is_attended}
+    assert written == {*LAWS, *elsewhere}
 
 
 @pytest.mark.parametrize(
@@ -158,11 +173,6 @@ def test_index_updated_equals_index_rebuilt(name):
     }[name]()
     assert isinstance(inner, Retrieval)
     jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache.resident()))
-
-
-@pytest.mark.parametrize("name", repeated(MASKED, but=("quest", "mosaickv")))
-def test_mask_mode_equals_gather_mode(name):
-    laws.mask_mode_equals_gather_mode(subject(name))
 
 
 @pytest.mark.thorough  # the laws of "stages" run by default
@@ -218,22 +228,6 @@ def test_cost_counts_what_is_attended(name):
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=MOST_UNLIKE))
-def test_everything_kept_equals_full(name):
-    laws.everything_kept_equals_full(subject(name))
-
-
-@pytest.mark.parametrize("name", law([x for x in ALL if x.values[0] not in ("full", "verified")]))  # their answers are Full's
-def test_example_does_something(name):
-    laws.setting_does_something(subject(name))
-
-
-@pytest.mark.parametrize("name", law(ALL))
-def test_ragged_rows_equal_alone(name):
-    # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
-    laws.ragged_rows_equal_alone(subject(name), rows=2 if name == "mosaickv" else None)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in (*BATCH_OF_ONE, "knorm")])
 def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
@@ -246,11 +240,6 @@ def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
     laws.ragged_questions_equal_alone(alone)
 
 
-@pytest.mark.parametrize("name", law(METHODS))
-def test_generating_in_two_calls_equals_one(name):
-    laws.generating_in_two_calls_equals_one(subject(name))
-
-
 @pytest.mark.parametrize("name", law([group(name) for name in ("full", "snapkv", "h2o", "quest", "per_layer")]))
 def test_chunked_prompt_equals_one_pass(name):
     logits, once = base(name)
@@ -261,30 +250,10 @@ def test_chunked_prompt_equals_one_pass(name):
 
 
 @pytest.mark.parametrize("name", law(ALL))
-def test_second_call_does_not_retrace(name):
-    laws.second_call_does_not_retrace(subject(name))
-
-
-@pytest.mark.parametrize("name", law(ALL))
-def test_decoding_keeps_structure_shapes_and_dtypes(name):
-    laws.decoding_keeps_structure_shapes_and_dtypes(subject(name))
-
-
-@pytest.mark.parametrize("name", law(ALL))
-def test_bfloat16_is_kept_under_strict_promotion(name):
-    laws.bfloat16_is_kept(subject(name))
-
-
-@pytest.mark.parametrize("name", law(ALL))
 def test_no_state_holds_nan(name):
     """`jax_debug_nans` stops at a program that returns NaN, also in a slot or a page that holds nothing."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(base(name)[1]):
         assert not np.issubdtype(leaf.dtype, np.inexact) or not np.isnan(leaf).any(), jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize("name", law(ALL))
-def test_resident_bytes_are_the_arrays(name):
-    laws.resident_bytes_are_the_arrays(subject(name))
 
 
 @pytest.mark.parametrize("name", law([group(name) for name in ("snapkv", "h2o", "keydiff", "streamingllm", "stages")]))
@@ -324,11 +293,6 @@ def test_extend_equals_a_longer_prompt(name):
     )
     cache = kvjax.extend(tiny_params(), cache, tail[0], lengths=tail[1])
     np.testing.assert_allclose(cache.logits, base(name)[0], atol=1e-4)
-
-
-@pytest.mark.parametrize("name", repeated(METHODS, but=MOST_UNLIKE))
-def test_ragged_questions_equal_alone(name):
-    laws.ragged_questions_equal_alone(subject(name), widths=(4, 1 if name == "quest" else 4))
 
 
 @pytest.mark.parametrize("name", repeated([group("quest"), group("h2o")], but=("quest",)))

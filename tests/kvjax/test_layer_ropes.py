@@ -1,9 +1,11 @@
-"""Layers that rotate differently: the rotation of each layer, and methods over layers without positions."""
+"""Layers that rotate differently: the rotation of each layer, and what methods refuse there.
+
+Their logits and laws are in `tests/kvjax/test_kinds_of_models.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -20,19 +22,11 @@ from kvjax.protocol.typing import Rope, layer_ropes
 from kvjax.testing.model import TinyModel
 from models import DynamicScaling, YarnScaling
 from models.sizes.parts import LayerRope
-from tests.harness import ALL, TINY, any_example, generous, padded, prompts, random_tokens, tiny_params
-from tests.tiny_models import run
+from tests.harness import TINY, any_example, random_tokens, tiny_params
+from tests.kvjax.test_kinds_of_models import KINDS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-# The first layer rotates no channel. The second rotates half of them, with a base of its own.
-NOPE = dataclasses.replace(TINY, ropes=(LayerRope(theta=100.0, rotated=0), LayerRope(theta=100.0, rotated=4)))
-QUESTIONS = [[5, 9, 2, 7], [8], []]
-STEPS = 8
-# They undo rotations, rotate at other positions or expect later ones; and two that do not.
-TURNING = (
-    "chess", "expectedattention", "infllm", "mosaickv", "periodic", "selfextend", "shadowkv", "streamingllm", "tokenselect",
-    "triattention", "quest", "snapkv",
-)  # fmt: skip
+NOPE = KINDS["ropes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,47 +62,8 @@ def test_channels_that_do_not_rotate_are_not_scaled():
         np.testing.assert_allclose(made, given * np.tile(np.float32([1.5, 1.5, 1, 1]), 2), rtol=1e-6)
 
 
-def asked(method, **options):
-    """A prompt, a ragged question and `STEPS` tokens."""
-    tokens, lengths = padded(prompts())
-    options = {"config": NOPE, "method": method, "max_new_tokens": 24, "pad_multiple": 1, **options}
-    cache = kvjax.extend(tiny_params(), kvjax.prefill(tiny_params(), tokens, lengths=lengths, **options), QUESTIONS)
-    return kvjax.generate(tiny_params(), cache, max_new_tokens=STEPS, eos_token_ids=())
-
-
-@functools.cache
-def dense(rows):
-    return np.asarray(run(NOPE, tiny_params(), padded(rows, 52)[0]))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ALL)
-def test_every_method_that_keeps_everything_equals_the_dense_model(name):
-    if name == "ntk":
-        pytest.skip("it is refused where a part of each head rotates")
-    got = asked(generous(name), chunk_size=16)
-    rows = [[*row, *more] for row, more in zip(prompts(), QUESTIONS, strict=True)]
-    rows = [row + new for row, new in zip(rows, np.asarray(got.tokens).tolist(), strict=True)]
-    logits = dense(tuple(map(tuple, rows)))
-    for row, tokens in enumerate(rows):
-        expected = logits[row, len(tokens) - STEPS - 1 : len(tokens) - 1]
-        np.testing.assert_array_equal(expected.argmax(axis=-1), got.tokens[row])
-        np.testing.assert_allclose(got.cache.logits[row], logits[row, len(tokens) - 1], atol=2e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", TURNING)
-def test_methods_that_leave_tokens_out_run_ragged_rows_as_alone(name):
-    method = any_example(name)
-    together = asked(method)
-    tokens = prompts()[1]
-    options = {"config": NOPE, "method": method, "max_new_tokens": 24, "pad_multiple": 1}
-    wide, lengths = padded([tokens] * 3, padded(prompts())[0].shape[1])
-    cache = kvjax.prefill(tiny_params(), wide, lengths=lengths, **options)
-    alone = kvjax.generate(
-        tiny_params(), kvjax.extend(tiny_params(), cache, [QUESTIONS[1]] * 3), max_new_tokens=STEPS, eos_token_ids=()
-    )
-    np.testing.assert_array_equal(alone.tokens[0], together.tokens[1])
+def read(method, config=NOPE):
+    return kvjax.prefill(tiny_params(), [[1, 2, 3]], config=config, method=method, max_new_tokens=4)
 
 
 def test_chess_undoes_the_rotation_of_each_layer():
@@ -138,9 +93,9 @@ def test_methods_look_at_the_rules_of_all_layers():
     verified, chess = kvjax.Verified(draft=any_example("snapkv")), Chess(page_vec_rope="pre", page_size=4, trigger="never")
     for method in (verified, chess):
         with pytest.raises(ValueError, match=f"{type(method).__name__}.*got rope_type 'dynamic'"):
-            asked(method, config=config)
+            read(method, config)
 
 
 def test_ntk_wants_whole_heads_that_rotate():
     with pytest.raises(ValueError, match="NTK: expected layers that rotate whole heads or nothing, got 4 of 8 channels"):
-        asked("ntk")
+        read("ntk")

@@ -93,35 +93,49 @@ def test_budget_is_traced_below_a_capacity_of_the_whole_row(name):
     run_in_fours(name, oracle(name).KNOBS, *edges(name, seed=4), frequencies(16), {"capacity": 96})
 
 
-@pytest.mark.xdist_group("snapkv")
-@pytest.mark.parametrize("kernel", [1, pytest.param(7, marks=pytest.mark.thorough)])
-def test_every_kernel_of_snapkv_equals_the_oracle(kernel):
-    q, k, v, lengths = batch("snapkv", 2, 2, 16, seed=6)
-    knobs = {**oracle("snapkv").KNOBS, "kernel": kernel}
-    run("snapkv", knobs, q, k, v, lengths, frequencies(16))
+# Settings beside the example's, and fields that the oracle does not have; the first of each method always runs.
+VARIANTS = {
+    "snapkv": [({"kernel": 1}, {}), ({"kernel": 7}, {})],
+    "h2o": [({"num_recent": 1}, {}), ({"num_recent": 11}, {})],
+    "selfextend": [  # chunks below and above the window, which begin anywhere in a group
+        ({"group_size": min(window, 4), "window": window}, {"chunk": chunk})
+        for chunk, windows in ((7, (1, 4, 12)), *((chunk, (4, 16)) for chunk in (1, 16, 40)))
+        for window in windows
+    ],
+    "tokenselect": [
+        *(({"kernel": kernel}, {}) for kernel in (2, 3, 6, 32)),
+        *((knobs, {}) for knobs in ({"num_local": 9, "chunk": 4}, {"num_sink": 0, "chunk": 3}, {"budget": 1})),
+    ],
+    "pariskv": [(knobs, {}) for knobs in ({"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0})],
+    "mosaickv": [
+        *(({"channels": 0.5}, {}), ({"segment": 64}, {}), ({"strategy": "dynamic", "buffer": 16}, {})),
+        *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
+    ],
+}
+ALWAYS = {"snapkv": 1, "h2o": 2, "selfextend": 3, "tokenselect": 1}  # how many of them do not need --thorough
 
 
-@pytest.mark.xdist_group("h2o")
-def test_h2o_recent_window_is_traced():
-    rows = edges("h2o", seed=7)
-    for recent in (1, 11):
-        run_in_fours("h2o", {"budget": 12, "num_recent": recent}, *rows, frequencies(16))
-
-
-@pytest.mark.xdist_group("selfextend")
 @pytest.mark.parametrize(
-    "chunk, windows", [(7, (1, 4, 12)), *(pytest.param(x, (4, 16), marks=pytest.mark.thorough) for x in (1, 16, 40))]
+    ("name", "knobs", "fields"),
+    [
+        pytest.param(
+            name,
+            *setting,
+            marks=[pytest.mark.xdist_group(name), *[pytest.mark.thorough] * (at >= ALWAYS.get(name, 0))],
+            id=f"{name}-{at}",
+        )
+        for name, settings in VARIANTS.items()
+        for at, setting in enumerate(settings)
+    ],
 )
-def test_every_window_of_selfextend_equals_the_oracle_in_every_chunk(chunk, windows):
-    """Chunks below and above the window, which begin anywhere in a group."""
-    rows = edges("selfextend", seed=5)
-    for window in windows:
-        knobs = {"group_size": min(window, 4), "window": window}
-        run_in_fours("selfextend", knobs, *rows, frequencies(16), {"chunk": chunk})
+def test_variants_equal_the_oracle(name, knobs, fields):
+    run_in_fours(name, {**oracle(name).KNOBS, **knobs}, *edges(name, seed=6), frequencies(16), fields)
 
 
-@pytest.mark.parametrize("name", [group("quest"), group("snapkv")])
-def test_planted_needle_is_attended(name):
+@pytest.mark.parametrize(
+    ("name", "knobs"), [group("quest", {}), group("snapkv", {}), group("mosaickv", {"fraction": 0.1, "capacity": 0.3})]
+)
+def test_planted_needle_is_attended(name, knobs):
     """One key along the query direction, four times as long, is attended wherever it lies."""
     prompt, dim = 40, 16
     spots = np.array([0, 3, 4, 11, 17, 24, 31, 34])
@@ -133,7 +147,7 @@ def test_planted_needle_is_attended(name):
         q[row, :, :, -6:] = direction  # the observation window and the decoded token
         k[row, :, spot] = 4 * direction
     for four in (slice(0, 4), slice(4, 8)):
-        got = drive_alike(example(name), q[four], k[four], v[four], [prompt] * 4, inv_freq)
+        got = drive_alike(example(name, **knobs), q[four], k[four], v[four], [prompt] * 4, inv_freq)
         for row, spot in enumerate(spots[four]):
             assert got.attended[0, row, :, spot].all(), f"{name}: needle at {spot}"
             assert (got.attended[0, row].sum(axis=-1) < prompt / 2).all()

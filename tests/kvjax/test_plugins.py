@@ -199,8 +199,6 @@ from experiments.demo.settings import DemoSettings
 from experiments.evaluation.knobs import set_knobs
 from experiments.evaluation.settings import EvaluationSettings, choices_of
 from experiments.evaluation.grid import the_grid
-from experiments.lab.fidelity.settings import FidelitySettings
-from experiments.lab.insight.settings import InsightSettings
 from kvjax import plugins, registry
 
 def sweep(path):
@@ -217,17 +215,13 @@ def evaluate(path):
     (choice,) = set_knobs(made.methods, ["spread.tilt=1", f"{path}.gaps=5,6"])
     assert choice.knobs == {"width": 2, "tilt": 1.0, "gaps": (5, 6)}
 
-def fidelity(path):
-    assert FidelitySettings(methods=choices_of([path])).choices[1].name == "spread"
-
-def insight(path):
-    assert InsightSettings(methods=(path,)).names == ("spread",)
+def knobs(path):
     assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
 
 def demo(path):
     assert [choice.name for choice in DemoSettings(methods=(path,)).evaluation().choices][1:] == ["spread"] * 2
 
-for first in (sweep, generate, evaluate, fidelity, insight, demo):
+for first in (sweep, generate, evaluate, knobs, demo):
     plugins._registered.clear()  # the command is the first thing that the process does
     sys.modules.pop("my_methods.spread", None)
     first("my_methods.spread:Spread")

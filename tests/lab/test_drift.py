@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.answering import LoadedModel
 from experiments.lab.ablations import cluster_search as search
-from experiments.lab.ablations import figures, jobs
+from experiments.lab.ablations import figures
 from experiments.lab.ablations.__main__ import main
-from experiments.lab.ablations.cluster_drift import CLUSTERS, Course
+from experiments.lab.ablations.cluster_drift import CLUSTERS, Course, make_text
 from experiments.records import save
 from kvjax.methods.pariskv import hashing
+from tests.tiny_models import SHIPPED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def test_drift_records_its_course(directory, capsys, tmp_path, monkeypatch):
     course = Course(prompt_tokens=320, new_tokens=64, every=32, k=10, num_sink=4, num_local=16, seed=3)
     asked = []
-    monkeypatch.setattr(jobs.Course, "within", lambda *given: asked.append(given) or course)
+    monkeypatch.setattr(Course, "within", lambda *given: asked.append(given) or course)
     assert main(["drift", "--model", str(directory), "--seed", "3", "--out", str(tmp_path)]) == 0
     assert asked == [(2048, 3)]
     said = capsys.readouterr().out
@@ -40,6 +43,12 @@ def test_drift_records_its_course(directory, capsys, tmp_path, monkeypatch):
 def test_a_course_fits_the_window():
     assert Course.within(131072, 0) == Course()
     assert Course.within(8192, 1) == Course(prompt_tokens=512, new_tokens=7500, seed=1)  # the documentation's record
+
+
+def test_a_text_beyond_the_positions_is_refused_before_it_is_made():
+    model = LoadedModel("small", {}, SHIPPED, None, pathlib.Path("nowhere"))
+    with pytest.raises(ValueError, match="continuation together must be at most 2048 tokens, .* got 2049"):
+        make_text(model, Course(new_tokens=1))
 
 
 def test_search_finds_everything_when_all_are_candidates():

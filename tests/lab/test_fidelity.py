@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import random
 import re
 
@@ -12,16 +13,17 @@ import numpy as np
 import pytest
 
 import kvjax
+import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
 from experiments.lab.fidelity import fidelity_tables, plots, texts
 from experiments.lab.fidelity.__main__ import main
-from experiments.lab.fidelity.distance import Distance, distance, follow_text
-from experiments.lab.fidelity.programs import Programs, shared_room
+from experiments.lab.fidelity.distance import Distance, distance, follow_text, shared_room
 from experiments.lab.fidelity.report import difference, table, turns_table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import along, by_turn, summary, tokens_per_pass
+from experiments.lab.plot import PACKAGES
 from experiments.tasks import code_files, tool_turns
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
@@ -30,6 +32,7 @@ from tests.kvjax.cases import model as tiny_model
 from tests.tiny_models import SHIPPED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+ROOT = pathlib.Path(models.__file__).parents[1]
 STEPS = 10
 COUNTS = np.array([STEPS, 4, 7], np.int32)  # tokens that are fed to each row
 FORCED = np.random.default_rng(7).integers(0, 60, (3, STEPS + 1)).astype(np.int32)
@@ -134,10 +137,10 @@ def test_budgets_share_a_program_and_nothing_else(name):
     assert room == large
     roomy = [example(name, budget=method.budget, capacity=room) for method in methods]
     config = tiny_model(name)
-    with Programs(tiny_params(), config) as programs:
-        assert programs.wait(roomy[1], tiny_texts()) > 0
-        logits, stats = programs.run(roomy[0], tiny_texts())
-        assert programs.wait(roomy[0], tiny_texts()) == 0, "the program of the larger budget"
+    follow(roomy[1], config)
+    programs = follow_text._cache_size()
+    logits, stats = follow(roomy[0], config)
+    assert follow_text._cache_size() == programs, "the program of the larger budget"
     alone, alone_stats = follow(methods[0], config)
     np.testing.assert_allclose(np.asarray(logits), alone, rtol=1e-4, atol=1e-4)
     for read_stat in ("attended", "bytes_read", "full_bytes_read", "length"):
@@ -165,18 +168,18 @@ def words(model, ids):
 
 def test_prose_goes_on_where_its_context_ends(model):
     settings = FidelitySettings(samples=5, tokens=40, lengths=(300,))
-    made = texts.prose(model, settings, 300)
-    assert len(made) == 5 and made.prompts.shape == (5, 384)
-    assert (made.lengths == 260).all() and (made.counts == 40).all()
-    np.testing.assert_array_equal(made.forced[:, 1:], made.targets[:, :-1])
+    cut = texts.passages(model, settings, 300, "prose")
+    assert len(cut) == 5 and cut.prompts.shape == (5, 384)
+    assert (cut.lengths == 260).all() and (cut.counts == 40).all()
+    np.testing.assert_array_equal(cut.forced[:, 1:], cut.targets[:, :-1])
     whole = " ".join(texts.held_out_text("prose").split())
-    said = words(model, [*made.prompts[2, 200:260], *made.forced[2], made.targets[2, -1]])
+    said = words(model, [*cut.prompts[2, 200:260], *cut.forced[2], cut.targets[2, -1]])
     assert " ".join(said.split()) in whole, "a passage of the held-out text, without a gap"
-    assert len({tuple(row) for row in made.forced.tolist()}) == 5
-    everywhere = texts.prose(model, dataclasses.replace(settings, haystack="prose:whole"), 300)
+    assert len({tuple(row) for row in cut.forced.tolist()}) == 5
+    everywhere = texts.passages(model, settings, 300, "prose:whole")
     assert words(model, everywhere.prompts[0, :200]).strip() not in whole, "a passage of all prose"
-    again = texts.prose(model, dataclasses.replace(settings, seed=1), 300)
-    assert (again.prompts != made.prompts).any()
+    again = texts.passages(model, dataclasses.replace(settings, seed=1), 300, "prose")
+    assert (again.prompts != cut.prompts).any()
 
 
 def test_answers_stand_behind_the_template_and_the_question(model):
@@ -313,13 +316,27 @@ def test_the_command_records_full_and_every_budget(directory, tmp_path, capsys):
     assert len(joined["notes"]["runs"]) == 2 and {row["stream"] for row in joined["metrics"]} == {"prose", "answers"}
     assert said.out.count("| StreamingLLM(budget=1/8) | 48 |") == 2 and "frontier" in said.out and "| accepted |" in said.out
     assert (out / "table.md").read_text() == fidelity_tables(joined)
-    assert [name for name, _ in figures(out, [])] == ["fidelity", "along"]
+    assert [name for name, _ in figures(out, [], PACKAGES)] == ["fidelity", "along"]
     for name in ("fidelity", "along"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert run(directory, out, "--seed", 1, "--no-plot") == 2
     assert "holds cells with seed=0, got 1" in capsys.readouterr().err
     assert run(directory, out, "--weight-dtype", "int8", "--no-plot") == 2
     assert "holds cells with dtype='float32', got 'float32, weights int8'" in capsys.readouterr().err
+
+
+FILES = [x for x in (ROOT / "docs" / "settings").glob("*.yaml") if "experiments.lab.fidelity" in x.read_text()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_settings_of_the_documentation_load(file):
+    settings = FidelitySettings.from_yaml(file)
+    assert f"python -m experiments.lab.fidelity --config docs/settings/{file.name}" in file.read_text()
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    for choice in settings.choices:
+        thresholds = {"tau_entropy": 1.0, "tau_varentropy": 1.0} if choice.name == "chess" else {}
+        choice.at(min(settings.lengths), tokenizer, models.shapes.qwen25_1_5b(), thresholds)
+    assert FILES
 
 
 @pytest.mark.parametrize(
@@ -358,7 +375,7 @@ def test_coded_weights_are_compared_with_the_numbers_of_a_reference(directory, m
     assert main([*flags, "--no-plot", "--quiet"]) == 0
     record = json.loads((tmp_path / "metrics.json").read_text())
     coded = load_model(directory, weight_dtype="int8")
-    made = texts.prose(model, FidelitySettings(lengths=(96,), tokens=8, samples=2), 96)
+    made = texts.passages(model, FidelitySettings(lengths=(96,), tokens=8, samples=2), 96, "prose")
     arrays = [jnp.asarray(x) for x in (made.prompts, made.lengths, made.forced, made.counts)]
     full, logits = (follow_text(one.params, Full(), *arrays, model=one.config)[0] for one in (model, coded))
     kl = [exact(*np.asarray((full[step, row], logits[step, row])), 0)[0] for step, row in np.ndindex(8, 2)]

@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.answering import LoadedModel
-from experiments.lab.insight import Watched, coverage, readings
+from experiments.answering.presets import POSITIONS
+from experiments.lab.insight import Watched, WatchedLayer, coverage, readings
 from experiments.lab.insight.__main__ import main
-from experiments.lab.insight.run import answer_length, watch
-from experiments.lab.insight.settings import InsightSettings
+from experiments.lab.insight.run import InsightSettings, answer_length, run_methods, watch
 from kvjax.protocol.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
 from tests.kvjax.cases import ONE
+from tests.kvjax.wrappers.test_compose import check_answers
 from tests.oracles.plain import rotate_all, softmax
 from tests.tiny_models import SHIPPED, write_model
 
@@ -104,7 +105,7 @@ ALWAYS = ("streamingllm",)  # of which the programs are those of the last test
     [
         x if x.values[0] in ALWAYS else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough])
         for x in ALL
-        if x.values[0] != "full"
+        if x.values[0] not in ("full", "verified")
     ],
 )
 def test_watching_changes_nothing_and_every_method_can_be_watched(name):
@@ -115,7 +116,8 @@ def test_watching_changes_nothing_and_every_method_can_be_watched(name):
     assert found.mass.shape == (2, 3, 2, N) and found.recall.shape == (2, 3, 2, N, len(TOP))
     for values in (found.mass, found.recall, found.own):
         assert (values > 0).any() and (values >= 0).all() and (values <= 1 + 1e-6).all()
-    assert 0 < found.mass[:, 0].mean() < 1, "something of the longest row is left out"
+    attends_to_all = name in (*POSITIONS, "think")
+    assert (found.mass[:, 0].mean() < 1 - 1e-6) != attends_to_all, "something of the longest row is left out"
     # All k tokens at once, k beyond what is stored: the share of everything that is attended to.
     stored = np.array([41, 24, 10])[:, None] + np.arange(N)[None]
     np.testing.assert_allclose(found.recall[..., 2], found.attended / stored[None, :, None], rtol=1e-5)
@@ -135,6 +137,7 @@ def test_rows_that_stand_still_and_steps_beyond_the_room_are_not_measured():
     ("change", "message"),
     [
         ({"method": "quest"}, "method must be a kvjax method, got the name 'quest': kvjax.make it"),
+        ({"method": kvjax.Verified(draft=kvjax.make("quest"))}, "method must choose tokens in every step"),
         ({"top": (4, 0)}, "top must be a tuple of whole numbers, each of at least 1, got (4, 0)"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
     ],
@@ -145,12 +148,21 @@ def test_wrong_fields_of_watched_are_refused(change, message):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=re.escape("text must be one of ('full', 'own'), got 'theirs'")):
-        InsightSettings(methods=("quest",), text="theirs")
     with pytest.raises(ValueError, match="did you mean 'quest'"):
         InsightSettings(methods=("qest",))
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        InsightSettings(methods=("quest",), samples=0)
+    with pytest.raises(ValueError, match="unknown task"):
+        InsightSettings(methods=("quest",), task="paskey")
+
+
+@pytest.mark.parametrize("kind", [Watched, WatchedLayer])
+def test_watched_methods_answer_every_declaration(kind):
+    check_answers(kind)
+
+
+def test_prompts_beyond_the_positions_are_refused_before_they_are_made():
+    model = LoadedModel("small", {}, SHIPPED, None, pathlib.Path("nowhere"))
+    with pytest.raises(ValueError, match="--length must be at most 2048 tokens, the positions of small, got 2049"):
+        run_methods(InsightSettings(length=2049), model, None)
 
 
 def test_an_answer_ends_with_its_end_token():

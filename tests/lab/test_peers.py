@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -16,6 +15,7 @@ from experiments.lab.peers.quality.report import peer_scores
 from experiments.lab.peers.speed import __main__ as peers
 from experiments.lab.peers.speed.report import peer_tables
 from experiments.lab.peers.speed.settings import PRESSES, PeersSettings
+from experiments.lab.peers.torch_device import make_press
 from experiments.records import Results, versions
 from experiments.speed import MODELS, budget_at
 from kvjax import registry
@@ -28,41 +28,29 @@ TINY = ModelConfig(
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("job", [peers, quality], ids=["speed", "quality"])
+def test_a_missing_package_is_one_sentence(job, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", peers)  # stands for one that is there: any module
     monkeypatch.setitem(sys.modules, name, None)  # which makes its import fail
-    assert peers.main(["--out", str(tmp_path / "peers.json")]) == 2
-    said = f"experiments.lab.peers.speed needs {name}, which is not installed here: pip install torch transformers"
-    assert capsys.readouterr().err == f"kvjax: error: {said}\n"
+    assert job.main([*[str(tmp_path)] * (job is quality), "--out", str(tmp_path / "peers.json")]) == 2
+    said = capsys.readouterr().err
+    assert f" needs {name}, which is not installed here: pip install torch transformers" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    ("settings", "wrong", "message"),
     [
-        ({"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
-        ({"caches": ("paged",)}, "unknown cache 'paged', expected one of static, dynamic"),
-        ({"model": "gpt"}, "unknown model 'gpt'"),
-        ({"mode": "fast"}, "unknown mode 'fast'"),
-        ({"lengths": (0,)}, "lengths must be at least 1, got 0"),
+        (PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
+        (PeersSettings, {"caches": ("paged",)}, "unknown cache 'paged'"),
+        (PeersSettings, {"model": "gpt"}, "unknown model 'gpt'"),
+        (PeersSettings, {"mode": "fast"}, "unknown mode 'fast'"),
+        (quality_settings.PeersSettings, {"methods": ("quest",)}, "unknown method 'quest', expected one of full, snapkv"),
     ],
 )
-def test_wrong_settings_are_refused(given, message):
+def test_wrong_settings_are_refused(settings, wrong, message):
     with pytest.raises(ValueError, match=message):
-        PeersSettings(**given)
-
-
-def test_settings_of_scores_are_checked():
-    with pytest.raises(ValueError, match="unknown method 'quest', expected one of full, snapkv, keydiff, tova"):
-        quality_settings.PeersSettings(methods=("quest",))
-    names = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
-    assert names <= set(registry.classes())
-
-
-def test_a_missing_torch_is_one_sentence_for_scores_too(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert quality.main([str(tmp_path), "--out", str(tmp_path / "p.json")]) == 2
-    assert "experiments.lab.peers.quality needs torch, which is not installed here" in capsys.readouterr().err
+        settings(**wrong)
 
 
 def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
@@ -82,7 +70,8 @@ def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
 
 
 def test_presses_are_methods_with_a_budget():
-    assert set(PRESSES) <= set(registry.classes())
+    beside = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
+    assert {*PRESSES, *beside} <= set(registry.classes())
     assert {budget_at(name, 131072) for name in PRESSES} == {1024} and budget_at("snapkv", 256) == 64
 
 
@@ -202,68 +191,21 @@ def test_a_row_without_memory_is_a_row(command, monkeypatch):
 
 
 @needs_torch
-def test_presses_that_prefill_together_keep_what_each_keeps_alone(tmp_path):
-    """Hooks on copies of a layer's keys and values leave what kvpress's own context leaves; KVzip masks the same slots."""
+@pytest.mark.parametrize("method", ["full", *quality_settings.PRESSES])
+def test_answers_follow_what_a_press_kept(method):
+    """A press keeps its budget, and Full's answer is that of a pass over the whole text."""
     for package in ("torch", "transformers", "kvpress"):
         pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
-    import kvpress
-    import torch
-    import transformers
-
-    from experiments.lab.peers.quality import pressed
-
-    directory = builtin_directory()
-    model = pressed.load(str(directory), "sdpa", "float32", torch.device("cpu"))
-    ids = transformers.AutoTokenizer.from_pretrained(directory).encode("The grass is green, and the sky is blue. " * 40)
-    ids, methods = ids[:300], list(quality_settings.PRESSES)
-    made = {method: pressed.make_press(kvpress, method, 300, 100) for method in methods}
-    read = pressed.read_prompt(model, ids, made)
-    assert not read.errors and read.kept["full"].tokens == 300
-
-    def positions(module, inputs, kwargs):
-        return inputs, {**kwargs, "cache_position": torch.arange(300)}
-
-    for method in methods:
-        assert abs(read.kept[method].tokens - 100) <= 0.5, method
-        hooks = [x.self_attn.register_forward_pre_hook(positions, with_kwargs=True) for x in model.model.layers]
-        cache = transformers.DynamicCache()
-        with torch.no_grad(), pressed.make_press(kvpress, method, 300, 100)(model):
-            model(input_ids=torch.tensor([ids]), past_key_values=cache)
-            for hook in hooks:
-                hook.remove()
-        for layer, (keys, values) in zip(cache.layers, read.kept[method].layers, strict=True):
-            torch.testing.assert_close((keys, values), (layer.keys, layer.values))
-        if method == "kvzip":
-            for own, (heads, slots) in zip(model.model.layers, read.kept[method].masked, strict=True):
-                assert torch.equal(own.self_attn.masked_key_indices[1], heads)
-                assert torch.equal(own.self_attn.masked_key_indices[2], slots)
-
-
-@needs_torch
-@pytest.mark.parametrize("method", ["full", "snapkv", "pyramidkv", "kvzip"])
-def test_answers_that_are_decoded_together_are_those_of_each_alone(method):
-    for package in ("torch", "transformers", "kvpress"):
-        pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
-    import kvpress
     import torch
 
-    from experiments.lab.peers.quality import pressed
+    from experiments.lab.peers.quality import bench
 
-    model = pressed.load(str(builtin_directory()), "sdpa", "float32", torch.device("cpu"))
-    prompts = [[(start + 7 * at) % 5000 + 5 for at in range(size)] for start, size in ((0, 150), (9, 131))]
-    reads = []
-    for ids in prompts:
-        presses = {} if method == "full" else {method: pressed.make_press(kvpress, method, len(ids), 80)}
-        reads.append(pressed.read_prompt(model, ids, presses))
-    together = pressed.decode(model, reads, method, [6, 4], ())
-    alone = [pressed.decode(model, [read], method, [limit], ())[0] for read, limit in zip(reads, (6, 4), strict=True)]
-    assert together == alone and [len(ids) for ids in alone] == [6, 4]
-    if method == "pyramidkv":  # layers of other lengths, which no padding makes alike
-        layers = [(keys[:, :, -40:], values[:, :, -40:]) for keys, values in reads[1].kept[method].layers]
-        uneven = pressed.Kept([*reads[1].kept[method].layers[:1], *layers[1:]])
-        mixed = [reads[0], dataclasses.replace(reads[1], kept={method: uneven})]
-        ids = pressed.decode(model, mixed, method, [6, 4], ())
-        assert ids == [alone[0], pressed.decode(model, mixed[1:], method, [4], ())[0]]
+    model = bench.load(str(builtin_directory()), "sdpa", "float32", torch.device("cpu"))
+    ids = [(7 * at) % 5000 + 5 for at in range(150)]
+    press = None if method == "full" else make_press(quality_settings.PRESSES[method][0], len(ids), 80)
+    answer, kept = bench.answer_prompt(model, ids, press, 6, ())
+    assert len(answer) == 6 and abs(kept - (150 if method == "full" else 80)) <= 0.5
+    assert bench.answer_prompt(model, ids, press, 6, answer[1:2])[0] == answer[: answer.index(answer[1]) + 1]
     if method == "full":
-        whole = model(torch.tensor([prompts[0] + alone[0][:-1]])).logits[0, 149:].argmax(dim=-1)
-        assert whole.tolist() == alone[0]
+        whole = model(torch.tensor([ids + answer[:-1]])).logits[0, 149:].argmax(dim=-1)
+        assert whole.tolist() == answer

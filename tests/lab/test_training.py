@@ -16,13 +16,11 @@ import pytest
 
 import kvjax
 import models
-from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.lab.training import data, trainer
-from experiments.lab.training.checkpoints import Checkpoints
+from experiments.lab.training.checkpoint import restore_checkpoint, save_checkpoint
 from experiments.lab.training.course import Course
-from experiments.lab.training.curriculum import Curriculum
 from experiments.lab.training.loss import choose, forward, initial_state, losses, make_step, optimizer, schedule
-from experiments.lab.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, chat_mixture
+from experiments.lab.training.mixture import BUILTIN, CHAT_RECIPES, PROSE, ROW_TASKS, chat_mixture
 from experiments.lab.training.subject import Adapter, WholeModel, stack_layers
 from experiments.lab.training.tokenizer import save_tokenizer, train_tokenizer
 from experiments.tasks import GROUPS, Words
@@ -89,31 +87,38 @@ def test_batches_mix_lengths_and_question_counts(maker):
 
 @pytest.mark.slow
 def test_workers_deliver_what_one_process_makes(maker):
-    curriculum = Curriculum(4, 512, (256, 512), 0)
-    loader = data.Loader(TOKENIZER / "tokenizer.json", [], BUILTIN, curriculum, 0, 1, workers=2)
+    course = Course(4, (256, 512), 512, BUILTIN)
+    loader = data.Loader(TOKENIZER / "tokenizer.json", [], course, 0, 1, workers=2)
     try:
         for step in (1, 2, 3):
-            np.testing.assert_array_equal(loader.next().tokens, maker.batch(0, step, *curriculum.bucket(step)).tokens)
-        with pytest.raises(RuntimeError, match="ended with exit code"):
+            np.testing.assert_array_equal(loader.next().tokens, maker.batch(0, step, *course.bucket(step, 0)).tokens)
+        with pytest.raises(StopIteration):
             loader.next()
     finally:
         loader.close()
 
 
-def test_curriculum_grows_and_forgets_nothing():
-    curriculum = Curriculum(1000, 16384, (512, 1024, 2048, 4096), 0)
-    assert {curriculum.bucket(step)[1] for step in range(140)} == {512}
-    late = [curriculum.bucket(step)[1] for step in range(600, 1000)]
+def test_lengths_grow_and_none_is_forgotten():
+    course = Course(1000, (512, 1024, 2048, 4096), 16384, BUILTIN)
+    assert {course.bucket(step, 0)[1] for step in range(140)} == {512}
+    late = [course.bucket(step, 0)[1] for step in range(600, 1000)]
     assert set(late) == {512, 1024, 2048, 4096}
-    assert all(rows * length == 16384 for rows, length in map(curriculum.bucket, range(0, 1000, 7)))
-    for arguments, message in (
-        ((0, 512, (512,), 0), "at least 1"),
-        ((1, 512, (512, 256), 0), "and increase"),
-        ((1, 512, (0,), 0), "at least 1 and increase"),
-        ((1, 500, (256,), 0), "multiple"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Curriculum(*arguments)
+    assert all(rows * length == 16384 for rows, length in (course.bucket(step, 0) for step in range(0, 1000, 7)))
+    assert course.lm_weight_at(0) == course.lm_weight_first and course.lm_weight_at(999) == course.lm_weight
+
+
+@pytest.mark.parametrize(
+    ("steps", "lengths", "tokens", "message"),
+    [
+        (0, (512,), 512, "steps"),
+        (1, (512, 256), 512, "lengths must increase"),
+        (1, (64,), 512, "lengths must be at least 224"),
+        (1, (256,), 500, "tokens_per_step"),
+    ],
+)
+def test_a_course_that_cannot_run_is_refused(steps, lengths, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        Course(steps, lengths, tokens, BUILTIN)
 
 
 def test_losses_equal_numpy(key):
@@ -186,28 +191,20 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
     assert lines[-1]["step"] == 6 and math.isfinite(lines[-1]["loss"])
     with pytest.raises(ValueError, match="checkpoint was made with seed 0, this run has seed 1"):
         _run(tmp_path / "parts", resume=True, seed=1)
-    with pytest.raises(ValueError, match="nothing to resume"):
-        _run(tmp_path / "none", resume=True)
 
 
-def test_time_limit_saves_and_exports(tmp_path, monkeypatch):
-    class NothingToCompile(trainer.Compiler):
-        def __init__(self, step, state, frozen, mesh, shapes):
-            super().__init__(step, state, frozen, mesh, [])
-
-    monkeypatch.setattr(trainer, "Compiler", NothingToCompile)
+def test_time_limit_saves_and_exports(tmp_path):
     _run(tmp_path, minutes=0.0)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
+    assert {path.name for path in tmp_path.iterdir()} >= {trainer.CHECKPOINT, "train_log.jsonl"}
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "message"),
     [
-        ((64,), {}, ValueError, "at least 224 tokens, the shortest row, got 64"),
         ((256, 1024), {}, ValueError, "at most 512 tokens, the model's context, got 1024"),
         ((256,), {"texts": [pathlib.Path("absent.txt")]}, FileNotFoundError, "no text file absent.txt"),
-        ((256,), {"resume": True}, ValueError, "nothing to resume in"),
+        ((256,), {"resume": True}, ValueError, "nothing to resume"),
     ],
 )
 def test_what_cannot_run_writes_nothing(tmp_path, lengths, options, error, message):
@@ -224,38 +221,25 @@ def test_what_cannot_run_writes_nothing(tmp_path, lengths, options, error, messa
 
 
 def test_a_run_is_not_written_over(tmp_path):
-    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)  # as of a killed run
-    with pytest.raises(ValueError, match="nothing to resume in"):
-        _run(tmp_path, resume=True)
-    (tmp_path / "checkpoints" / "3").mkdir()
+    (tmp_path / trainer.CHECKPOINT).touch()
     with pytest.raises(ValueError, match="holds a run: continue it"):
         _run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert [path.name for path in tmp_path.iterdir()] == [trainer.CHECKPOINT]
 
 
 def test_a_run_goes_on_with_its_own_base_and_rank(tmp_path, key):
     """A checkpoint of before a setting was kept does not know it, and is taken."""
     params = models.random_params(TINY, key)
-    made, other = (Adapter.of(name, params, TINY, rank, 1.0) for name, rank in (("one", 4), ("two", 5)))
-    state = {"params": jnp.zeros(2)}
-    tmp_path /= "run[1]\\"  # which orbax would read as a pattern, and write elsewhere
-    first = Checkpoints(tmp_path, {"seed": 0, **made.identity})
-    first.save(3, state)
-    first.close()
-    for settings in ({"seed": 0, **made.identity}, {"seed": 0, **made.identity, "later": 1}):
-        again = Checkpoints(tmp_path, settings)
-        assert again.restore(state)[0] == 3
-        again.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    again = Checkpoints(tmp_path, {"seed": 0, **other.identity})
+    first, other = (Adapter.of(name, params, TINY, rank, 1.0) for name, rank in (("one", 4), ("two", 5)))
+    state = {"params": jnp.arange(6.0).reshape(2, 3).T, "count": jnp.int32(7)}
+    file = tmp_path / "run[1]" / "state"
+    save_checkpoint(file, 3, state, {"seed": 0, **first.identity})
+    for settings in ({"seed": 0, **first.identity}, {"seed": 0, **first.identity, "later": 1}):
+        step, restored = restore_checkpoint(file, state, settings)
+        assert step == 3 and restored["count"].shape == ()
+        np.testing.assert_array_equal(restored["params"], state["params"])
     with pytest.raises(ValueError, match="made with base one, rank 4, this run has base two, rank 5"):
-        again.restore(state)
-    again.close()
-
-
-def test_evaluation_prompts_fit_into_the_context():
-    prompts = encode_cell(Reading(TOKENIZER / "tokenizer.json"), Cell("vt", 1024, 2, 0)).wholes
-    assert all(len(tokens) + 40 <= 1024 for tokens in prompts)
+        restore_checkpoint(file, state, {"seed": 0, **other.identity})
 
 
 @pytest.mark.thorough
@@ -383,3 +367,7 @@ def test_training_refuses_an_attention_that_it_does_not_compute(part):
     config = dataclasses.replace(FAMILIES["llama"], **part)
     with pytest.raises(ValueError, match="training computes attention without sink logits and soft cap"):
         forward(config, {}, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32), None)
+
+
+def test_rows_name_the_trained_tasks_prose_and_copies():
+    assert ROW_TASKS == (*GROUPS["trained"], "prose", "copy") and {*ROW_TASKS} == {*BUILTIN.recipes}

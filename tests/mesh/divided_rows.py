@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import pathlib
-import re
 import sys
 import tempfile
 import types
@@ -38,15 +37,16 @@ from tests.mesh.eight_devices import (
     QUESTIONS,
     assert_copies_are_equal,
     assert_same,
+    assert_same_turns,
     collectives,
     decoded,
     method_of,
     on_one_device,
     params,
     read,
-    refused,
-    report,
+    turns,
 )
+from tests.mesh.processes import mesh_of, refused, report
 from tests.pallas_kernels.score import test_window_score
 
 LAYERS = CONFIG.num_layers
@@ -114,9 +114,7 @@ READS_CHUNKS = {"chunk_size": 16}  # and 48 slots of prompt
 @functools.cache
 def spread(text, kind=AxisType.Explicit):
     """The parameters on a mesh, for example ``data=2 slots=4``."""
-    names, sizes = zip(*re.findall(r"(\w+)=(\d+)", text), strict=True)
-    mesh = jax.make_mesh(tuple(map(int, sizes)), names, axis_types=(kind,) * len(names))
-    return sharding.shard_params(params(), mesh)
+    return sharding.shard_params(params(), mesh_of(text, kind))
 
 
 def laws(name, text):
@@ -179,24 +177,9 @@ def assert_divided(cache, plan, divided):
 
 
 def calls(name):
-    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes.
-
-    The prompt is one chunk, and rows grow from one device to the next.
-    """
-
-    def turns(given):
-        cache = kvjax.extend(given, read(given, METHODS_OF_CALLS[name]()), QUESTIONS)
-        cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
-        copy = kvjax.fork(cache, 2)
-        out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
-        pieces = list(kvjax.stream(given, copy, max_new_tokens=10, eos_token_ids=(12,), block=5))
-        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, kvjax.api.measure.measure(out.cache).bytes_read
-
-    here, there = (turns(given) for given in (params(), spread("slots=4", AxisType.Auto)))
-    assert here[2] == there[2]
-    for one, other in zip(here, there, strict=True):
-        if not isinstance(one, list):
-            np.testing.assert_allclose(one, other)
+    """With Auto axes. The prompt is one chunk, and rows grow from one device to the next."""
+    places = params(), spread("slots=4", AxisType.Auto)
+    assert_same_turns(*(turns(given, METHODS_OF_CALLS[name](), streamed=10, block=5) for given in places))
 
 
 def saved(name):

@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
 import sys
 import tempfile
-import traceback
 import types
 from unittest import mock
 
@@ -46,6 +44,7 @@ from models.sizes.parts import LayerRope
 from pallas_kernels import axes
 from pallas_kernels.query import step_query as step_query_module
 from tests.harness import NAMES, WRAPPERS, example, knobs_of
+from tests.mesh.processes import refused, report
 from tests.tiny_models import vivid_params
 
 CONFIG = ModelConfig(
@@ -207,22 +206,25 @@ def state_slots(cache):
     return [x.shape[2] for x in jax.tree.leaves((cache.layers, cache.shared)) if x.ndim > 2]
 
 
+def turns(given, method, streamed=6, block=4):
+    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns."""
+    cache = kvjax.extend(given, read(given, method), QUESTIONS)
+    cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
+    copy = kvjax.fork(cache, 2)
+    out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
+    pieces = list(kvjax.stream(given, copy, max_new_tokens=streamed, eos_token_ids=(12,), block=block))
+    return pieces, [np.asarray(x) for x in (out.tokens, out.num_tokens, measure(out.cache).bytes_read)]
+
+
+def assert_same_turns(here, there):
+    assert here[0] == there[0]
+    for one, other in zip(here[1], there[1], strict=True):
+        np.testing.assert_allclose(one, other)
+
+
 def check_calls():
-    """`extend`, `decode_step`, `generate` with an EOS and limits, `fork`, `stream`, in turns, with Auto axes."""
-
-    def turns(given):
-        cache = kvjax.extend(given, read(given, example("quest")), QUESTIONS)
-        cache = kvjax.decode_step(given, cache, [1, 2, 3, 4], active=[True, False, True, True])
-        copy = kvjax.fork(cache, 2)
-        out = kvjax.generate(given, cache, max_new_tokens=6, eos_token_ids=(3, 12), limits=[6, 2, 6, 0])
-        pieces = list(kvjax.stream(given, copy, max_new_tokens=6, eos_token_ids=(12,), block=4))
-        return np.asarray(out.tokens), np.asarray(out.num_tokens), pieces, measure(out.cache).bytes_read
-
-    here, there = turns(params()), turns(spread("2x4", AxisType.Auto))
-    assert here[2] == there[2]
-    for one, other in zip(here, there, strict=True):
-        if not isinstance(one, list):
-            np.testing.assert_allclose(one, other)
+    """With Auto axes."""
+    assert_same_turns(*(turns(given, example("quest")) for given in (params(), spread("2x4", AxisType.Auto))))
 
 
 def check_samples():
@@ -467,37 +469,11 @@ def given_on(mesh):
     return {"a": jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, PartitionSpec("model")))}
 
 
-@contextlib.contextmanager
-def refused(pattern):
-    try:
-        yield
-    except ValueError as error:
-        assert re.search(pattern, str(error)), str(error)
-    else:
-        raise AssertionError(f"not refused: {pattern}")
-
-
 def run(name):
     if name in LAWS:
         laws(*name.split(" on "))
     else:
         globals()[name]()
-
-
-def report(run, names):
-    """Run the checks and print their exceptions as JSON."""
-    assert jax.device_count() == 8, "eight devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_disable_most_optimizations", True)
-    found = {}
-    for name in names:
-        try:
-            run(name)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc(limit=-6)[-3000:]
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":

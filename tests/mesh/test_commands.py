@@ -10,7 +10,7 @@ from experiments.demo.settings import DemoSettings
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.speed.settings import SpeedSettings
 from tests.mesh import eight_devices_experiments
-from tests.mesh.test_methods import found_in
+from tests.mesh.processes import found_in
 
 CHECKS = [name for name in vars(eight_devices_experiments) if name.startswith("check_")]
 ALWAYS = ("check_eval", "check_sums")
@@ -18,12 +18,12 @@ ALWAYS = ("check_eval", "check_sums")
 
 @pytest.fixture(scope="module")
 def found():
-    return found_in(ALWAYS, "tests.mesh.eight_devices_experiments")
+    return found_in("tests.mesh.eight_devices_experiments", *ALWAYS)
 
 
 @pytest.fixture(scope="module")
 def found_thorough():
-    return found_in([name for name in CHECKS if name not in ALWAYS], "tests.mesh.eight_devices_experiments")
+    return found_in("tests.mesh.eight_devices_experiments", *(name for name in CHECKS if name not in ALWAYS))
 
 
 @pytest.mark.xdist_group("eight_devices_commands")
@@ -72,8 +72,8 @@ def test_meshes_that_cannot_be_are_refused():
         make_mesh("data=64,model=64")
     with pytest.raises(ValueError, match="--batches must be multiples of the 2 devices of the axis 'data', got 3"):
         SpeedSettings(mesh="data=2", batches=(2, 3))
-    with pytest.raises(ValueError, match="--mesh has no meaning with --attention-only"):
-        SpeedSettings(mesh="model=2", attention_only=True)
+    with pytest.raises(ValueError, match="--largest-batch has no meaning with --mesh"):
+        SpeedSettings(mesh="model=2", largest_batch=True)
     for given, told in (
         ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
         ({"beside_one": True}, "--beside-one has no meaning without --mesh"),

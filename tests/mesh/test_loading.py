@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -17,10 +11,9 @@ import models
 from models import sharding
 from models.files.tables import checkpoint as checkpoint_table
 from tests.mesh import eight_devices_models
-from tests.mesh.processes import run_two
+from tests.mesh.processes import found_in, run_two
 from tests.tiny_models import FAMILIES
 
-ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name for name in vars(eight_devices_models) if name.startswith("check_")]
 MIXTRAL = models.Experts(num_experts=3, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1))
 
@@ -28,13 +21,7 @@ MIXTRAL = models.Experts(num_experts=3, num_experts_per_tok=2, intermediate_size
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What one process with eight devices found, by the names of `CHECKS`."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mesh.eight_devices_models", str(tmp_path_factory.mktemp("mesh"))],
-        cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return found_in("tests.mesh.eight_devices_models", tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.mark.slow

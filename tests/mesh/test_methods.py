@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -24,9 +19,8 @@ from models.sharding import shard_params
 from tests.harness import example, small
 from tests.mesh import divided_rows, eight_devices, two_processes
 from tests.mesh.eight_devices import CONFIG, STEPS, params
-from tests.mesh.processes import run_two
+from tests.mesh.processes import found_in, run_two
 
-ROOT = pathlib.Path(__file__).parents[2]
 FILES = eight_devices, divided_rows
 CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
 # A method that decides by a sum over all heads, and one that decides by all slots in two ways.
@@ -35,29 +29,14 @@ ALWAYS = ("check_refusals", "tova on 2x4", "check_divided_refusals", "quest on s
 OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
 
 
-def found_in(names, module="tests.mesh.divided_rows"):
-    """What a process with eight devices finds, by the names of its checks, which are functions of ``module``."""
-    # On a busy machine a device may wait longer for the others than the 40 seconds after which XLA gives up.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as the fixture quick_compile
-    done = subprocess.run(
-        [sys.executable, "-m", module, *names],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def found():
-    return found_in(ALWAYS)
+    return found_in("tests.mesh.divided_rows", *ALWAYS)
 
 
 @pytest.fixture(scope="module")
 def found_thorough():
-    return found_in([name for name in CHECKS if name not in ALWAYS])
+    return found_in("tests.mesh.divided_rows", *(name for name in CHECKS if name not in ALWAYS))
 
 
 @pytest.mark.xdist_group("eight_devices_decode")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import re
 import sys
 
 import jax
@@ -22,8 +21,8 @@ from kvjax.api.measure import measure
 from kvjax.mesh.processes import least, readable
 from kvjax.methods import Full
 from tests.harness import example
-from tests.mesh.eight_devices import CONFIG, LENGTHS, QUESTIONS, STEPS, assert_same, params, refused
-from tests.mesh.processes import one_of_two
+from tests.mesh.eight_devices import CONFIG, LENGTHS, QUESTIONS, STEPS, assert_same, params
+from tests.mesh.processes import mesh_of, one_of_two, refused
 
 METHODS = ("full", "snapkv", "quest", "pariskv")
 MESHES = ("data=2 model=2", "slots=2 model=2", "data=2 slots=2", "slots=4")
@@ -37,9 +36,7 @@ DIRECTORY = pathlib.Path(sys.argv[3]) if len(sys.argv) > 3 else pathlib.Path()
 @functools.cache
 def spread(text, kind=AxisType.Explicit):
     """The parameters on a mesh, for example ``data=2 model=2``, each part read from the file by its process."""
-    names, sizes = zip(*re.findall(r"(\w+)=(\d+)", text), strict=True)
-    mesh = jax.make_mesh(tuple(map(int, sizes)), names, axis_types=(kind,) * len(names))
-    return models.from_pretrained(DIRECTORY / "model", mesh=mesh)[0]
+    return models.from_pretrained(DIRECTORY / "model", mesh=mesh_of(text, kind))[0]
 
 
 def read(given, method):

@@ -1,4 +1,4 @@
-"""GGUF files for tests, written with the writer of the package ``gguf``. Also run by goldens/gguf/make_goldens.py with torch.
+"""GGUF files for tests, written with the writer of the package ``gguf``. Also run by experiments/lab/goldens with torch.
 
 The order of Q and K rows, the names and the factors of RoPE are written here from llama.cpp's conversion script, not with the
 code under test.

@@ -250,10 +250,3 @@ def test_a_tokenizer_of_transformers_is_taken_without_truncation(tmp_path):
     for wrong in ("gpt2", None, object()):
         with pytest.raises(ValueError, match=f"tokenizers.Tokenizer .*got {type(wrong).__name__}"):
             models.as_tokenizer(wrong)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe{{ messages }}", b"\xef"])  # a part of a byte-order mark
-def test_a_template_that_is_no_text_is_named(content, tmp_path):
-    (tmp_path / "chat_template.jinja").write_bytes(content)
-    with pytest.raises(ValueError, match="chat_template.jinja must be a text in UTF-8"):
-        models.ChatTemplate.from_directory(tmp_path)

@@ -1,4 +1,7 @@
-"""Latent attention: a float64 loop that makes the keys and values of all heads, and the cache that stores keys once."""
+"""Latent attention: a float64 loop that makes the keys and values of all heads, and the cache that stores keys once.
+
+The laws of methods over it are in `tests/kvjax/test_kinds_of_models.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from models.sizes.latent import Latent, query_scale
 from models.sizes.parts import LayerRope
 from models.sizes.rope_scaling import YarnScaling
 from pallas_kernels.formats.quantised import dequantise, stored_like
-from tests.harness import NAMES, any_example, hold_laws
-from tests.models.test_families import edges, generator, golden, write_checkpoint
+from tests.harness import NAMES, any_example
+from tests.models.test_families import generator, golden, write_checkpoint
 from tests.models.test_parity import ours
-from tests.tiny_models import run, vivid_params
+from tests.tiny_models import vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LATENT = Latent(rank=10, rotated=6, key_dim=8, value_dim=12, query_rank=14)
@@ -232,13 +235,6 @@ def test_full_reads_and_stores_each_key_once():
     assert needed.device == sum(x.nbytes for x in jax.tree.leaves(layer))
 
 
-def test_full_decodes_what_one_pass_computes():
-    out = full()
-    for row, prompt in enumerate(PROMPTS):
-        text = np.concatenate([prompt, out.tokens[row]])[None]
-        np.testing.assert_allclose(out.cache.logits[row], run(CONFIG, PARAMS, jnp.asarray(text))[0, -1], rtol=0, atol=1e-4)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_codes_are_stored_once(name):
@@ -328,20 +324,3 @@ def test_a_cache_is_forked_and_saved(tmp_path):
 def test_one_head_cannot_be_divided_over_devices():
     with pytest.raises(ValueError, match=re.escape("a model of num_kv_heads=1, intermediate_size=48, vocab_size=64 can be")):
         CONFIG.local(2)
-
-
-LAWFUL = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "quest")) for x in LAWFUL])
-def test_laws(name):
-    hold_laws(name, CONFIG, PARAMS)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["full", "snapkv", "quest", "verified"])
-@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
-def test_methods_hold_their_laws_beside_routed_experts(name, method):
-    """Experts with a sigmoid router beside attention that is not latent."""
-    config = models.ModelConfig.from_hf(edges(name, vocab_size=64, max_position_embeddings=256))
-    hold_laws(method, config, vivid_params(config))

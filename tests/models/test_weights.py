@@ -184,23 +184,6 @@ def test_missing_files_are_named(saved, tmp_path):
         models.from_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors.index.json", b"{"), ("model.safetensors.index.json", b"[]"),
-        ("model.safetensors.index.json", b"{}"), ("config.json", b'{"model_type": "llama"'),
-        ("config.json", b'{"model_type": "bert"}'),
-    ],
-)  # fmt: skip
-def test_a_malformed_json_file_is_named(saved, name, content):
-    directory, _, _ = saved
-    if "index" in name:
-        shard(directory)
-    (directory / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name):
-        models.from_pretrained(directory)
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_damaged_or_missing_weight_file_is_named(saved, parts):
     directory, _, _ = saved

@@ -49,10 +49,10 @@ def table(name):
     return getattr(importlib.import_module(PLACES[name]), name.upper())
 
 
-def timed(name):
+def timed(name, tiny=False):
     """Return the timed shapes of an operation, or nothing."""
     place = f"{PLACES[name]}.timed"
-    return importlib.import_module(place).SHAPES if importlib.util.find_spec(place) else ()
+    return importlib.import_module(place).TIMED.listed(tiny) if importlib.util.find_spec(place) else []
 
 
 def statement(name):
@@ -80,11 +80,10 @@ def test_an_operation_has_a_function_a_table_and_a_reference(name):
 
 @every_operation
 def test_an_operation_has_timed_shapes(name):
-    shapes = timed(name)
-    assert bool(shapes) != (name in IN_PLACE | NOT_YET_TIMED)
-    for made in (shapes, [shape.tiny() for shape in shapes]):
-        assert all(isinstance(shape, Shape) and shape.bytes_read > 0 for shape in made)
-        assert len({shape.name for shape in made}) == len(made)
+    assert bool(timed(name)) != (name in IN_PLACE | NOT_YET_TIMED)
+    for shapes in (timed(name), timed(name, tiny=True)):
+        assert all(isinstance(shape, Shape) and shape.bytes_read > 0 for shape in shapes)
+        assert len({shape.name for shape in shapes}) == len(shapes)
 
 
 @pytest.mark.parametrize("name", sorted({*PLACES} - IN_PLACE - NOT_YET_TIMED))
@@ -93,9 +92,9 @@ def test_an_operation_takes_the_arguments_of_its_timed_shapes(name):
     for shape in timed(name):
         arrays = jax.eval_shape(shape.draw, jax.random.key(0))
         result = jax.eval_shape(functools.partial(public(name), **shape.options, implementation=XLA), **arrays)
-        jax.eval_shape(shape.defined, result)
-        if shape.chained is not None:
-            assert jnp.issubdtype(arrays[shape.chained].dtype, jnp.floating)
+        jax.eval_shape(lambda x, shape=shape: shape.timed.defined(x, shape.sizes), result)
+        if shape.timed.chained is not None:
+            assert jnp.issubdtype(arrays[shape.timed.chained].dtype, jnp.floating)
 
 
 def test_the_operations_without_timed_shapes_exist():
@@ -112,10 +111,8 @@ def test_no_kernel_imports_timed_shapes():
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in differentiable()])
 def test_an_operation_that_says_so_is_differentiable(name):
     """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
-    key = jax.random.key(0)
-    shapes = timed(name)
-    tiny = shapes[0].tiny() if shapes else None
-    arrays, options = untimed.arguments(name, key) if tiny is None else (tiny.draw(key), tiny.options)
+    shape = timed(name, tiny=True)[0] if timed(name) else untimed.SHAPES[name].at()
+    arrays, options = shape.draw(jax.random.key(0)), shape.options
     moved = {at: x for at, x in arrays.items() if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)}
     rest = {at: x for at, x in arrays.items() if at not in moved}
 

@@ -249,11 +249,11 @@ def test_rows_of_another_kind_are_refused():
     few = dataclasses.replace(near, scale=key.scale[:, :, :4])
     for x, rows, said in ((near, host.astype(jnp.float32), r"\['float32', 'int8'\]"), (few, host, r"scales .* 4\)")):
         given = Rows(host=rows, newest=jnp.full((1,), 8, jnp.int32), sinks=0)
-        with pytest.raises(ValueError, match=f"got key, value and host of .*{said}.* expected one dtype, and scales of all"):
+        with pytest.raises(ValueError, match=f"rows.host of .*{said}"):
             gather_attention(normal(2, 1, 1, 1, 16), x, x, *lists, scale=SCALE, rows=given)
     one = jnp.zeros((1, 1, 16)), jnp.zeros((1, 1, 16)), jnp.zeros((1,), jnp.int32)
     held = {"cache_position": jnp.zeros((1, 1, 8), jnp.int32), "cursor": jnp.zeros((1,), jnp.int32)}
-    with pytest.raises(ValueError, match=r"got cache_key.scale bfloat16 \(1, 1, 4\), expected bfloat16 \(1, 1, 8\)"):
+    with pytest.raises(ValueError, match="cache_key.scale"):
         store_token(*one, cache_key=few, cache_value=near, **held, rows=Rows(host=host, newest=held["cursor"], sinks=0))
 
 

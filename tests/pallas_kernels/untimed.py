@@ -1,120 +1,132 @@
-"""Small arguments of the operations that are differentiable and have no timed shapes."""
+"""Small arguments of the operations that have no timed shapes, declared as the timed shapes are."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choose.sentence_cut import CLOSES
-from pallas_kernels.formats.shapes import normal, orthogonal, packed, positions
+from pallas_kernels.formats import bit_codes
+from pallas_kernels.formats.shapes import (
+    Timed,
+    counted,
+    frequencies,
+    full,
+    integers,
+    lists,
+    normal,
+    orthogonal,
+    packed,
+)
 
-B, H, G, S, D = 1, 2, 4, 16, 32
-ROWS = (B, H)
-SPACE = (B,)
+# P: pages, blocks or vectors; K: entries of a list; M: parts of the channels; C: centroids of a part, or channels.
+SIZES = {"H": 2, "S": 16, "D": 32, "T": 3, "P": 4, "K": 5, "M": 2, "C": 4, "R": 8}
+CACHE = {"key": normal("B H S D"), "value": normal("B H S D")}
+STORED = CACHE | {"position": counted("B H S"), "cursor": full("B", "S")}
+NEWEST = full("B", lambda n: n.S - 1)
+ACTIVE = {"active": full("B 1", lambda n: n.S - 1), "cursor": full("B", "S")}
+HEADS = normal("B H G D")
 
 
-def arguments(name, key):
-    """Draw arrays by the names of an operation's arguments, and its static arguments."""
-    keys = iter(jax.random.split(key, 16))
+def declared(arrays, **options):
+    return Timed(label="small", sizes=SIZES, tiny={}, arrays=arrays, options=lambda n: options, reads=())
 
-    def floats(*shape):
-        return normal(next(keys), *shape, dtype=jnp.float32)
 
-    def whole(value, *shape):
-        return jnp.full(shape or SPACE, value, jnp.int32)
+def sentence_state(d):
+    """The state of `sentence_add`: sentence of each slot, mean keys, their number, and sums over the open sentence."""
+    sums = normal("B H G D", jnp.float32), normal("B H D", jnp.float32), full("B H", 2)
+    return tuple(fill(d) for fill in (full("B H S", 0), normal("B H P D"), full("B H", 1), *sums))
 
-    def stored():
-        return {
-            "key": floats(*ROWS, S, D),
-            "value": floats(*ROWS, S, D),
-            "position": positions(ROWS, S),
-            "cursor": whole(S),
-        }
 
-    angles = jnp.exp(-jnp.arange(D // 2, dtype=jnp.float32))
-    heads, token = (*ROWS, G, D), whole(S - 1)
-    match name:
-        case "add_norm":
-            return {"x": floats(3, D), "update": floats(3, D), "scale": floats(D)}, {"eps": 1e-5}
-        case "causal_attention":
-            return {"query": floats(*ROWS, G, S, D), "key": floats(*ROWS, S, D), "value": floats(*ROWS, S, D)}, {}
-        case "cluster_estimate":
-            arrays = {"logits": floats(*ROWS, G, S), "value_sum": floats(*ROWS, S, D), "size": whole(3, *ROWS, S)}
-            return arrays | {"chosen": whole(1, *ROWS, S) > 0, "left_out": positions(ROWS, S) < 3}, {}
-        case "cluster_rank":
-            arrays = {
-                "query": floats(*heads),
-                "centroid": floats(*ROWS, S, D),
-                "size": whole(2, *ROWS, S),
-                "used": whole(S),
-            }
-            shares = {"best": jnp.float32(0.3), "considered": jnp.float32(0.6)}
-            return arrays | shares, {"scale": 0.1, "capacity": 8, "room": 12}
-        case "chunk_query":
-            arrays = {"query": floats(*ROWS, G, 3, D), "real": whole(2), "first": whole(5), "inv_freq": angles}
-            return arrays, {"num_local": 8}
-        case "step_query":
-            arrays = {
-                "query": floats(*heads),
-                "last": floats(*heads),
-                "ready": jnp.ones((B,), bool),
-                "inv_freq": angles,
-            }
-            arrays |= {"hits": whole(0), "refreshes": whole(0), "cursor": whole(S), "position": token}
-            return arrays | {"budget": jnp.int32(4), "theta": jnp.float32(0.9)}, {"num_sink": 2, "num_local": 4}
-        case "rotated_rows":
-            arrays = {"key": floats(*ROWS, S, D), "value": floats(*ROWS, S, D)}
-            return arrays | {"token": positions(ROWS, 5)[:, 0], "inv_freq": angles}, {}
-        case "evict_alike":
-            total = {"total": whole(0, *ROWS, 2, D), "done": whole(0), "newest": token}
-            return stored() | total, {"budget": S - 1}
-        case "evict_token":
-            return stored() | {"score": floats(*ROWS, S)}, {"budget": S - 1}
-        case "pack_token":
-            buffer = {
-                "key": floats(*ROWS, S, D),
-                "value": floats(*ROWS, S, D),
-                "stored": positions(ROWS, S),
-                "place": token,
-            }
-            bases = {side: orthogonal(next(keys), *ROWS, 1, dim=D) for side in ("basis_key", "basis_value")}
-            store = (array for n in (S, S, S // 4) for array in packed(next(keys), (*ROWS, n), D, 8))
-            return buffer | bases | {"packed": whole(0), "last": whole(0), "store": (*store,)}, {
-                "granule": 4,
-                "channels": D,
-            }
-        case "sentence_add":
-            sums = floats(*heads), floats(*ROWS, D), whole(2, *ROWS)
-            state = whole(0, *ROWS, S), floats(*ROWS, 4, D), whole(1, *ROWS), *sums
-            arrays = {"key": floats(*ROWS, S, D), "query": floats(*heads), "cursor": whole(S)}
-            return arrays | {"event": whole(CLOSES), "state": state}, {}
-        case "store_buckets":
-            arrays = {
-                "key": floats(*ROWS, S, D),
-                "value": floats(*ROWS, S, D),
-                "active": token[:, None],
-                "cursor": whole(S),
-            }
-            tables = {
-                "planes": floats(3, 4, D),
-                "ids": jnp.zeros((*ROWS, 1, 3 * 16), jnp.uint8),
-                "norm": floats(*ROWS, S),
-            }
-            return arrays | tables, {}
-        case "store_partial":
-            arrays = {"key": floats(*ROWS, S, D), "position": positions(ROWS, S), "cursor": whole(S), "place": token}
-            partial = {"matrix": floats(*ROWS, D, 6), "query": floats(*heads), "partial": floats(*ROWS, 6, S)}
-            return arrays | partial | {"last": floats(*heads)}, {}
-        case "store_token":
-            arrays = {"key": floats(*ROWS, D), "value": floats(*ROWS, D), "place": token, "cursor": token}
-            cache = {"cache_key": floats(*ROWS, S, D), "cache_value": floats(*ROWS, S, D)}
-            return arrays | cache | {
-                "cache_position": positions(ROWS, S),
-                "query": floats(*heads),
-                "inv_freq": angles,
-            }, {}
-        case "widen_page":
-            bounds = {"low": floats(*ROWS, S // 4, D), "high": floats(*ROWS, S // 4, D)}
-            arrays = {"key": floats(*ROWS, S, D), "position": positions(ROWS, S), "cursor": whole(S)}
-            return arrays | bounds, {"page_size": 4}
-    raise ValueError(f"arguments: got {name!r}, expected a differentiable operation without timed shapes")
+SHAPES = {
+    "add_norm": declared({"x": normal("T D"), "update": normal("T D"), "scale": normal("D")}, eps=1e-5),
+    "bucket_matches": declared(
+        {"query": integers("B H G P", 8, jnp.uint16), "ids": integers("B H P S", 8, jnp.uint16), "near": NEWEST},
+        first=1,
+        num_bits=3,
+    ),
+    "causal_attention": declared({"query": normal("B H G S D"), **CACHE}),
+    "chunk_query": declared(
+        {"query": normal("B H G T D"), "real": full("B", 2), "first": full("B", 5), "inv_freq": frequencies},
+        num_local=8,
+    ),
+    "cluster_estimate": declared(
+        {"logits": normal("B H G S", jnp.float32), "chosen": full("B H S", True, bool)}
+        | {"left_out": lambda d: counted("B H S")(d) < 3, "size": full("B H S", 3), "value_sum": normal("B H S D")}
+    ),
+    "cluster_rank": declared(
+        {"query": HEADS, "centroid": normal("B H S D"), "size": full("B H S", 2), "used": full("B", "S")}
+        | {"best": full("", 0.3, jnp.float32), "considered": full("", 0.6, jnp.float32)},
+        scale=0.1,
+        capacity=8,
+        room=12,
+    ),
+    "cluster_tokens": declared(
+        {"listed": lists("B H K", "S"), "ends": lambda d: 2 * counted("B H K")(d), "start": counted("B H S")}
+        | {"order": counted("B H S"), "near": NEWEST, "count": full("B", "S")},
+        first=2,
+        most=9,
+        newest=3,
+    ),
+    "evict_alike": declared(
+        STORED | {"total": full("B H 2 D", 0), "done": full("B", 0), "newest": NEWEST, "budget": full("", 15)}
+    ),
+    "evict_token": declared(STORED | {"score": normal("B H S", jnp.float32), "budget": full("", 15)}),
+    "newest_repeat": declared({"key": normal("B H S D"), "valid": full("B H S", True, bool)}, threshold=0.5),
+    "pack_token": declared(
+        CACHE
+        | {"stored": counted("B H S"), "place": NEWEST, "packed": full("B", 0), "last": full("B", 0)}
+        | {"basis_key": orthogonal("B H 1 D D"), "basis_value": orthogonal("B H 1 D D")}
+        | {"store": lambda d: sum((packed(axes, "R")(d) for axes in ("B H S", "B H S", "B H P")), ())},
+        granule=4,
+        channels=32,
+    ),
+    "rotated_rows": declared(CACHE | {"token": counted("B K"), "inv_freq": frequencies}),
+    "sentence_add": declared(
+        {"key": normal("B H S D"), "query": HEADS, "cursor": full("B", "S"), "event": full("B", CLOSES)}
+        | {"state": sentence_state}
+    ),
+    "step_query": declared(
+        {"query": HEADS, "last": normal("B H G D", jnp.float32), "ready": full("B", True, bool), "hits": full("B", 0)}
+        | {"refreshes": full("B", 0), "cursor": full("B", "S"), "position": NEWEST, "budget": full("", 4)}
+        | {"theta": full("", 0.9, jnp.float32), "inv_freq": frequencies},
+        num_sink=2,
+        num_local=4,
+    ),
+    "store_buckets": declared(
+        CACHE
+        | ACTIVE
+        | {"planes": normal("3 4 D", jnp.float32), "ids": full("B H 1 48", 0, jnp.uint8)}
+        | {"norm": normal("B H S")}
+    ),
+    "store_codes": declared(
+        {"key": normal("B H S D"), "position": counted("B H S"), **ACTIVE, "signs": full("D", 1, jnp.float32)}
+        | {"ids": full("B H S P", 0, jnp.uint8), "code_rows": full("B H S D", 0, jnp.uint8)}
+        | {"counts": full("B H P 256", 0), "waiting": full("B H P 256", 0), "stop": full("B", 8)},
+        num_local=4,
+        buffer=3,
+        scale=0.1,
+    ),
+    "store_ids": declared(
+        {"key": normal("B H S D"), **ACTIVE, "centroids": normal("B H M C S", jnp.float32)}
+        | {"ids": lambda d: bit_codes.pack(full("B H S", 0)(d), 4)}
+    ),
+    "store_partial": declared(
+        {"key": normal("B H S D"), "position": counted("B H S"), "cursor": full("B", "S"), "place": NEWEST}
+        | {"matrix": normal("B H D C", jnp.float32), "query": HEADS, "partial": normal("B H C S"), "last": HEADS}
+    ),
+    "store_token": declared(
+        {"key": normal("B H D"), "value": normal("B H D"), "place": NEWEST, "cursor": NEWEST, "query": HEADS}
+        | {"cache_key": normal("B H S D"), "cache_value": normal("B H S D"), "cache_position": counted("B H S")}
+        | {"inv_freq": frequencies}
+    ),
+    "token_list": declared(
+        {"fresh": lists("B K", "S"), "length": full("B", "S"), "awake": full("B", 0), "budget": full("", 4)},
+        num_sink=2,
+        num_local=4,
+    ),
+    "widen_page": declared(
+        {"key": normal("B H S D"), "position": counted("B H S"), "cursor": full("B", "S")}
+        | {"low": normal("B H P D"), "high": normal("B H P D")},
+        page_size=4,
+    ),
+}

@@ -4,7 +4,7 @@ Each ablation writes OUT/NAME.json after every cell, and continues that file aft
 papers' claims and the tables of all records in OUT. The question is part of the prompt, in the model's chat template. A task
 that Full does not solve is left out. All ablations of the tuned SmolLM2, with distances measured on its base model:
 
-    python -m experiments.lab.ablations all --model smollm2-retrieval --base smollm2 --processes 4
+    python -m experiments.lab.ablations all --model smollm2-retrieval --base smollm2
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from experiments.answering import load_model
 from experiments.cli import Against, Job
-from experiments.lab.ablations.jobs import run_all
+from experiments.lab.ablations.cluster_drift import Course, run_drift
+from experiments.lab.ablations.plans import DRIFT
+from experiments.lab.ablations.report import ablation_tables, records_in
+from experiments.lab.ablations.run import run_ablation
 from experiments.lab.ablations.settings import AblationSettings
-from experiments.records import table_file
+from experiments.records import table_file, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +34,20 @@ class AblationCommand:
 
 
 def _ablate(settings: AblationSettings, command: AblationCommand, against: Against) -> None:
-    run_all(settings, command.out)
-    print(table_file(command.out).read_text(encoding="utf-8"))
+    model = base = settings.load()
+    if settings.base not in (None, settings.model):
+        base = load_model(
+            settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype
+        )
+    file = table_file(command.out)
+    for name in settings.ablations:
+        record = command.out / f"{name}.json"
+        if name != DRIFT:
+            run_ablation(settings, name, model, base, command.out)
+        elif not record.exists():
+            run_drift(base, Course.within(base.config.max_position_embeddings, settings.seed), record)
+        write_bytes(file, ablation_tables(records_in(command.out), file.parent).encode())
+    print(file.read_text(encoding="utf-8"))
     against.show(command.out)
 
 

@@ -7,6 +7,7 @@ first setting with each row that has the second setting and is equal otherwise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,19 +40,19 @@ class Claim:
 
     Attributes:
         method: the paper's method.
-        text: the sentence, shortened.
-        source: section, table or figure of the paper.
         record: name of the record that can tell.
         table: title of the record's table; "" if the record has no tables.
+        text: the sentence, shortened.
+        source: section, table or figure of the paper.
         comparisons: comparisons that must all hold.
         recorded: its rows are in the record alone: nothing offers one of the readings that it compares any longer.
     """
 
     method: str
-    text: str
-    source: str
     record: str
     table: str
+    text: str
+    source: str
     comparisons: tuple[Comparison, ...]
     recorded: bool = False
 
@@ -62,207 +63,119 @@ def _equal(better: Setting, worse: Setting, **more: Any) -> Comparison:
 
 
 _HARD = ("kv_retrieval", "niah_multikey_3")
-_BEYOND = "TokenSelect: beyond the trained length"
-_CACHE = "TokenSelect: the selection cache"
-_SENTENCES = "SentenceKV: unit, query, pool, mode"
-_CHANNELS = "MosaicKV: which channels are kept"
+_PAPER = {"variant": "sentences, mean query, r 2"}
+_votes = functools.partial(Claim, "TokenSelect", "votes", "TokenSelect: how heads vote")
+_reuse = functools.partial(Claim, "TokenSelect", "theta", "TokenSelect: the selection cache")
+_chunk = functools.partial(Claim, "TokenSelect", "chunk", "TokenSelect: prompt tokens that share a selection")
+_beyond = functools.partial(Claim, "TokenSelect", "extrapolate", "TokenSelect: beyond the trained length")
+_sentences = functools.partial(Claim, "SentenceKV", "sentences", "SentenceKV: unit, query, pool, mode")
+_budget = functools.partial(Claim, "CHESS", "chess", "CHESS: budget")
+_trigger = functools.partial(Claim, "CHESS", "chess", "CHESS: when the page list is rebuilt")
+_kinds = functools.partial(Claim, "MosaicKV", "strategy", "MosaicKV: which channels are kept")
+_channels = functools.partial(Claim, "MosaicKV", "channels", "MosaicKV: channels and blocks")
+_hashing = functools.partial(Claim, "ParisKV", "hashing", "ParisKV: rotation before hashing")
+_drift = functools.partial(Claim, "ParisKV", "drift", "")
 
 CLAIMS = (
-    Claim(
-        "TokenSelect",
+    _votes(
         "Soft votes select better than hard votes, and hard votes better than the sum of logits.",
         "section 6.3, table 4",
-        "votes",
-        "TokenSelect: how heads vote",
-        (
-            Comparison({"vote": "soft"}, {"vote": "hard"}),
-            Comparison({"vote": "hard"}, {"vote": "raw"}),
-        ),
+        (Comparison({"vote": "soft"}, {"vote": "hard"}), Comparison({"vote": "hard"}, {"vote": "raw"})),
     ),
-    Claim(
-        "TokenSelect",
-        "More selected tokens are better.",
-        "section 6.3, table 5",
-        "votes",
-        "TokenSelect: how heads vote",
+    _votes(
+        "More selected tokens are better.", "section 6.3, table 5",
         (Comparison({"vote": "soft", "share": 1}, {"vote": "soft", "share": 8}),),
     ),
-    Claim(
-        "TokenSelect",
-        "Reuse of a selection down to a cosine of 0.9 costs nothing.",
-        "appendix J, table 9",
-        "theta",
-        _CACHE,
+    _reuse(
+        "Reuse of a selection down to a cosine of 0.9 costs nothing.", "appendix J, table 9",
         (_equal({"theta": 0.9}, {"theta": 2.0}),),
     ),
-    Claim(
-        "TokenSelect",
-        "At 0.5 hard retrieval breaks.",
-        "section 6.3, figure 6",
-        "theta",
-        _CACHE,
+    _reuse(
+        "At 0.5 hard retrieval breaks.", "section 6.3, figure 6",
         (Comparison({"theta": 0.9}, {"theta": 0.5}, tasks=_HARD),),
     ),
-    Claim(
-        "TokenSelect",
-        "At 0.5 an easy needle is still found.",
-        "section 6.3, figure 6",
-        "theta",
-        _CACHE,
+    _reuse(
+        "At 0.5 an easy needle is still found.", "section 6.3, figure 6",
         (_equal({"theta": 0.5}, {"theta": 2.0}, tasks=("niah_single_2",), nats=None),),
     ),
-    Claim(
-        "TokenSelect",
+    _chunk(
         "Queries that follow each other are alike, so the mean query of 512 prompt tokens selects for all.",
         "section 5.2",
-        "chunk",
-        "TokenSelect: prompt tokens that share a selection",
         (_equal({"chunk": "paper"}, {"chunk": "sixteenth"}),),
     ),
-    Claim(
-        "TokenSelect",
-        "Beyond the window it is better than the model itself.",
-        "section 6.2, tables 1 and 2",
-        "extrapolate",
-        _BEYOND,
+    _beyond(
+        "Beyond the window it is better than the model itself.", "section 6.2, tables 1 and 2",
         (Comparison({"method": "tokenselect"}, FULL),),
     ),
-    Claim(
-        "TokenSelect",
-        "Beyond the window it is better than StreamingLLM.",
-        "section 6.2, tables 1 and 2",
-        "extrapolate",
-        _BEYOND,
+    _beyond(
+        "Beyond the window it is better than StreamingLLM.", "section 6.2, tables 1 and 2",
         (Comparison({"method": "tokenselect"}, {"method": "streamingllm"}),),
     ),
-    Claim(
-        "SentenceKV",
-        "Sentences are better units than equal parts.",
-        "section 6.1, table 3",
-        "sentences",
-        _SENTENCES,
-        (Comparison({"variant": "sentences, mean query, r 2"}, {"variant": "chunks"}),),
+    _sentences(
+        "Sentences are better units than equal parts.", "section 6.1, table 3",
+        (Comparison(_PAPER, {"variant": "chunks"}),),
     ),
-    Claim(
-        "SentenceKV",
-        "The mean query of the sentence is better than the current query.",
-        "section 6.2, figure 6",
-        "sentences",
-        _SENTENCES,
-        (Comparison({"variant": "sentences, mean query, r 2"}, {"variant": "current query"}),),
+    _sentences(
+        "The mean query of the sentence is better than the current query.", "section 6.2, figure 6",
+        (Comparison(_PAPER, {"variant": "current query"}),),
     ),
-    Claim(
-        "SentenceKV",
-        "More kept tokens than are attended (r above 1) are better.",
-        "section 6.2, figure 6",
-        "sentences",
-        _SENTENCES,
-        (Comparison({"variant": "sentences, mean query, r 2"}, {"variant": "r 1"}),),
+    _sentences(
+        "More kept tokens than are attended (r above 1) are better.", "section 6.2, figure 6",
+        (Comparison(_PAPER, {"variant": "r 1"}),),
     ),
-    Claim(
-        "SentenceKV",
-        "It is better than SnapKV, which attends to as many tokens.",
-        "section 5.3, table 7",
-        "sentences",
-        _SENTENCES,
-        (Comparison({"variant": "sentences, mean query, r 2"}, {"variant": "SnapKV"}),),
+    _sentences(
+        "It is better than SnapKV, which attends to as many tokens.", "section 5.3, table 7",
+        (Comparison(_PAPER, {"variant": "SnapKV"}),),
     ),
-    Claim(
-        "CHESS",
-        "At 1 % it is better than Full.",
-        "section 5.2, table 1",
-        "chess",
-        "CHESS: budget",
+    _budget(
+        "At 1 % it is better than Full.", "section 5.2, table 1",
         (Comparison({"budget": 1}, FULL, nats=None),),
     ),
-    Claim(
-        "CHESS",
-        "The smallest budget is the best: 1 % is above 9 % and above 73 %.",
-        "appendices C and E, table 3",
-        "chess",
-        "CHESS: budget",
+    _budget(
+        "The smallest budget is the best: 1 % is above 9 % and above 73 %.", "appendices C and E, table 3",
         (Comparison({"budget": 1}, {"budget": 9}), Comparison({"budget": 1}, {"budget": 73})),
     ),
-    Claim(
-        "CHESS",
+    _trigger(
         "A list that is rebuilt when the model is unsure is better than one that is rebuilt every 6 pages.",
         "appendix C, figure 9",
-        "chess",
-        "CHESS: when the page list is rebuilt",
         (Comparison({"trigger": "and"}, {"trigger": "every 6 pages"}),),
     ),
-    Claim(
-        "MosaicKV",
-        "Rotation helps channels that are the same for all vectors.",
-        "section 6.2, figure 9",
-        "strategy",
-        _CHANNELS,
-        (Comparison({"kind": "rotated"}, {"kind": "uniform"}),),
-        recorded=True,
+    _kinds(
+        "Rotation helps channels that are the same for all vectors.", "section 6.2, figure 9",
+        (Comparison({"kind": "rotated"}, {"kind": "uniform"}),), recorded=True,
     ),
-    Claim(
-        "MosaicKV",
-        "The largest channels of each vector are better than the same channels for all.",
-        "section 6.2, figure 9",
-        "strategy",
-        _CHANNELS,
-        (Comparison({"kind": "per vector"}, {"kind": "rotated"}),),
-        recorded=True,
+    _kinds(
+        "The largest channels of each vector are better than the same channels for all.", "section 6.2, figure 9",
+        (Comparison({"kind": "per vector"}, {"kind": "rotated"}),), recorded=True,
     ),
-    Claim(
-        "MosaicKV",
-        "The dynamic strategy adds to it.",
-        "section 6.2, figure 9",
-        "strategy",
-        _CHANNELS,
+    _kinds(
+        "The dynamic strategy adds to it.", "section 6.2, figure 9",
         (Comparison({"kind": "dynamic"}, {"kind": "per vector"}),),
     ),
-    Claim(
-        "MosaicKV",
+    _channels(
         "A quarter of the channels and a tenth of the tokens cost less than 5 points on RULER (1.9 to 3.6 in the paper).",
         "section 6.2, table 1",
-        "channels",
-        "MosaicKV: channels and blocks",
         (Comparison({"channels": 0.25, "blocks": 0.1}, FULL, points=5.0, nats=None),),
     ),
-    Claim(
-        "ParisKV",
-        "Keys are normalised and rotated before they are hashed: better than plain keys.",
-        "section 5.3, figure 10",
-        "hashing",
-        "ParisKV: rotation before hashing",
+    _hashing(
+        "Keys are normalised and rotated before they are hashed: better than plain keys.", "section 5.3, figure 10",
         (Comparison({"rotate": True}, {"rotate": False}),),
     ),
-    Claim(
-        "ParisKV",
-        "With k 100 it costs less than 2 points on RULER (0.6 in the paper).",
-        "appendix D.1, table 6",
-        "hashing",
-        "ParisKV: rotation before hashing",
+    _hashing(
+        "With k 100 it costs less than 2 points on RULER (0.6 in the paper).", "appendix D.1, table 6",
         (Comparison({"rotate": True, "part": 1}, FULL, points=2.0, nats=None),),
     ),
-    Claim(
-        "ParisKV",
+    _drift(
         "Analytic centroids of rotated keys find more of the best keys than centroids learned on the prompt.",
         "section 5.3, figure 10",
-        "drift",
-        "",
         (Comparison({"clusters": "rotated"}, {"clusters": "learned"}),),
     ),
-    Claim(
-        "ParisKV",
-        "Centroids learned on the prompt go stale: those learned again at the end find more.",
-        "section 1, figure 1",
-        "drift",
-        "",
+    _drift(
+        "Centroids learned on the prompt go stale: those learned again at the end find more.", "section 1, figure 1",
         (Comparison({"clusters": "relearned", "when": "last"}, {"clusters": "learned", "when": "last"}),),
     ),
-    Claim(
-        "ParisKV",
-        "Its recall does not fall along a generation.",
-        "section 1, figure 1",
-        "drift",
-        "",
+    _drift(
+        "Its recall does not fall along a generation.", "section 1, figure 1",
         (_equal({"clusters": "rotated", "when": "last"}, {"clusters": "rotated", "when": "first"}),),
     ),
 )

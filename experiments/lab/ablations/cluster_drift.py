@@ -72,11 +72,11 @@ class Course:
     @classmethod
     def within(cls, window: int, seed: int) -> Course:
         """Choose the default sizes, or a shorter prompt and text that fit a model's window of ``window`` tokens."""
-        made = cls(seed=seed)
-        if made.prompt_tokens + made.new_tokens <= window:
-            return made
-        room = (window - _SHORT_PROMPT) // made.every * made.every
-        return cls(prompt_tokens=_SHORT_PROMPT, new_tokens=max(room, made.every), seed=seed)
+        course = cls(seed=seed)
+        if course.prompt_tokens + course.new_tokens <= window:
+            return course
+        room = (window - _SHORT_PROMPT) // course.every * course.every
+        return dataclasses.replace(course, prompt_tokens=_SHORT_PROMPT, new_tokens=max(room, course.every))
 
     @property
     def checkpoints(self) -> list[int]:
@@ -135,10 +135,10 @@ def make_text(model: LoadedModel, settings: Course) -> np.ndarray:
     return np.concatenate([np.asarray(ids, np.int32), np.asarray(out.tokens[0])])
 
 
-def _when(settings: Course, made: int) -> str:
+def _when(settings: Course, generated: int) -> str:
     """Name a checkpoint: "first", "last", or its number of tokens."""
     ends = {settings.checkpoints[0]: "first", settings.checkpoints[-1]: "last"}
-    return ends.get(made, str(made))
+    return ends.get(generated, str(generated))
 
 
 def scheduled(zone: int) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: Course) -> list[di
     Returns:
         Metrics for `experiments.records.make_record`.
     """
-    stored = [settings.prompt_tokens + made for made in settings.checkpoints]
+    stored = [settings.prompt_tokens + generated for generated in settings.checkpoints]
     at = jnp.asarray([count - 1 for count in stored], jnp.int32)
     queries, keys = search.capture(model.params, jnp.asarray(tokens), at, config=model.config)
     rotated, rotated_codes, rotated_queries = search.sign_clusters(keys, queries, rotated=True)
@@ -169,7 +169,7 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: Course) -> list[di
     sizes = {"k": settings.k, "num_sink": settings.num_sink, "num_local": settings.num_local}
     metrics = []
     bar = progress_bar(iterable=settings.checkpoints, unit="checkpoint")
-    for index, (made, count) in enumerate(zip(bar, stored, strict=True)):
+    for index, (generated, count) in enumerate(zip(bar, stored, strict=True)):
         size, which = jnp.int32(count), jnp.int32(index)
         best = search.exact_best(keys, queries[:, :, index], size, **sizes)
         relearned = search.learned_clusters(keys, queries, size)
@@ -192,13 +192,13 @@ def measure(model: LoadedModel, tokens: np.ndarray, settings: Course) -> list[di
                             "name": f"{stage}_recall",
                             "value": round(100 * float(values.mean()), 2),
                             "unit": "percent",
-                            "setting": {"clusters": name, "shares": kind, "when": _when(settings, made)},
+                            "setting": {"clusters": name, "shares": kind, "when": _when(settings, generated)},
                             "scores": [round(float(value), 4) for value in values.mean(axis=1)],
                             "clusters": name,
                             "shares": kind,
                             "rho": rho,
                             "beta": beta,
-                            "generated": made,
+                            "generated": generated,
                             "zone": zone,
                             "by_layer": [round(100 * float(value), 1) for value in values.mean(axis=1)],
                             "best_among_generated": round(100 * written, 1),

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab.ablations.arms import Table
 from experiments.lab.ablations.claims import CLAIMS
+from experiments.lab.ablations.plans import NAMES
 from experiments.lab.ablations.verdicts import Verdict, judge
 from experiments.records import device_kinds, markdown_rows
+from experiments.records.report import Column, row_table
 
-_ORDER = (
-    "votes", "theta", "chunk", "extrapolate", "sentences", "chess", "channels", "strategy", "hashing", "drift",
-)  # fmt: skip
 _HEAD = """# Ablations
 
 What each part of the papers' methods is worth: one part is changed at a time.
@@ -39,15 +37,10 @@ nats of the distance (KL). Where no example differs, the interval is that of the
 does not tell."""
 
 
-def outline(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """List the titles, texts and rows of tables; a record keeps them, so that it suffices to show its tables."""
-    return [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
-
-
 def records_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """List the records of a folder in the order of the page: paper by paper, and last the records that are no longer run."""
-    found = sorted(folder.glob("*.json"))
-    return sorted(found, key=lambda path: _ORDER.index(path.stem) if path.stem in _ORDER else len(_ORDER))
+    files = sorted(folder.glob("*.json"))
+    return sorted(files, key=lambda path: NAMES.index(path.stem) if path.stem in NAMES else len(NAMES))
 
 
 def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
@@ -71,15 +64,7 @@ def ablation_tables(records: Sequence[pathlib.Path], folder: pathlib.Path) -> st
             mine = [m for m in record["metrics"] if m["table"] == table["title"] and m["arm"] in table["arms"]]
             if not mine:
                 continue
-            lines += [
-                "",
-                f"## {table['title']}",
-                "",
-                table["text"],
-                "",
-                *markdown_rows(_cells(table["arms"], mine)),
-                "",
-            ]
+            lines += ["", f"## {table['title']}", "", table["text"], "", *_rows(table["arms"], mine), ""]
             lengths = sorted({m["length"] for m in mine})
             who = list(dict.fromkeys(m.get("model", settings["model"]) for m in mine))
             lines.append(
@@ -102,12 +87,12 @@ def claim_rows(metrics: Mapping[str, Sequence[dict[str, Any]]]) -> list[Sequence
         mine = metrics.get(claim.record, ())
         verdicts = [judge(claim, mine, unit) for unit in ("percent", "nats")]
         if any(verdicts):
-            told = [part for verdict, digits in zip(verdicts, (1, 3), strict=True) for part in _told(verdict, digits)]
-            rows.append((claim.method, claim.text, claim.source, *told))
+            judged = (_judged(verdict, digits) for verdict, digits in zip(verdicts, (1, 3), strict=True))
+            rows.append((claim.method, claim.text, claim.source, *(cell for pair in judged for cell in pair)))
     return rows
 
 
-def _told(verdict: Verdict | None, digits: int) -> tuple[str, str]:
+def _judged(verdict: Verdict | None, digits: int) -> tuple[str, str]:
     if verdict is None:
         return "", ""
     differences = (
@@ -123,38 +108,39 @@ def _left_out(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{m['name']} ({m['value']:.0f} %)" for m in alone if others)
 
 
-def _cells(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[Sequence[Any]]:
-    """Format the head and the rows of a table: tasks, their mean, distances, and the bytes that a step reads."""
+def _rows(arms: Sequence[str], metrics: Sequence[dict[str, Any]]) -> list[str]:
+    """Format a table: the score on each task, their mean, distances, and the tokens and bytes that a step reads."""
     scored = {m["name"] for m in metrics if m["unit"] == "percent" and m["method"] != "full"}
     scored = scored or {m["name"] for m in metrics if m["unit"] == "percent"}
     tasks = [name for name in dict.fromkeys(m["name"] for m in metrics) if name in scored]
     far = list(dict.fromkeys(m["name"] for m in metrics if m["unit"] == "nats"))
-    several = len(tasks) > 1
-    head = ("", *tasks, *["mean"] * several, *(part for name in far for part in (f"KL {name}", "top")))
-    cells: list[Sequence[Any]] = [(*head, "attended", "read", "counters")]
+    columns: dict[str, Column] = {"": lambda row: row["arm"]}
+    for task in tasks:
+        columns[task] = lambda row, task=task: f"{row[task]['value']:.1f}" if task in row else None
+    if len(tasks) > 1:
+        columns["mean"] = lambda row: _mean_score([row[task] for task in tasks if task in row])
+    for name in far:
+        columns[f"KL {name}"] = lambda row, name=name: f"{row[name]['value']:.3g}" if name in row else None
+        columns["top"] = lambda row, name=name: f"{row[name]['same_top_percent']:.1f} %" if name in row else None
+    columns |= {
+        "attended": lambda row: f"{mean(row['cells'], 'attended_tokens'):.0f}",
+        "read": lambda row: f"{100 * _share_read(row['cells']):.0f} %",
+        "counters": lambda row: counters(row["cells"]),
+    }
+    rows = []
     for arm in arms:
-        mine = {m["name"]: m for m in metrics if m["arm"] == arm and m["name"] in (*tasks, *far)}
-        if not mine:
-            continue
-        values = list(mine.values())
-        done = [mine[task] for task in tasks if task in mine]
-        whole = mean(values, "bytes_read_per_step") / mean(values, "full_bytes_read_per_step")
-        cells.append(
-            (
-                arm,
-                *(f"{mine[task]['value']:.1f}" if task in mine else "" for task in tasks),
-                *[f"{mean(done, 'value'):.1f}" if done else ""] * several,
-                *(part for name in far for part in _distance(mine.get(name))),
-                f"{mean(values, 'attended_tokens'):.0f}",
-                f"{100 * whole:.0f} %",
-                counters(values),
-            )
-        )
-    return cells
+        cells = {m["name"]: m for m in metrics if m["arm"] == arm and m["name"] in (*tasks, *far)}
+        if cells:
+            rows.append({"arm": arm, "cells": list(cells.values()), **cells})
+    return row_table(rows, columns)
 
 
-def _distance(metric: Mapping[str, Any] | None) -> tuple[str, str]:
-    return ("", "") if metric is None else (f"{metric['value']:.3g}", f"{metric['same_top_percent']:.1f} %")
+def _mean_score(metrics: Sequence[dict[str, Any]]) -> str | None:
+    return f"{mean(metrics, 'value'):.1f}" if metrics else None
+
+
+def _share_read(metrics: Sequence[dict[str, Any]]) -> float:
+    return mean(metrics, "bytes_read_per_step") / mean(metrics, "full_bytes_read_per_step")
 
 
 def mean(metrics: Sequence[dict[str, Any]], field: str) -> float:

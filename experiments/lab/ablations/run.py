@@ -1,34 +1,35 @@
-"""Runs the cells of an ablation that its record lacks."""
+"""Runs the cells of an ablation that its record lacks: scores on tasks, and distances from Full along texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import pathlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from tqdm import tqdm
 
 import models
-from experiments.answering import LoadedModel, Shape, batch_rows, programs
-from experiments.benchmarks import Cell, CellStore, Reading
-from experiments.evaluation import CompileAhead
+from experiments.answering import LoadedModel, Shape, account, ask, batch_rows
+from experiments.benchmarks import Cell, Reading, encode_cell, score
 from experiments.lab.ablations.arms import DISTANCES, PROSE, WRITTEN_TASK, Arm, Lab, Table
-from experiments.lab.ablations.distance import measure_distance, write_text
-from experiments.lab.ablations.measure import DECODE_TOKENS, measure
 from experiments.lab.ablations.plans import ABLATIONS
-from experiments.lab.ablations.report import outline
 from experiments.lab.ablations.settings import AblationSettings
-from experiments.lab.fidelity import FidelitySettings, Programs, Texts, make_texts, prose
-from experiments.records import Results, knobs_of
-from kvjax import registry
+from experiments.lab.fidelity import FidelitySettings, Texts, distance, lead, make_texts, passages, summary
+from experiments.records import Results, knobs_of, percent_interval
+from kvjax.protocol.method import Method
+from kvjax.registry import make
 from models.hub.progress import progress_bar
 
 LONGEST = 8192  # tokens of prompt and answer, for models whose window is longer
+DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +37,23 @@ class _Job:
     """A cell to run.
 
     Attributes:
-        table: the cell's table.
+        table: the title of the cell's table.
+        solved: Full's score in percent below which the cell is left out.
         arm: the cell's row.
         task: the cell's column.
         identity: the fields that tell the cell from all others of its record.
     """
 
-    table: Table
+    table: str
+    solved: float
     arm: Arm
     task: str
     identity: dict[str, Any]
 
     @property
-    def cell(self) -> Cell:
-        return Cell(self.task, self.arm.length, self.arm.samples, self.identity["seed"])
-
-    @property
-    def run_key(self) -> str:
+    def measurement(self) -> str:
         """A key that is equal for cells that need the same run, such as Full in several tables."""
-        return repr({name: value for name, value in self.identity.items() if name not in ("table", "arm", "setting")})
+        return json.dumps({name: x for name, x in self.identity.items() if name not in ("table", "arm", "setting")})
 
 
 def run_ablation(
@@ -75,12 +74,7 @@ def run_ablation(
     begun = time.monotonic()
     length = settings.length or min(model.config.max_position_embeddings, LONGEST)
     for one in (model, base):
-        if length > (window := one.config.max_position_embeddings):
-            raise ValueError(
-                f"length must be at most {window} tokens, the window of {one.name}, got {length}; only the ablation "
-                "extrapolate exceeds the window"
-            )
-    readings = {one.name: _reading(one, settings.template) for one in (model, base)}
+        one.check_positions("length", length)  # only the ablation extrapolate exceeds the window
     common = {
         "model": model.name, "weights": model.weights, "base": base.name, "base_weights": base.weights,
         "dtype": model.config.dtype, "seed": settings.seed, "length": length,
@@ -96,171 +90,180 @@ def run_ablation(
         seed=settings.seed,
         tasks=settings.tasks,
         trained_length=settings.trained_length or base.config.max_position_embeddings,
-        reading=readings[base.name],
+        reading=_reading(base, settings.template),
         calibration_prompts=settings.calibration_prompts,
         new_tokens=settings.new_tokens,
     )
     tables = ABLATIONS[name](lab)
-    results.note("tables", outline(tables))
-    with Programs(base.params, base.config) as led, CompileAhead() as ahead:
-        _run(settings, lab, tables, readings, _Followed(settings, lab, led), ahead, begun)
+    outline = [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
+    results.note("tables", outline)
+    bench, known = _Bench(settings, lab), {}
+    for job in progress_bar(iterable=_jobs(settings, lab, tables), unit="cell"):
+        if results.find(job.identity) is not None or _unsolved(results, job):
+            continue
+        if job.measurement not in known:
+            known[job.measurement] = bench.measure(job)
+        metric = {**known[job.measurement], **job.identity}
+        results.add(metric, {field: metric[field] for field in ("table", "arm", "name", "length", "model")})
+        value = f"{metric['value']:6.1f} %" if metric["unit"] == "percent" else f"{metric['value']:8.4f}"
+        tqdm.write(
+            f"{time.monotonic() - begun:7.1f} s  {job.arm.name:40s} {job.task:16s} {value}  {metric['seconds']:6.1f} s"
+        )
 
 
 def _reading(model: LoadedModel, template: str) -> Reading:
     """Choose how a model's prompts become tokens."""
-    found = models.ChatTemplate.from_directory(model.directory) if template == "auto" else None
-    return Reading(model.tokenizer_file, found.around() if found else None)
+    chat = models.ChatTemplate.from_directory(model.directory) if template == "auto" else None
+    return Reading(model.tokenizer_file, chat.around() if chat else None)
 
 
 def _jobs(settings: AblationSettings, lab: Lab, tables: Sequence[Table]) -> list[_Job]:
     """List all cells of an ablation."""
     jobs = []
-    for table in tables:
-        for arm in table.arms:
-            for task in arm.tasks:
-                far = task in DISTANCES
-                identity = {
-                    "table": table.title,
-                    "arm": arm.name,
-                    "setting": dict(arm.setting),
-                    "method": type(arm.method).__name__.lower(),
-                    "knobs": knobs_of(arm.method),
-                    "name": task,
-                    "model": (lab.base if far else arm.model).name,
-                    "length": arm.length,
-                    "samples": settings.texts if far else arm.samples,
-                    "seed": settings.seed,
-                }
-                if far:
-                    identity["new_tokens"] = settings.text_tokens if task == PROSE else settings.new_tokens
-                jobs.append(_Job(table, arm, task, identity))
+    for table, arm, task in ((x, y, z) for x in tables for y in x.arms for z in y.tasks):
+        far = task in DISTANCES
+        identity = {
+            "table": table.title,
+            "arm": arm.name,
+            "setting": dict(arm.setting),
+            "method": type(arm.method).__name__.lower(),
+            "knobs": knobs_of(arm.method),
+            "name": task,
+            "model": (lab.base if far else arm.model).name,
+            "length": arm.length,
+            "samples": settings.texts if far else arm.samples,
+            "seed": settings.seed,
+        }
+        if far:
+            identity["new_tokens"] = settings.text_tokens if task == PROSE else settings.new_tokens
+        solved = table.solved if settings.solved is None else settings.solved
+        jobs.append(_Job(table.title, solved, arm, task, identity))
     return jobs
 
 
-class _Followed:
-    """The texts that methods decode, and Full's logits along the texts; each is made when it is first needed."""
+def _unsolved(results: Results, job: _Job) -> bool:
+    """Tell whether Full scores too low on the task for other rows to say anything; Full's shortest length counts."""
+    if job.task in DISTANCES or type(job.arm.method).__name__ == "Full":
+        return False
+    rows = [m for m in results.metrics if (m["table"], m["name"], m["method"]) == (job.table, job.task, "full")]
+    return min(rows, key=lambda m: m["length"])["value"] < job.solved
 
-    def __init__(self, settings: AblationSettings, lab: Lab, programs: Programs) -> None:
-        self._settings, self._lab, self.programs = settings, lab, programs
-        self._made: dict[str, Texts] = {}
-        self._full: dict[str, Array] = {}
 
-    def texts(self, name: str) -> Texts:
-        if name not in self._made:
-            self._made[name] = self._prose() if name == PROSE else self._written()
-        return self._made[name]
+class _Bench:
+    """The prompts and texts that the cells of an ablation share; each is made when it is first needed."""
 
-    def full(self, name: str) -> Array:
-        """Compute Full's logits along the texts, float32 [T, B, V]; drop the logits of other texts."""
-        if name not in self._full:
-            self._full = {name: self.programs.run(registry.make("full"), self.texts(name))[0]}
-        return self._full[name]
+    def __init__(self, settings: AblationSettings, lab: Lab) -> None:
+        self._settings, self._lab = settings, lab
+        self._encode = functools.cache(encode_cell)
+        self._texts = functools.cache(self._new_texts)
+        self._full = functools.lru_cache(1)(self._new_full)  # logits of one stream at a time
 
-    def _prose(self) -> Texts:
-        settings = self._settings
-        about = FidelitySettings(
-            lengths=(self._lab.length,), samples=settings.texts, tokens=settings.text_tokens, seed=settings.seed
-        )
-        return prose(self._lab.base, about, self._lab.length)
+    def measure(self, job: _Job) -> dict[str, Any]:
+        if job.task not in DISTANCES:
+            arm = job.arm
+            reading = _reading(arm.model, self._settings.template)
+            cell = Cell(job.task, arm.length, arm.samples, self._settings.seed)
+            rows = batch_rows(arm.length, self._settings.batch_tokens, arm.samples)
+            return measure_scores(arm.model, self._encode(reading, cell), arm.method, rows)
+        metric = measure_distance(self._lab.base, self._texts(job.task), job.arm.method, self._full(job.task))
+        return {"name": job.task, "length": job.arm.length, **metric}
 
-    def _written(self) -> Texts:
-        """Make texts that Full writes from prompts of a task, past the end of the answer; the record keeps the tokens."""
-        lab, count, steps = self._lab, self._settings.texts, self._settings.new_tokens
+    def _new_full(self, name: str) -> Array:
+        """Compute Full's logits along the texts, float32 [T, B, V]."""
+        return lead(self._lab.base, make("full"), self._texts(name))[0]
+
+    def _new_texts(self, name: str) -> Texts:
+        """Cut passages of prose, or let Full write past the end of its answers to a task; the record keeps what it wrote."""
+        settings, lab = self._settings, self._lab
+        count, steps = settings.texts, settings.new_tokens
+        if name == PROSE:
+            about = FidelitySettings(
+                lengths=(lab.length,), samples=count, tokens=settings.text_tokens, seed=settings.seed
+            )
+            return passages(lab.base, about, lab.length, PROSE)
         shorter = max(lab.length - steps, steps)
         cell = Cell(WRITTEN_TASK, shorter, count, lab.seed)
-        prompts = CellStore(lab.reading, [cell], 0)[cell].wholes
+        prompts = self._encode(lab.reading, cell).wholes
         about = f"{lab.base.name}, {cell.title}, {count} samples, {steps} written"
         if lab.results.notes.get("texts", {}).get("about") != about:
-            made = write_text(lab.base, prompts, shorter, steps)
-            lab.results.note("texts", {"about": about, "ids": [" ".join(map(str, ids)) for ids in made]})
+            written = write_text(lab.base, prompts, shorter, steps)
+            lab.results.note("texts", {"about": about, "ids": [" ".join(map(str, ids)) for ids in written]})
         written = [[int(token) for token in ids.split()] for ids in lab.results.notes["texts"]["ids"]]
         return make_texts(prompts, written, shorter, steps)
 
 
-def _run(
-    settings: AblationSettings,
-    lab: Lab,
-    tables: Sequence[Table],
-    readings: dict[str, Reading],
-    followed: _Followed,
-    ahead: CompileAhead,
-    begun: float,
-) -> None:
-    results, jobs = lab.results, _jobs(settings, lab, tables)
-    todo = [job for job in jobs if results.find(job.identity) is None]
-    for job in todo:  # compiled by other threads while the first cells run
-        if job.task in DISTANCES:
-            followed.programs.ahead(job.arm.method, followed.texts(job.task))
-        elif ahead.spare:
-            _compile(settings, job, ahead)
-    stores = {
-        model: CellStore(
-            reading,
-            [job.cell for job in todo if job.task not in DISTANCES and job.identity["model"] == model],
-            settings.workers,
-        )
-        for model, reading in readings.items()
-    }
-    known: dict[str, dict[str, Any]] = {}
-    with progress_bar(total=len(jobs), unit="cell") as bar:
-        bar.update(len(jobs) - len(todo))
-        for job in todo:
-            bar.set_description(f"{job.arm.name}: {job.task}")
-            bar.update()
-            if _unsolved(results, job, settings.solved):
-                continue
-            if job.run_key not in known:
-                known[job.run_key] = _measure(settings, job, stores, followed, ahead)
-            metric = {**known[job.run_key], **job.identity}
-            results.add(metric, {field: metric[field] for field in ("table", "arm", "name", "length", "model")})
-            shown = f"{metric['value']:6.1f} %" if metric["unit"] == "percent" else f"{metric['value']:8.4f}"
-            tqdm.write(
-                f"{time.monotonic() - begun:7.1f} s  {job.arm.name:40s} {job.task:16s} {shown}  {metric['seconds']:6.1f} s"
-            )
+def write_text(model: LoadedModel, prompts: Sequence[Sequence[int]], length: int, new_tokens: int) -> list[list[int]]:
+    """Generate Full's text after each prompt, past the end of the answer: ``new_tokens`` ids for each prompt."""
+    shape = Shape(length, len(prompts), new_tokens)
+    asked = ask(model.params, model.config, prompts, "full", shape, eos_token_ids=())
+    return [answers[0] for answers in asked.ids]
 
 
-def _unsolved(results: Results, job: _Job, least: float | None) -> bool:
-    """Tell whether Full scores too low on the task for other rows to say anything; Full's shortest length counts."""
-    if job.task in DISTANCES or type(job.arm.method).__name__ == "Full":
-        return False
-    rows = [m for m in results.metrics if m["table"] == job.table.title and m["name"] == job.task]
-    full = min((m for m in rows if m["method"] == "full"), key=lambda m: m["length"])
-    return full["value"] < (job.table.solved if least is None else least)
+def measure_scores(model: LoadedModel, encoded: Any, method: Method, rows: int) -> dict[str, Any]:
+    """Score one generated cell under a method; the question is part of the prompt.
 
+    All prompts are padded to the cell's length, and all tasks decode up to the same number of tokens, because compiling costs
+    more than running.
 
-def _measure(
-    settings: AblationSettings, job: _Job, stores: dict[str, CellStore], followed: _Followed, ahead: CompileAhead
-) -> dict[str, Any]:
-    if job.task in DISTANCES:
-        return measure_distance(
-            followed.programs,
-            followed.texts(job.task),
-            job.arm.method,
-            followed.full(job.task),
-            name=job.task,
-            length=job.arm.length,
-        )
-    ahead.wait(_compile(settings, job, ahead))
-    model = dataclasses.replace(job.arm.model, config=_config(job.arm))
-    rows = batch_rows(job.arm.length, settings.batch_tokens, job.arm.samples)
-    return measure(model, stores[model.name][job.cell], job.arm.method, rows=rows)
+    Args:
+        model: the model.
+        encoded: the cell's examples as token ids, see `experiments.benchmarks.encode_cell`.
+        method: the method.
+        rows: prompts that are generated together.
 
-
-def _config(arm: Arm) -> models.ModelConfig:
-    """Return the description of an arm's model, with positions for the longest answer.
-
-    Answers end at the task's limit, but a batch has room for more tokens, whose positions may lie behind the window.
+    Returns:
+        A metric for `experiments.records.make_record`.
     """
-    config, longest = arm.model.config, arm.length + DECODE_TOKENS
-    if longest > config.max_position_embeddings and not arm.method.extrapolates:
-        return dataclasses.replace(config, max_position_embeddings=longest)
-    return config
+    cell, examples, config = encoded.cell, encoded.examples, model.config
+    limits = [example.max_new_tokens for example in examples]
+    shape = Shape(cell.length, rows, max(DECODE_TOKENS, *limits))
+    # Answers end at the task's limit, but a batch has room for more tokens, whose positions may lie behind the window.
+    if (longest := cell.length + shape.new_tokens) > config.max_position_embeddings and not method.extrapolates:
+        config = dataclasses.replace(config, max_position_embeddings=longest)
+    asked = ask(model.params, config, encoded.wholes, method, shape, limits=[[limit] for limit in limits])
+    answers = [[token for token in ids[0] if token not in config.eos_token_ids] for ids in asked.ids]
+    texts = [model.tokenizer.decode(tokens) for tokens in answers]
+    scores = [score(example, text) for text, example in zip(texts, examples, strict=True)]
+    wrong = [(example, text) for text, example, value in zip(texts, examples, scores, strict=True) if value < 1.0]
+    return {
+        "name": cell.task,
+        "length": cell.length,
+        "value": round(100 * float(np.mean(scores)), 2),
+        "unit": "percent",
+        "interval_95": percent_interval(scores),
+        "scores": [round(float(value), 4) for value in scores],
+        "samples": len(scores),
+        "mean_prompt_tokens": round(float(np.mean([len(tokens) for tokens in encoded.wholes])), 1),
+        "rows": rows,
+        "seconds": round(asked.run_seconds, 2),
+        **account(asked.stats, rows),
+        "failures": [{"answers": example.answers, "output": text} for example, text in wrong[:1]],
+    }
 
 
-def _compile(settings: AblationSettings, job: _Job, ahead: CompileAhead) -> Hashable:
-    """Add the programs of a cell to the queue; return their key."""
-    arm, config = job.arm, _config(job.arm)
-    shape = Shape(arm.length, batch_rows(arm.length, settings.batch_tokens, arm.samples), DECODE_TOKENS)
-    key = (jax.tree.structure(arm.method), shape, config)
-    ahead.add(key, functools.partial(programs, arm.model.params, config, arm.method, shape))
-    return key
+def measure_distance(model: LoadedModel, texts: Texts, method: Method, full: Array) -> dict[str, Any]:
+    """Measure KL(Full || method) per token, in nats, along given texts, which are decoded in one batch.
+
+    Args:
+        model: the model.
+        texts: contexts and the tokens that follow them.
+        method: the method.
+        full: Full's logits along the texts, float32 [T, B, V].
+
+    Returns:
+        A metric for `experiments.records.make_record`. "scores" are the means of each text.
+    """
+    begun = time.monotonic()
+    logits, stats = lead(model, method, texts)
+    apart = summary([(len(texts), jax.device_get(distance(full, logits, jnp.asarray(texts.targets))))], texts.counts)
+    return {
+        **{name: apart[name] for name in ("value", "interval_95", "perplexity", "full_perplexity")},
+        "unit": "nats",
+        "scores": apart["by_text"]["kl"],
+        "same_top_percent": apart["agreement"],
+        "samples": len(texts),
+        "new_tokens": texts.steps,
+        "rows": len(texts),
+        "seconds": round(time.monotonic() - begun, 2),
+        **account([(len(texts), jax.device_get(stats))], len(texts)),
+    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+
+from jsonargparse.typing import PositiveInt
 
 from experiments.answering import ModelSettings
 from experiments.cli import names, option
+from experiments.cli.settings import nearest
 from experiments.lab.ablations.plans import NAMES
 from experiments.tasks import get_task
 
@@ -16,7 +18,7 @@ class AblationSettings(ModelSettings):
     """The settings of `experiments.lab.ablations`.
 
     Attributes:
-        names: comma-separated, or 'all': strategy, extrapolate, channels, chess, sentences, votes, theta, chunk, hashing and
+        names: comma-separated, or 'all': votes, theta, chunk, extrapolate, sentences, chess, channels, strategy, hashing and
             drift
         base: the model whose distance from Full and whose drift are measured, and which runs beyond its window (default: the
             model)
@@ -32,47 +34,34 @@ class AblationSettings(ModelSettings):
         calibration_prompts: prompts that CHESS is calibrated on
         new_tokens: tokens that Full writes, for calibration and for CHESS's triggers
         batch_tokens: rows x length generated together
-        workers: processes that make prompts
-        processes: ablations that run at a time, on the same device
 
     Raises:
-        ValueError: an unknown ablation or task, or a number below 1.
+        ValueError: an unknown ablation or task, or a score beyond 0 to 100.
     """
 
     names: tuple[str, ...] = option(positional=True, read=names)
     base: str | None = None
-    samples: int = 16
-    length: int | None = None
+    samples: PositiveInt = 16
+    length: PositiveInt | None = None
     tasks: tuple[str, ...] = ()
     solved: float | None = None
     template: str = option("auto", choices=("auto", "none"))
     seed: int = 0
-    trained_length: int | None = None
-    texts: int = 16
-    text_tokens: int = 128
-    calibration_prompts: int = 16
-    new_tokens: int = 512
-    batch_tokens: int = 131072
-    workers: int = 2
-    processes: int = 1
+    trained_length: PositiveInt | None = None
+    texts: PositiveInt = 16
+    text_tokens: PositiveInt = 128
+    calibration_prompts: PositiveInt = 16
+    new_tokens: PositiveInt = 512
+    batch_tokens: PositiveInt = 131072
 
     def __post_init__(self) -> None:
         for name in self.ablations:
             if name not in NAMES:
-                close = difflib.get_close_matches(name, NAMES, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise ValueError(f"unknown ablation {name!r}{hint}; ablations: {', '.join(NAMES)}")
+                raise ValueError(f"unknown ablation {name!r}{nearest(name, NAMES)}; ablations: {', '.join(NAMES)}")
         for task in self.tasks:
             get_task(task)  # refuses unknown names
         if self.solved is not None and not 0 <= self.solved <= 100:
             raise ValueError(f"solved must lie in [0, 100] percent, got {self.solved}")
-        numbers = (
-            "samples", "length", "trained_length", "texts", "text_tokens", "calibration_prompts", "new_tokens",
-            "batch_tokens", "processes",
-        )  # fmt: skip
-        for field in numbers:
-            if (value := vars(self)[field]) is not None and value < 1:
-                raise ValueError(f"{field} must be at least 1, got {value}")
 
     @property
     def ablations(self) -> tuple[str, ...]:

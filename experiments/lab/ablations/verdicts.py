@@ -47,7 +47,7 @@ def judge(claim: Claim, metrics: Sequence[Metric], unit: str) -> Verdict | None:
         for m in metrics
         if m["unit"] == unit and m.get("table", "") == claim.table and "setting" in m and "scores" in m
     ]
-    found, states, pairs = [], [], 0
+    differences, states, pairs = [], [], 0
     for comparison in claim.comparisons:
         margin = comparison.points if unit == "percent" else comparison.nats
         if margin is None:
@@ -57,11 +57,11 @@ def judge(claim: Claim, metrics: Sequence[Metric], unit: str) -> Verdict | None:
             return None
         scale = 100.0 if unit == "percent" else 1.0
         low, high = (scale * end for end in _interval(values, groups, unit))
-        found.append((scale * float(np.mean(values)), low, high))
+        differences.append((scale * float(np.mean(values)), low, high))
         states.append(_state(low, high, margin))
         pairs += len(values)
     holds = NO if NO in states else OPEN if OPEN in states else YES
-    return Verdict(holds, tuple(found), pairs)
+    return Verdict(holds, tuple(differences), pairs)
 
 
 def _interval(values: Sequence[float], groups: Sequence[str], unit: str) -> tuple[float, float]:

@@ -1,3 +1,3 @@
 """Exact decoding: how many drafted tokens Full keeps, the speed beside Full, and whether the tokens are Full's."""
 
-from experiments.lab.exact.plots import figures as figures
+from experiments.lab.exact.report import figures as figures

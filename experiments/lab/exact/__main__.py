@@ -1,59 +1,53 @@
 """Exact decoding, measured: `python -m experiments.lab.exact --model qwen2.5-coder-1.5b --lengths 16384 --budgets 1/8`.
 
 ``--parts accepted`` counts the drafted tokens that Full keeps on real prompts: prose, code, tasks of long answers, each at
-several temperatures. The prompts are read once for many drafts, and for all depths and temperatures. ``speed`` times Verified
-beside Full in the same run. ``rejected`` times a draft that is always wrong. ``shape`` has random weights in the shape of a
-large model and keeps drafted tokens as often as the record's rows of ``accepted``, or ``--acceptance``, say; with
-``--profile`` it lists the kernels of a round. ``judge`` times the attention of several queries beside one query's, with
-``--slot-parts`` over several devices. ``equal`` compares tokens with Full's in float32.
+several temperatures. The prompts are read once for many drafts, and for all temperatures. ``speed`` times Verified beside
+Full in the same run, and ``rejected`` a draft that is always wrong. ``equal`` compares tokens with Full's in float32.
 
-A row is written as soon as it is measured, and is not measured again.
+A row is written as soon as it is measured, and is not measured again. `kvjax speed --methods verified_quest --acceptance ...`
+times the shape of a large model.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import pathlib
 import sys
 import time
 
 import jax
 
-from experiments.cli import Against, Job
-from experiments.lab.exact.accepted import measure_accepted
-from experiments.lab.exact.equal import measure_equal
-from experiments.lab.exact.judge import measure_judge
+from experiments.answering import load_model
+from experiments.cli import Against, Job, option, record_path
+from experiments.lab.exact.measure import measure_accepted, measure_equal, measure_times
 from experiments.lab.exact.report import exact_tables
-from experiments.lab.exact.settings import ExactCommand, ExactSettings
-from experiments.lab.exact.shape import measure_shape
-from experiments.lab.exact.timed import measure_rejected, measure_speed
+from experiments.lab.exact.settings import ExactSettings
 from experiments.records import Results, commit, operations, versions
 from experiments.speed.rows import finish, note_run, now
+from experiments.speed.settings import Output
+
+MEASURES = {"accepted": measure_accepted, "speed": measure_times, "rejected": measure_times, "equal": measure_equal}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactCommand(Output):
+    """Where `experiments.lab.exact` writes."""
+
+    out: pathlib.Path = option(pathlib.Path("runs/exact.json"), read=record_path)
 
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
     begun = time.monotonic()
-    needed = set(settings.parts) - {"shape", "judge"}
-    model = settings.load() if needed else None
-    about = {"device": jax.devices()[0].device_kind}
-    if model is None and command.out.exists():  # a shape has no model, and may join a record that has
-        about = {**json.loads(command.out.read_text(encoding="utf-8"))["settings"], **about}
-    elif model is not None:
-        about |= {"model": model.name, "dtype": model.dtypes, "weights": model.weights}
+    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    about = {"device": jax.devices()[0].device_kind, "model": model.name, "dtype": model.dtypes, "weights": model.weights}
     results = Results(command.out, "exact", about)
     note_run(results, now(), {"commit": commit(), "versions": versions(), **about, **operations()})
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - begun:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    parts = {"accepted": measure_accepted, "speed": measure_speed, "rejected": measure_rejected, "equal": measure_equal}
     for part in settings.parts:
-        if model is not None and part in parts:
-            parts[part](settings, model, results, say)
-        if part == "shape":
-            model = None  # frees the parameters
-            measure_shape(settings, results, say)
-        if part == "judge":
-            measure_judge(settings, results, say)
+        MEASURES[part](settings, model, results, say, part)
     if not results.metrics:
         raise ValueError("no draft could be measured: the lines above say why")
     tables = exact_tables(results.metrics)

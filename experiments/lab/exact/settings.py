@@ -1,19 +1,17 @@
-"""The settings of `experiments.lab.exact`."""
+"""What `experiments.lab.exact` measures."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 from jsonargparse.typing import PositiveInt
 
 from experiments.answering import ModelSettings
-from experiments.cli import option, record_path
+from experiments.cli import option
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
-from experiments.speed.settings import MODELS, Output
 from experiments.tasks import TASKS
 
-PARTS = ("accepted", "speed", "rejected", "shape", "judge", "equal")
+PARTS = ("accepted", "speed", "rejected", "equal")
 TEXTS = ("prose", "code")  # running text; every other kind of text is a task
 DRAFTS = (
     "snapkv", "quest", "pariskv", "streamingllm", "keydiff", "h2o", "tova", "chess", "sentencekv", "mosaickv", "shadowkv",
@@ -27,9 +25,7 @@ class ExactSettings(ModelSettings):
 
     Attributes:
         parts: comma-separated: accepted, the drafted tokens that are kept on real text; speed, tokens per second beside Full;
-            rejected, the cost of a draft that is always wrong; shape, tokens per second of a shape with random weights, with
-            drafted tokens kept as often as measured; judge, attention of several queries beside one; equal, whether the
-            tokens are Full's in float32
+            rejected, the cost of a draft that is always wrong; equal, whether the tokens are Full's in float32
         methods: comma-separated drafts (default: snapkv, quest, pariskv and sixteen more)
         budgets: comma-separated shares of the length or tokens, for drafts whose budget is not set
         lengths: comma-separated, tokens of prompt and answer together
@@ -43,11 +39,6 @@ class ExactSettings(ModelSettings):
         repeats: measurements of each time
         group: drafts that read the prompts together
         chunk_size: prompt tokens of a pass
-        shape: shape of the model with random weights
-        sizes: comma-separated, LENGTHxROWS of shape and judge
-        slot_parts: devices over which judge divides the slots of a row
-        profile: kernels that are listed for each row of shape, from a call under JAX's profiler (0: no profile)
-        acceptance: comma-separated, the share of drafted tokens kept at each place, for shape (default: from the record)
         prompts: prompts of equal
         batch: rows of equal that are decoded together
         seed: seed of texts and draws
@@ -57,9 +48,7 @@ class ExactSettings(ModelSettings):
     """
 
     parts: tuple[str, ...] = option(("accepted",), choices=PARTS)
-    methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in DRAFTS), read=choices_of
-    )
+    methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in DRAFTS), read=choices_of)
     budgets: tuple[str, ...] = ("1/8",)
     lengths: tuple[PositiveInt, ...] = (2048,)
     texts: tuple[str, ...] = ("prose", "code_completion", "merge")
@@ -72,11 +61,6 @@ class ExactSettings(ModelSettings):
     repeats: PositiveInt = 3
     group: PositiveInt = 8
     chunk_size: PositiveInt = 8192
-    shape: str = "llama-3.1-8b"
-    sizes: tuple[str, ...] = ("131072x1",)
-    slot_parts: PositiveInt = 1
-    profile: int = 0
-    acceptance: tuple[float, ...] = ()
     prompts: PositiveInt = 200
     batch: PositiveInt = 50
     seed: int = 0
@@ -87,32 +71,12 @@ class ExactSettings(ModelSettings):
             raise ValueError("methods must name a draft, got full alone")
         if unknown := [name for name in self.texts if name not in (*TEXTS, *TASKS)]:
             raise ValueError(f"texts must be prose, code or a task, got {unknown[0]!r}")
-        if self.shape not in MODELS:
-            raise ValueError(f"shape must be one of {', '.join(MODELS)}, got {self.shape!r}")
-        if min(self.depths) < 2 and {"rejected", "shape"} & set(self.parts):
-            raise ValueError(f"rejected and shape need depths of at least 2, got {min(self.depths)}")
+        if min(self.depths) < 2 and "rejected" in self.parts:
+            raise ValueError(f"rejected needs depths of at least 2, got {min(self.depths)}")
         if self.tokens <= max(self.depths):
             raise ValueError(f"tokens must be above the depth {max(self.depths)}, got {self.tokens}")
-        self.sized()
-
-    def sized(self) -> list[tuple[int, int]]:
-        """List the lengths and rows of ``sizes``."""
-        try:
-            made = [tuple(map(int, text.split("x"))) for text in self.sizes]
-        except ValueError:
-            made = [()]
-        if any(len(size) != 2 or min(size) < 1 for size in made):
-            raise ValueError(f"sizes must be LENGTHxROWS, such as 131072x1, got {', '.join(self.sizes)}")
-        return [(size[0], size[1]) for size in made]
 
     @property
     def drafts(self) -> list[Choice]:
         """The drafts at each of their budgets."""
         return [choice for choice in at_budgets(self.methods, self.budgets) if choice.name != "full"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactCommand(Output):
-    """Where `experiments.lab.exact` writes."""
-
-    out: pathlib.Path = option(pathlib.Path("runs/exact.json"), read=record_path)

@@ -18,6 +18,7 @@ from experiments.evaluation import set_knobs
 from experiments.lab.fidelity.report import cells, fidelity_tables, table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
+from experiments.lab.plot import PACKAGES
 from experiments.records import with_figures, write_bytes
 
 
@@ -53,7 +54,7 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
     written = [command.out / "table.md"]
     write_bytes(written[0], fidelity_tables(record).encode())
     if command.plot and any(row["value"] > 0 for row in record["metrics"]):
-        written += write_figures(command.out, [], command.out)
+        written += write_figures(command.out, [], command.out, packages=PACKAGES)
     if command.json:
         print(json.dumps({"folder": str(command.out), "rows": record["metrics"]}))
     else:

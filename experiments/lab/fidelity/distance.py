@@ -6,13 +6,15 @@ Axes: B texts, T steps, V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from experiments.answering import follow
+from experiments.answering import LoadedModel, follow
+from experiments.lab.fidelity.texts import Texts
 from kvjax.accounting.stats import Stats
 from kvjax.api.measure import measure
 from kvjax.decoding.prefill import run_prefill
@@ -92,3 +94,39 @@ def distance(full: Array, logits: Array, targets: Array) -> Distance:
 
     # Step by step: the temporary arrays of all steps at once would be several times as large as the logits.
     return lax.map(step, (full, logits, targets.T))
+
+
+def lead(model: LoadedModel, method: Method, texts: Texts, kv_dtype: str | None = None) -> tuple[Array, Stats]:
+    """Run `follow_text` for a model, a method and a batch of texts."""
+    return follow_text(*_arrays(model, method, texts), model=model.config, kv_dtype=kv_dtype)
+
+
+def lower(model: LoadedModel, method: Method, texts: Texts, kv_dtype: str | None = None) -> jax.stages.Lowered:
+    """Lower the program that `lead` runs, so that it can be compiled before it is needed."""
+    return follow_text.lower(*_arrays(model, method, texts), model=model.config, kv_dtype=kv_dtype)
+
+
+def _arrays(model: LoadedModel, method: Method, texts: Texts) -> tuple[Any, ...]:
+    arrays = (jnp.asarray(x) for x in (texts.prompts, texts.lengths, texts.forced, texts.counts))
+    return (model.params, method, *arrays)
+
+
+def shared_room(methods: Sequence[Method], length: int) -> Any:
+    """Choose the `capacity` that methods of a kind can share: their largest capacity.
+
+    A program depends on shapes and on the static fields of a method, so methods of one name that have room for the largest
+    of their budgets share one program. A capacity of `length` or more says that a method attends to everything, so it is
+    not shared with smaller budgets.
+
+    Args:
+        methods: methods of the same class, whose static fields are equal except `capacity`.
+        length: tokens of context and text.
+
+    Returns:
+        A number of tokens, a share, or three shares, in the form of the methods' field; None if there is nothing to share.
+    """
+    capacities = [vars(method).get("capacity") for method in methods]
+    shares = [room for room in capacities if isinstance(room, tuple)]
+    if shares:
+        return tuple(max(parts) for parts in zip(*shares, strict=True))
+    return max((room for room in capacities if room is not None and room < length), default=None)

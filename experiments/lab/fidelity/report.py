@@ -9,22 +9,10 @@ import numpy as np
 
 from experiments.answering import budget_of, without_effect
 from experiments.records import bootstrap_interval, markdown_rows, method_title, short_commit, token_label
+from experiments.records.report import Column, Row, row_table
 
 FULL = "full"
 _TURN_GROUPS = 8
-Row = Mapping[str, Any]
-_HEAD = (
-    "method",
-    "budget",
-    "KL, nats",
-    "above the nearest",
-    "same token",
-    "accepted",
-    "perplexity",
-    "against Full",
-    "attended",
-    "read",
-)
 _LEGEND = (
     "Every method is led along the same texts as Full, a decode step for each token. KL: KL(Full || method) of the "
     "next-token distributions, in nats, mean over texts. Above the nearest: the paired difference of KL to the method with "
@@ -41,13 +29,13 @@ _ACCEPTED = (
 
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     """Group rows by stream and length; in each group Full comes first, then the other methods by distance."""
-    made: dict[tuple[str, int], list[Row]] = {}
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        made.setdefault((row["stream"], row["length"]), []).append(row)
+        groups.setdefault((row["stream"], row["length"]), []).append(row)
     ordered = sorted(
-        made, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
+        groups, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
     )
-    return {cell: sorted(made[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
+    return {cell: sorted(groups[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
 
 
 def difference(row: Row, other: Row) -> tuple[float, tuple[float, float]]:
@@ -88,11 +76,21 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Format the table of a stream at a length."""
     others = [row for row in rows if row["method"] != FULL]
-    made = [_HEAD, *(_line(row, others) for row in rows)]
+    columns: dict[str, Column] = {
+        "method": lambda row: method_title(row["method"]) + " (no effect)" * without_effect(row),
+        "budget": lambda row: f"{budget_of(row):,}",
+        "KL, nats": lambda row: f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
+        "above the nearest": lambda row: None if row["method"] == FULL else _above(row, others),
+        "same token": lambda row: f"{row['agreement']:.1f} % {_ends(row, 'agreement', '.1f')}",
+        "accepted": lambda row: f"{row['accepted']:.2f} {_ends(row, 'accepted', '.2f')}" if "accepted" in row else None,
+        "perplexity": ("perplexity", 1, ",.4g"),
+        "against Full": lambda row: f"{row['perplexity_ratio']:.4g} {_ends(row, 'perplexity_ratio', '.4g')}",
+        "attended": lambda row: f"{row['attended_tokens']:,.0f} of {row['length_tokens']:,.0f}",
+        "read": lambda row: f"{row['bytes_read_per_step'] / 1e6:.2f} MB ({_share_read(row):.1f} %)",
+    }
     if not _has_accepted(rows):
-        at = _HEAD.index("accepted")
-        made = [(*cells[:at], *cells[at + 1 :]) for cells in made]
-    return "\n".join(markdown_rows(made))
+        del columns["accepted"]
+    return "\n".join(row_table(rows, columns))
 
 
 def turns_table(rows: Sequence[Row]) -> str:
@@ -109,30 +107,18 @@ def turns_table(rows: Sequence[Row]) -> str:
     return "\n".join(markdown_rows([head, *lines]))
 
 
-def _line(row: Row, others: Sequence[Row]) -> tuple[str, ...]:
-    full = row["method"] == FULL
-    share = 100 * row["bytes_read_per_step"] / row["full_bytes_read_per_step"]
-    return (
-        method_title(row["method"]) + (" (no effect)" if without_effect(row) else ""),
-        f"{budget_of(row):,}",
-        f"{_digits(row['value'])} [{', '.join(map(_digits, row['interval_95']))}]",
-        "" if full else _above(row, others),
-        f"{row['agreement']:.1f} % [{', '.join(f'{end:.1f}' for end in row['agreement_interval_95'])}]",
-        _accepted(row) if "accepted" in row else "",
-        f"{row['perplexity']:,.4g}",
-        f"{row['perplexity_ratio']:.4g} [{', '.join(f'{end:.4g}' for end in row['perplexity_ratio_interval_95'])}]",
-        f"{row['attended_tokens']:,.0f} of {row['length_tokens']:,.0f}",
-        f"{row['bytes_read_per_step'] / 1e6:.2f} MB ({share:.1f} %)",
-    )
+def _ends(row: Row, field: str, style: str) -> str:
+    """Format the interval of a field."""
+    return f"[{', '.join(format(end, style) for end in row[f'{field}_interval_95'])}]"
+
+
+def _share_read(row: Row) -> float:
+    return 100 * row["bytes_read_per_step"] / row["full_bytes_read_per_step"]
 
 
 def _has_accepted(rows: Sequence[Row]) -> bool:
     """Tell whether a row has tokens per pass, which records of earlier versions lack."""
     return any("accepted" in row for row in rows)
-
-
-def _accepted(row: Row) -> str:
-    return f"{row['accepted']:.2f} [{', '.join(f'{end:.2f}' for end in row['accepted_interval_95'])}]"
 
 
 def _above(row: Row, others: Sequence[Row]) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
+import functools
 import pathlib
 import sys
 import time
@@ -27,14 +26,24 @@ from experiments.answering import (
     needs_thresholds,
     reads_all,
 )
-from experiments.evaluation import Choice
+from experiments.evaluation import Choice, CompileAhead
 from experiments.lab.fidelity import texts as streams
-from experiments.lab.fidelity.distance import Distance, distance
-from experiments.lab.fidelity.programs import Programs, shared_room
+from experiments.lab.fidelity.distance import distance, lead, lower, shared_room
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import by_turn, summary
 from experiments.lab.fidelity.texts import Texts
-from experiments.records import LIBRARY_FIELD, Results, check_library, commit, knobs_of, operations, versions
+from experiments.records import (
+    LIBRARY_FIELD,
+    CompileClock,
+    Results,
+    Timer,
+    check_library,
+    commit,
+    knobs_of,
+    operations,
+    versions,
+)
+from experiments.speed.rows import note_run, now
 from experiments.tasks import library_origin, reads_library
 from kvjax.accounting.stats import Stats
 from kvjax.decoding.layers import check_quantisable, layer_methods
@@ -69,6 +78,11 @@ class Job:
     stream: str
     identity: dict[str, Any]
 
+    @property
+    def program(self) -> tuple[Any, int]:
+        """A key that is equal for jobs that share a program; texts of equal length have equal shapes but for their steps."""
+        return jax.tree.structure(self.method), self.length
+
 
 class Runner:
     """A run of `python -m experiments.lab.fidelity`.
@@ -98,9 +112,7 @@ class Runner:
     ) -> None:
         self.settings, self.model, self._reference, self._progress = settings, model, reference or model, progress
         for one in (model, self._reference):
-            limit, longest = one.config.max_position_embeddings, max(settings.lengths)
-            if longest > limit:
-                raise ValueError(f"lengths must be at most {limit} tokens, what {one.name} was made for, got {longest}")
+            one.check_positions("lengths", max(settings.lengths))
         if reference is not None and _vocabulary(reference) != _vocabulary(model):
             raise ValueError(f"reference must have the vocabulary of {model.name}, got {reference.name} with another one")
         for choice in settings.choices:
@@ -115,9 +127,9 @@ class Runner:
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
         if asks:
             check_system(template, settings.system)
-        said = (settings.system, settings.template_variables)
-        self._around = template.around(said[0], **said[1]) if template else None
-        self._again = template.between(said[0], **said[1]) if template and "tools" in settings.streams else ""
+        turn = (settings.system, settings.template_variables)
+        self._around = template.around(turn[0], **turn[1]) if template else None
+        self._again = template.between(turn[0], **turn[1]) if template and "tools" in settings.streams else ""
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
@@ -140,53 +152,53 @@ class Runner:
         self._say(f"{total} rows to measure, {len(cells) * len(self.settings.choices) - total} in {self.path}")
         if not jobs:
             return
-        begun = time.monotonic()
         texts: dict[tuple[int, str], Texts] = {}
         for length, stream in jobs:
             texts[length, stream] = self.texts(stream, length, texts)
         bar = progress_bar(total=total, unit="row", disable=not self._progress)
-        with Programs(self.model.params, self.model.config) as programs, self._reference_programs(programs) as other, bar:
-            for (length, stream), mine in jobs.items():
-                first = texts[length, stream].rows(0, self._rows(length))[1]
-                other.ahead(self._full(length), first)
-                for job in mine:
-                    programs.ahead(job.method, first, self.settings.kv_dtype)
-            self._note_run()
+        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
+        with CompileAhead() as ahead, CompileClock() as clock, bar:
+            note_run(self.results, now(), {**about, **operations()})
             for cell, mine in jobs.items():
-                self._measure(mine, texts[cell], programs, other, bar, begun)
+                for job in mine if ahead.spare else ():
+                    self._compile(job, texts[cell], ahead)
+            for cell, mine in jobs.items():
+                self._measure(mine, texts[cell], ahead, clock, bar)
 
-    def texts(self, stream: str, length: int, made: Mapping[tuple[int, str], Texts]) -> Texts:
-        """Make the texts of a stream at a length; greedy takes its questions from ``made`` if it has the answers stream."""
-        if stream == "prose":
-            return streams.prose(self.model, self.settings, length)
-        if stream == "code":
-            return streams.passages(self.model, self.settings, length, "code")
+    def texts(self, stream: str, length: int, known: Mapping[tuple[int, str], Texts]) -> Texts:
+        """Make the texts of a stream at a length; greedy takes its questions from ``known`` if it has the answers stream."""
+        if stream in _RUNNING:
+            kind = self.settings.haystack if stream == "prose" else stream
+            return streams.passages(self.model, self.settings, length, kind)
         if stream == "tools":
             return streams.tools(self.model, self.settings, length, self._around, self._again)
-        asked = made.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
+        asked = known.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
         return asked if stream == "answers" else streams.greedy(self._reference, asked, self._rows(length))
 
-    def _measure(
-        self, jobs: Sequence[Job], texts: Texts, programs: Programs, other: Programs, bar: Any, begun: float
-    ) -> None:
-        """Measure the rows of a stream at a length; ``other`` are the programs of the reference."""
-        rows, full = self._rows(jobs[0].length), self._full(jobs[0].length)
+    def _compile(self, job: Job, texts: Texts, ahead: CompileAhead) -> Any:
+        """Add the program of a job to the queue; return its key."""
+        batch, key = texts.rows(0, self._rows(job.length))[1], (*job.program, texts.steps)
+        ahead.add(key, lambda: [lower(self.model, job.method, batch, self.settings.kv_dtype)])
+        return key
+
+    def _measure(self, jobs: Sequence[Job], texts: Texts, ahead: CompileAhead, clock: CompileClock, bar: Any) -> None:
+        """Measure the rows of a stream at a length."""
+        rows, full = self._rows(jobs[0].length), self._setting(self.settings.choices[0], jobs[0].length, {}).method
         batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
-        reference = Reference(lambda batch: other.run(full, batch)[0])
+        reference = Reference(lambda batch: lead(self._reference, full, batch)[0])
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
-            bar.set_postfix_str("compiling")
-            compiling = programs.wait(job.method, batches[0][1], self.settings.kv_dtype)
-            bar.set_postfix_str("reading")
-            started = time.monotonic()
-            parts: list[tuple[int, Distance]] = []
-            stats: list[tuple[int, Stats]] = []
-            for index, (real, batch) in enumerate(batches):
-                logits, measured = programs.run(job.method, batch, self.settings.kv_dtype)
-                found = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
-                del logits
-                parts.append((real, jax.device_get(found)))
-                stats.append((real, jax.device_get(measured)))
+            with Timer(clock) as waiting:
+                if ahead.spare:
+                    ahead.wait(self._compile(job, texts, ahead))
+            parts, stats = [], []
+            with Timer(clock) as reading:
+                for index, (real, batch) in enumerate(batches):
+                    logits, measured = lead(self.model, job.method, batch, self.settings.kv_dtype)
+                    apart = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
+                    del logits
+                    parts.append((real, jax.device_get(apart)))
+                    stats.append((real, jax.device_get(measured)))
             row = {
                 **summary(parts, texts.counts),
                 **by_turn(parts, texts.turns),
@@ -195,37 +207,31 @@ class Runner:
                 "budget": job.identity["knobs"].get("budget"),
                 "note": job.setting.note,
                 **({LIBRARY_FIELD: library_origin()} if self._reads_code(job.stream) else {}),
-                "seconds": round(time.monotonic() - started, 2),
-                "compile_seconds": round(compiling, 2),
+                "seconds": round(reading.run, 2),
+                "compile_seconds": round(waiting.run + waiting.compile + reading.compile, 2),
             }
             self.results.add(row, job.identity)
             self._say(
-                f"{time.monotonic() - begun:7.1f} s  {job.label:28s} {job.stream:8s} {job.length:6d} "
-                f"KL {row['value']:.3g} nats, same {row['agreement']:.1f} %  ({row['seconds']:.1f} s)"
+                f"{job.label:28s} {job.stream:8s} {job.length:6d} KL {row['value']:.3g} nats, "
+                f"same {row['agreement']:.1f} %  ({row['seconds']:.1f} s)"
             )
             bar.update()
 
     def _jobs(self, length: int, stream: str) -> list[Job]:
-        made = []
-        choices = self.settings.choices
-        mine = [self._setting(choice, length, self._thresholds(choice)) for choice in choices]
-        by_name: dict[str, list[Method]] = {}
-        for choice, setting in zip(choices, mine, strict=True):
+        jobs, by_name = [], {}
+        settings = [(choice, self._setting(choice, length, self._thresholds(choice))) for choice in self.settings.choices]
+        for choice, setting in settings:
             by_name.setdefault(choice.name, []).append(setting.method)
-        for choice, setting in zip(choices, mine, strict=True):
-            room = shared_room(by_name[choice.name], length)
-            method = setting.method
+        for choice, setting in settings:
+            room, method = shared_room(by_name[choice.name], length), setting.method
             if room is not None and "capacity" not in choice.knobs and _fits(vars(method)["capacity"], room):
                 method = self._setting(choice, length, {**self._thresholds(choice), "capacity": room}).method
             identity = {
                 "method": choice.label, "knobs": knobs_of(setting.method), "length": length, "stream": stream,
             }  # fmt: skip
             if self.results.find(identity) is None:
-                made.append(Job(choice.label, setting, method, length, stream, identity))
-        return made
-
-    def _full(self, length: int) -> Method:
-        return self._setting(self.settings.choices[0], length, {}).method
+                jobs.append(Job(choice.label, setting, method, length, stream, identity))
+        return jobs
 
     def _setting(self, choice: Choice, length: int, extra: Mapping[str, Any]) -> Setting:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
@@ -248,23 +254,16 @@ class Runner:
             return stream in _LIBRARY
         return reads_library(self.settings.task, self.settings.task_haystack)
 
-    def _reference_programs(self, programs: Programs) -> contextlib.AbstractContextManager[Programs]:
-        """Make the programs of the reference; the model's own where the model is its own reference."""
-        if self._reference is self.model:
-            return contextlib.nullcontext(programs)
-        return Programs(self._reference.params, self._reference.config)
-
     def _rows(self, length: int) -> int:
         return batch_rows(length, self.settings.batch_tokens, self.settings.samples)
 
-    def _note_run(self) -> None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind, **operations()}
-        self.results.change("runs", lambda runs: {**(runs or {}), now: about})
+    @functools.cached_property
+    def _begun(self) -> float:
+        return time.monotonic()
 
     def _say(self, line: str) -> None:
-        if self._progress:
-            tqdm.write(line, file=sys.stderr)  # standard output is for results
+        if self._progress:  # standard output is for results
+            tqdm.write(f"{time.monotonic() - self._begun:7.1f} s  {line}", file=sys.stderr)
 
 
 class Reference:
@@ -282,10 +281,10 @@ class Reference:
         """Return Full's logits of the batch with this index."""
         if index in self._kept:
             return self._kept[index]
-        made = self._follow(batch)
-        if made.nbytes + sum(logits.nbytes for logits in self._kept.values()) <= _KEPT_BYTES:
-            self._kept[index] = made
-        return made
+        logits = self._follow(batch)
+        if logits.nbytes + sum(kept.nbytes for kept in self._kept.values()) <= _KEPT_BYTES:
+            self._kept[index] = logits
+        return logits
 
 
 def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
@@ -293,12 +292,12 @@ def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
     return model.config.vocab_size, model.tokenizer.get_vocab()
 
 
-def _fits(own: Any, room: Any) -> bool:
-    """Tell whether a method whose own capacity is ``own`` may have ``room``."""
-    return isinstance(own, tuple) or own <= room
+def _fits(capacity: Any, room: Any) -> bool:
+    """Tell whether a method with a ``capacity`` of its own may have ``room``."""
+    return isinstance(capacity, tuple) or capacity <= room
 
 
 def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
     """Account for the batches, without the allocated bytes, because budgets share the room of the largest budget."""
-    made = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
-    return {**made, "no_effect": reads_all(made)}
+    means = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
+    return {**means, "no_effect": reads_all(means)}

@@ -27,7 +27,7 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
         counts: int32 [N], number of steps of every text.
     """
     steps = {
-        name: np.concatenate([np.asarray(getattr(found, name), np.float64)[:, :real] for real, found in parts], axis=1)
+        name: np.concatenate([np.asarray(getattr(apart, name), np.float64)[:, :real] for real, apart in parts], axis=1)
         for name in ("kl", "agrees", "loss", "full_loss")
     }  # [T, N] each
     inside = np.arange(len(steps["kl"]))[:, None] < counts[None]
@@ -93,18 +93,18 @@ def by_turn(parts: Sequence[tuple[int, Distance]], turns: np.ndarray) -> dict[st
     """
     if (turns < 0).all():
         return {}
-    made: dict[str, list[float]] = {"turn": [], "tokens": [], "kl": [], "agrees": []}
+    means: dict[str, list[float]] = {"turn": [], "tokens": [], "kl": [], "agrees": []}
     steps = {
-        name: np.concatenate([np.asarray(getattr(found, name), np.float64)[:, :real] for real, found in parts], axis=1).T
+        name: np.concatenate([np.asarray(getattr(apart, name), np.float64)[:, :real] for real, apart in parts], axis=1).T
         for name in ("kl", "agrees")
     }  # [N, T] each
     for turn in np.unique(turns[turns >= 0]):
         at = turns == turn
-        made["turn"].append(int(turn))
-        made["tokens"].append(int(at.sum()))
+        means["turn"].append(int(turn))
+        means["tokens"].append(int(at.sum()))
         for name, values in steps.items():
-            made[name].append(short(values[at].mean()))
-    return {"by_turn": made}
+            means[name].append(short(values[at].mean()))
+    return {"by_turn": means}
 
 
 def short(value: float) -> float:

@@ -96,11 +96,6 @@ def make_texts(
     return Texts(padded, lengths, forced, targets, counts, labels)
 
 
-def prose(model: LoadedModel, settings: FidelitySettings, length: int) -> Texts:
-    """Cut passages of the prose that the settings name; see `passages`."""
-    return passages(model, settings, length, settings.haystack)
-
-
 def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
     """Cut passages from the text that `experiments.tasks` holds out for evaluation, or from all prose, without a template.
 

@@ -15,16 +15,13 @@ method that is already in the record is skipped.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 
-from experiments.answering import knobs_by_method
-from experiments.cli import Against, Job
-from experiments.lab.insight.plots import draw
+from experiments.cli import Against, Job, read_record, write_figures
 from experiments.lab.insight.report import table
-from experiments.lab.insight.run import open_results, run_methods
-from experiments.lab.insight.settings import InsightSettings
-from experiments.records import save, with_figures, write_bytes
+from experiments.lab.insight.run import InsightSettings, run_methods
+from experiments.lab.plot import PACKAGES
+from experiments.records import Results, with_figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +39,12 @@ class InsightCommand:
 
 def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
     command = with_figures(command)
-    knobs = knobs_by_method(settings.knobs)
-    model = settings.load()
-    path = command.out.with_suffix(".json")
-    run_methods(settings, model, open_results(path, settings, model), knobs)
-    record = json.loads(path.read_text(encoding="utf-8"))
+    model, path = settings.load(), command.out.with_suffix(".json")
+    about = {"model": model.name, "weights": model.weights, "dtype": model.config.dtype}
+    run_methods(settings, model, Results(path, "insight", {**settings.common, **about}))
     if command.plot:
-        figure = draw(record)
-        for kind in ("png", "pdf"):
-            write_bytes(path.with_suffix(f".{kind}"), save(figure, kind))
-    print(table(record))
+        write_figures(path, [], path.parent, packages=PACKAGES)
+    print(table(read_record(path)))
     against.show(path)
 
 

@@ -102,8 +102,8 @@ def _each(
         heads.set_xticks(_ticks(values.shape[1]))
         heads.set_yticks(_ticks(values.shape[0]))
     figure.colorbar(image, ax=panels, label="mass, %", shrink=0.95)
-    told = "mass by decode step (line: mean; band: range of layers; dotted: Full's answer ends), and by layer and KV head"
-    figure.suptitle(told, fontsize=10)
+    title = "mass by decode step (line: mean; band: range of layers; dotted: Full's answer ends), and by layer and KV head"
+    figure.suptitle(title, fontsize=10)
 
 
 def _ticks(count: int) -> range:

@@ -153,6 +153,8 @@ class Watched(Method):
 
     def check(self) -> None:
         check_method("Watched: method", self.method)
+        if self.method.drafts:
+            raise ValueError("Watched: method must choose tokens in every step, got Verified: watch its draft")
         if not self.top:
             raise ValueError(f"Watched: top must be whole numbers of tokens from 1 on, got {self.top}")
 

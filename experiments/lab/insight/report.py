@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.records import markdown_rows, method_title
+from experiments.records import method_title
+from experiments.records.report import Column, row_table
 
 _LEGEND = (
     "Percent, means over samples, layers, KV heads and steps. Attended: chosen tokens. Mass: share of exact attention on "
@@ -14,24 +16,24 @@ _LEGEND = (
 )
 
 
-def table(result: dict[str, Any]) -> str:
-    """Format the record as a Markdown table; the method with most mass comes first.
+_COLUMNS: dict[str, Column] = {
+    "method": lambda row: method_title(row["method"]),
+    "attended": ("attended_tokens", 1, ".0f"),
+    "mass": ("value", 1, ".1f"),
+    "answer": ("in_answer", 1, ".1f"),
+    "worst head": ("worst_head", 1, ".1f"),
+}
 
-    Args:
-        result: the record of `experiments.lab.insight`.
-    """
-    top = [str(k) for k in result["settings"]["top"]]
-    head = ["method", "attended", "mass", "answer", "worst head", *(f"top {k}" for k in top), "own", "agree", "note"]
-    body = [
-        [
-            method_title(m["method"]),
-            f"{m['attended_tokens']:.0f}",
-            *(f"{m[name]:.1f}" for name in ("value", "in_answer", "worst_head")),
-            *(f"{m['top_k'][k]:.1f}" for k in top),
-            f"{m['own_k']:.1f}",
-            f"{m['agreement']:.0f}, {m['agreement_in_answer']:.0f}",
-            m["note"],
-        ]
-        for m in sorted(result["metrics"], key=lambda m: -m["value"])
-    ]
-    return "\n".join([*markdown_rows([head, *body]), "", _LEGEND])
+
+def table(record: Mapping[str, Any]) -> str:
+    """Format the record of `experiments.lab.insight` as a Markdown table; the method with most mass comes first."""
+    top: dict[str, Column] = {
+        f"top {k}": lambda row, k=str(k): f"{row['top_k'][k]:.1f}" for k in record["settings"]["top"]
+    }
+    more: dict[str, Column] = {
+        "own": ("own_k", 1, ".1f"),
+        "agree": lambda row: f"{row['agreement']:.0f}, {row['agreement_in_answer']:.0f}",
+        "note": "note",
+    }
+    rows = sorted(record["metrics"], key=lambda row: -row["value"])
+    return "\n".join([*row_table(rows, _COLUMNS | top | more), "", _LEGEND])

@@ -1,46 +1,106 @@
-"""Runs methods under `Watched` on the same prompts, and gathers the measurements."""
+"""Runs methods under `Watched` on the same prompts, and gathers the measurements, as the settings say."""
 
 from __future__ import annotations
 
-import pathlib
+import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jsonargparse.typing import PositiveInt
 
 import kvjax
 from experiments.answering import (
+    METHODS,
     Calibration,
     LoadedModel,
+    ModelSettings,
     Setting,
     chess_thresholds,
+    knobs_by_method,
     needs_thresholds,
     paper_method,
 )
 from experiments.benchmarks import Cell, Reading, encode_cell
+from experiments.cli import option
 from experiments.lab.insight.recall import Recall, Watched, readings
-from experiments.lab.insight.settings import InsightSettings
 from experiments.records import Results, knobs_of
 from experiments.tasks import get_task
+from kvjax import registry
 from models.hub.progress import progress_bar
 
 
-def method_settings(
-    settings: InsightSettings, model: LoadedModel, results: Results, knobs: Mapping[str, Mapping[str, Any]]
-) -> list[Setting]:
+@dataclasses.dataclass(frozen=True)
+class InsightSettings(ModelSettings):
+    """The settings of `experiments.lab.insight`.
+
+    Attributes:
+        methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or 'all'
+        knobs: a knob of a method; repeatable
+        task: task of the prompts
+        haystack: 'noise', 'prose', 'code' or file:PATH (default: the task's own)
+        length: tokens of prompt and answer
+        new_tokens: decode steps
+        samples: prompts
+        seed: seed of the samples
+        top: values of k, comma-separated
+        text: feed Full's text, or the text that the method itself generates
+        calibration_prompts: prompts that CHESS is calibrated on
+        calibration_new_tokens: tokens generated after each of these prompts
+
+    Raises:
+        ValueError: an unknown task, method or knob.
+    """
+
+    methods: tuple[str, ...] = ("all",)
+    knobs: tuple[str, ...] = option((), flag="set", repeat=True, metavar="METHOD.KNOB=VALUE")
+    task: str = "niah_single_2"
+    haystack: str | None = None
+    length: PositiveInt = 2048
+    new_tokens: PositiveInt = 64
+    samples: PositiveInt = 2
+    seed: int = 0
+    top: tuple[PositiveInt, ...] = (16, 64, 256)
+    text: str = option("full", choices=("full", "own"))
+    calibration_prompts: PositiveInt = 4
+    calibration_new_tokens: PositiveInt = 128
+
+    def __post_init__(self) -> None:
+        get_task(self.task)
+        for name in self.names:
+            registry.find(name)  # refuses unknown names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The methods' names."""
+        methods = METHODS if self.methods == ("all",) else self.methods
+        return tuple(dict.fromkeys(map(registry.canonical_name, methods)))
+
+    @property
+    def common(self) -> dict[str, object]:
+        """The values that all methods of a record have in common; JSON values."""
+        fields = ("task", "length", "new_tokens", "samples", "text", "seed", "haystack")
+        return {name: vars(self)[name] for name in fields} | {"top": list(self.top)}
+
+
+def method_settings(settings: InsightSettings, model: LoadedModel, results: Results) -> list[Setting]:
     """Make the methods in the order of the settings; calibrate CHESS unless its knobs make that needless."""
     calibration = Calibration(
         (settings.task,), settings.length, settings.calibration_prompts, settings.calibration_new_tokens, settings.seed
     )
-    made = []
+    knobs, methods = knobs_by_method(settings.knobs), []
     for name in settings.names:
-        given = dict(knobs.get(name, {}))
-        if needs_thresholds(name, given):
-            given = {**chess_thresholds(model, calibration, results), **given}
-        made.append(paper_method(name, settings.length, tokenizer=model.tokenizer, config=model.config, given=given))
-    return made
+        chosen = dict(knobs.get(name, {}))
+        note = ", ".join(f"{knob}={value}" for knob, value in chosen.items())  # as the command line takes them
+        if needs_thresholds(name, chosen):
+            chosen = {**chess_thresholds(model, calibration, results), **chosen}
+        setting = paper_method(
+            name, settings.length, tokenizer=model.tokenizer, config=model.config, given=chosen
+        )
+        methods.append(dataclasses.replace(setting, note=note or setting.note))
+    return methods
 
 
 def full_text(model: LoadedModel, tokens: Sequence[int], settings: InsightSettings) -> np.ndarray:
@@ -76,10 +136,10 @@ def watch(
         pad_multiple=settings.length,
     )
     choices = []
-    for given in text:
+    for token in text:
         choice = int(jnp.argmax(cache.logits[0]))
         choices.append(choice)
-        fed = int(given) if settings.text == "full" else choice
+        fed = int(token) if settings.text == "full" else choice
         cache = kvjax.decode_step(model.params, cache, np.asarray([fed], np.int32))
         bar.update()
     return readings(cache), np.asarray(choices, np.int32)
@@ -133,33 +193,30 @@ def summary(
     }
 
 
-def run_methods(
-    settings: InsightSettings, model: LoadedModel, results: Results, knobs: Mapping[str, Mapping[str, Any]]
-) -> None:
+def run_methods(settings: InsightSettings, model: LoadedModel, results: Results) -> None:
     """Watch the methods that the results do not have yet.
 
     Args:
         settings: what to watch.
         model: the model.
         results: the record, which is read first and written after every method.
-        knobs: knobs by method; they replace the papers' knobs.
 
     Raises:
         ValueError: prompts that would be longer than the model's position limit.
     """
     model.check_positions("--length", settings.length)
-    todo = []
-    for setting in method_settings(settings, model, results, knobs):
+    jobs = []
+    for setting in method_settings(settings, model, results):
         identity = {"method": setting.name, "knobs": knobs_of(setting.method)}
         if results.find(identity) is None:
-            todo.append((setting, identity))
+            jobs.append((setting, identity))
     haystack = settings.haystack if get_task(settings.task).haystack else None
     cell = Cell(settings.task, settings.length, settings.samples, settings.seed, haystack)
     prompts = encode_cell(Reading(model.tokenizer_file), cell).wholes
-    texts = [full_text(model, tokens, settings) for tokens in prompts] if todo else []
+    texts = [full_text(model, tokens, settings) for tokens in prompts] if jobs else []
     ends = [answer_length(text, model.config.eos_token_ids) for text in texts]
-    with progress_bar(total=len(todo) * settings.samples * settings.new_tokens, unit="step") as bar:
-        for setting, identity in todo:
+    with progress_bar(total=len(jobs) * settings.samples * settings.new_tokens, unit="step") as bar:
+        for setting, identity in jobs:
             bar.set_description(setting.name)
             begun = time.monotonic()
             watched = [
@@ -170,7 +227,7 @@ def run_methods(
             metric = {
                 **summary(recalls, choices, texts, ends, settings),
                 **identity,
-                "note": given_knobs(knobs.get(setting.name, {})) or setting.note,
+                "note": setting.note,
                 "prompt_tokens": [len(tokens) for tokens in prompts],
                 "answer_tokens": ends,
                 "seconds": round(time.monotonic() - begun, 1),
@@ -178,18 +235,7 @@ def run_methods(
             results.add(metric, {"method": setting.name})
 
 
-def given_knobs(knobs: Mapping[str, Any]) -> str:
-    """Format knobs as the command line takes them; the note of a method's setting does not name them."""
-    return ", ".join(f"{name}={value}" for name, value in knobs.items())
-
-
 def answer_length(text: np.ndarray, eos_token_ids: Sequence[int]) -> int:
     """Count the tokens up to and including the first EOS; count all tokens if the text has no EOS."""
     at = np.flatnonzero(np.isin(text, eos_token_ids))
     return int(at[0]) + 1 if len(at) else len(text)
-
-
-def open_results(path: pathlib.Path, settings: InsightSettings, model: LoadedModel) -> Results:
-    """Open the record at a path, with the values that all methods have in common."""
-    about = {"model": model.name, "weights": model.weights, "dtype": model.config.dtype}
-    return Results(path, "insight", {**settings.common, **about})

@@ -14,8 +14,9 @@ from experiments.lab.exact.report import exact_tables
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.speed.report import peer_tables
+from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
-from experiments.speed import kernel_table, offload_tables, speed_tables, tpu_bytes_table
+from experiments.speed import kernel_table, offload_tables, speed_tables
 from experiments.tasks import GROUPS
 from kvjax import registry
 
@@ -100,7 +101,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    folder, listed, made = docs / "records", [], {}
+    folder, listed, written = docs / "records", [], {}
     for file in (file for pattern in _PATTERNS for file in sorted(folder.glob(pattern))):
         record = json.loads(file.read_text(encoding="utf-8"))
         if "commit" not in record:
@@ -111,16 +112,16 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
         text = tables(path)
         if text:
             body = text.partition("\n")[2] if text.startswith("# ") else text
-            made[f"{name}.md"] = f"# Record {name}\n\n[The record]({link}).\n\n{body}\n"
+            written[f"{name}.md"] = f"# Record {name}\n\n[The record]({link}).\n\n{body}\n"
         title = f"[{name}]({name}.md)" if text else name
         listed.append((title, record["experiment"], *_origin(path, record), f"[file]({link})"))
     head = ("record", "experiment", "dates", "commits", "devices", "JAX", "")
-    toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in made), "```"])
-    told = (
+    toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in written), "```"])
+    intro = (
         "Every measured number of these pages comes from one of these files, which hold settings, versions, devices, commits "
         "and dates; [how to repeat them](../reproduce.md)."
     )
-    return {**made, "index.md": "\n".join(["# Records", "", told, "", *markdown_rows([head, *listed]), "", toctree, ""])}
+    return {**written, "index.md": "\n".join(["# Records", "", intro, "", *markdown_rows([head, *listed]), "", toctree, ""])}
 
 
 def _origin(path: pathlib.Path, record: Mapping[str, Any]) -> tuple[str, str, str, str]:

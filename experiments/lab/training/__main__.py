@@ -1,6 +1,6 @@
 """Trains the built-in retrieval model: `python -m experiments.lab.training --out DIR [--text FILE ...]`.
 
-The run saves checkpoints, and stops cleanly on SIGTERM, on Ctrl-C or after `--minutes`. With `--resume` it continues from
+The run saves a checkpoint, and stops cleanly on SIGTERM, on Ctrl-C or after `--minutes`. With `--resume` it continues from
 exactly the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
 """
 
@@ -23,18 +23,8 @@ def _train(settings: TrainingSettings, command: TrainingCommand) -> None:
     tokenizer = settings.tokenizer or BUILTIN
     if jax.default_backend() == "cpu":
         config = dataclasses.replace(config, dtype="float32")
-    train(
-        command.out,
-        subject=WholeModel(config, tokenizer),
-        course=course,
-        texts=settings.text,
-        tokenizer=tokenizer,
-        minutes=command.limit,
-        save_minutes=command.save_minutes,
-        resume=command.resume,
-        seed=settings.seed,
-        workers=command.workers,
-    )
+    course_of = {"subject": WholeModel(config, tokenizer), "course": course, "seed": settings.seed}
+    train(command.out, **course_of, texts=settings.text, tokenizer=tokenizer, **command.options)
     print(f"log: {command.out / 'train_log.jsonl'}; model: {command.out / 'export'}")
 
 

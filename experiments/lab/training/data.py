@@ -9,19 +9,23 @@ apart and concatenated, because inference generates the answer token by token af
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import multiprocessing
 import os
 import pathlib
-import queue
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from experiments.lab.training.curriculum import Curriculum
+from experiments.benchmarks import end_with_parent, held_interrupts
+from experiments.lab.training.course import Course
 from experiments.lab.training.mixture import COPY, PROSE, ROW_TASKS, SHORTEST, Mixture
 from experiments.tasks import TASKS, Haystack, Words, load_haystack, make_document
 
@@ -30,6 +34,7 @@ COPY_LENGTHS = 1024  # tokens; copy rows are many in buckets up to this length a
 FIRST_QUESTION_ROLE = 2  # answer tokens of question i have role 2 + i
 SINGLE_QUESTION_SHARE = 0.35
 FULL_LENGTH_SHARE = 0.5
+_DEPTH = 8  # batches that each worker may be ahead
 
 
 @dataclasses.dataclass
@@ -217,108 +222,73 @@ class RowMaker:
         return Batch(tokens, roles, tasks)
 
 
-def _work(
-    tokenizer_file: pathlib.Path,
-    texts: Sequence[pathlib.Path],
-    mixture: Mixture,
-    curriculum: Curriculum,
-    seed: int,
-    first: int,
-    stride: int,
-    out: multiprocessing.Queue,
-) -> None:
-    """Make the batches of steps first, first + stride, ... in a worker process, until it or its parent has ended."""
+_maker = functools.cache(RowMaker)  # a worker process reads the texts once
+
+
+def _batch(
+    tokenizer_file: pathlib.Path, texts: tuple[pathlib.Path, ...], mixture: Mixture, *step: int
+) -> Batch:
+    return _maker(tokenizer_file, texts, mixture).batch(*step)
+
+
+def _begin_worker() -> None:
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # the whole group receives them, but the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker uses a single core
-    maker = RowMaker(tokenizer_file, texts, mixture)
-    parent = multiprocessing.parent_process()
-    for step in range(first, curriculum.total_steps, stride):
-        made = (step, maker.batch(seed, step, *curriculum.bucket(step)))
-        while True:
-            try:
-                out.put(made, timeout=10.0)
-                break
-            except queue.Full:
-                if not parent.is_alive():
-                    out.cancel_join_thread()
-                    return
 
 
 class Loader:
-    """Batches in the order of the steps, made by worker processes.
+    """Batches in the order of the steps, which worker processes make ahead.
 
     Args:
         tokenizer_file: the model's tokenizer.json.
         texts: prose files besides `pydoc_data.topics`.
-        mixture: what rows are made of.
-        curriculum: batch shapes.
+        course: batch shapes, and what rows are made of.
         seed: seed of the data.
         first_step: the step at which a resumed run continues.
         workers: processes; with 0, this process makes the batches.
-        depth: batches that each worker may be ahead.
     """
 
     def __init__(
         self,
         tokenizer_file: pathlib.Path,
         texts: Sequence[pathlib.Path],
-        mixture: Mixture,
-        curriculum: Curriculum,
+        course: Course,
         seed: int,
         first_step: int,
         workers: int,
-        depth: int = 8,
     ) -> None:
-        self._curriculum = curriculum
-        self._seed = seed
-        self._step = first_step
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._queues: list[multiprocessing.Queue] = []
-        self._first = first_step
-        self._make: Callable[..., Batch] | None = None
-        if workers == 0:
-            self._make = RowMaker(tokenizer_file, texts, mixture).batch
-        spawn = multiprocessing.get_context("spawn")
-        for index in range(workers):
-            out = spawn.Queue(depth)
-            process = spawn.Process(
-                target=_work,
-                args=(tokenizer_file, texts, mixture, curriculum, seed, first_step + index, workers, out),
-                daemon=True,
-            )
-            process.start()
-            self._processes.append(process)
-            self._queues.append(out)
+        self._arguments = (tokenizer_file, tuple(texts), course.mixture)
+        self._steps = ((seed, step, *course.bucket(step, seed)) for step in range(first_step, course.steps))
+        self._ahead: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
+        self._pool = None
+        if workers:
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _begin_worker)
+            with held_interrupts():
+                self._submit(workers * _DEPTH)
 
     def next(self) -> Batch:
         """Return the batch of the next step.
 
         Raises:
-            RuntimeError: the worker that should make it has ended.
+            StopIteration: the course has no further step.
+            RuntimeError: a worker has ended.
         """
-        step = self._step
-        self._step += 1
-        if self._make is not None:
-            return self._make(self._seed, step, *self._curriculum.bucket(step))
-        index = (step - self._first) % len(self._queues)
-        while True:
-            try:
-                made, batch = self._queues[index].get(timeout=5.0)
-            except queue.Empty:
-                if self._processes[index].is_alive():
-                    continue
-                raise RuntimeError(
-                    f"data worker {index} ended with exit code {self._processes[index].exitcode} before step {step}"
-                ) from None
-            if made != step:
-                raise RuntimeError(f"data worker {index} delivered step {made}, expected {step}")
-            return batch
+        if self._pool is None:
+            return _batch(*self._arguments, *next(self._steps))
+        if not self._ahead:
+            raise StopIteration
+        batch = self._ahead.popleft().result()
+        self._submit(1)
+        return batch
+
+    def _submit(self, count: int) -> None:
+        for step in itertools.islice(self._steps, count):
+            self._ahead.append(self._pool.submit(_batch, *self._arguments, *step))
 
     def close(self) -> None:
         """End the worker processes."""
-        for process in self._processes:
-            process.kill()  # they ignore other signals
-        for process in self._processes:
-            process.join()
-        self._processes.clear()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

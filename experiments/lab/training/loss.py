@@ -235,10 +235,10 @@ def make_step(subject: Subject, course: Course, implementation: str | None, mesh
     def step(
         state: State, frozen: Any, tokens: jax.Array, roles: jax.Array, tasks: jax.Array, lm_weight: jax.Array
     ) -> tuple[State, dict[str, jax.Array]]:
-        made, metrics = split(state["params"], frozen, tokens, roles, tasks, lm_weight)
-        metrics["gradient_norm"] = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(made)))
+        gradients, metrics = split(state["params"], frozen, tokens, roles, tasks, lm_weight)
+        metrics["gradient_norm"] = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradients)))
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 step count with floats
-            updates, opt_state = transform.update(made, state["opt_state"], state["params"])
+            updates, opt_state = transform.update(gradients, state["opt_state"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, metrics
 
     return step

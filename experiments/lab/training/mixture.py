@@ -63,6 +63,9 @@ class Mixture:
     form: Form
     lm_everywhere: bool
 
+    def __hash__(self) -> int:
+        return hash((*self.recipes.items(), self.form, self.lm_everywhere))
+
 
 BUILTIN = Mixture(
     {

@@ -1,8 +1,7 @@
-"""The progress bar, the time left and the log of a training run."""
+"""The progress bar and the log of a training run."""
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import pathlib
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.lab.training.curriculum import Curriculum
+from experiments.lab.training.course import Course
 from experiments.lab.training.mixture import ROW_TASKS
 from models.hub.progress import progress_bar
 
@@ -21,40 +20,22 @@ LOG_EVERY = 50  # steps
 
 
 class Progress:
-    """The progress bar, the time left and the log file.
+    """The progress bar and the log file.
 
     Args:
-        curriculum: batch shapes, for the time left.
+        course: how the run goes.
         rate: the learning rate of a step.
         first_step: the step at which the run starts.
         log: train_log.jsonl. Lines of later steps, which an interrupted run has left, are dropped.
     """
 
-    def __init__(self, curriculum: Curriculum, rate: Callable[[int], Any], first_step: int, log: pathlib.Path) -> None:
-        self._curriculum = curriculum
-        self._rate = rate
-        self._log = log
-        kept = (
-            [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= first_step]
-            if log.exists()
-            else []
-        )
-        log.write_text("".join(line + "\n" for line in kept))
-        self._left = collections.Counter(
-            curriculum.bucket(step)[1] for step in range(first_step, curriculum.total_steps)
-        )
-        self._initial = self._left.copy()
-        self._seconds: dict[int, float] = {}  # running mean of the seconds of a step, by bucket
-        self._warm: set[int] = set()  # buckets past their first step, which waits for its compilation
+    def __init__(self, course: Course, rate: Callable[[int], Any], first_step: int, log: pathlib.Path) -> None:
+        self._course, self._rate, self._log = course, rate, log
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= first_step))
         self._last = time.monotonic()
         self._window: list[dict[str, Any]] = []
-        self._bar = progress_bar(
-            total=curriculum.total_steps,
-            initial=first_step,
-            unit="step",
-            mininterval=2.0,
-            bar_format="{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}] {postfix}",
-        )
+        self._bar = progress_bar(total=course.steps, initial=first_step, unit="step", mininterval=2.0)
 
     def update(self, step: int, length: int, metrics: dict[str, np.ndarray]) -> None:
         """Show and log a finished step.
@@ -71,21 +52,15 @@ class Progress:
         seconds, self._last = now - self._last, now
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"loss is {metrics['loss']} at step {step}, expected a finite number")
-        before = self._seconds[length] if length in self._warm else seconds
-        self._seconds[length] = 0.85 * before + 0.15 * seconds
-        if length in self._seconds and self._left[length] < self._initial[length]:
-            self._warm.add(length)
-        self._left[length] -= 1
         self._window.append({**metrics, "seconds": seconds})
         summary = self._summary(step)
         self._bar.set_postfix_str(
             f"T={length} loss {summary['loss']:.3f} answer {summary['answer_loss']:.3f} lm {summary['lm_loss']:.2f} "
-            f"exact {summary['exact']:.2f} {summary['tokens_per_second'] / 1e6:.2f}M tok/s "
-            f"left {self.seconds_left() / 60:.1f} min",
+            f"exact {summary['exact']:.2f} {summary['tokens_per_second'] / 1e6:.2f}M tok/s",
             refresh=False,
         )
         self._bar.update()
-        if (step + 1) % LOG_EVERY == 0 or step + 1 == self._curriculum.total_steps:
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == self._course.steps:
             with self._log.open("a") as file:
                 file.write(json.dumps(summary) + "\n")
             tqdm.write(
@@ -93,11 +68,6 @@ class Progress:
                 + " ".join(f"{name} {100 * value:.0f}" for name, value in summary["accuracy"].items())
             )
             self._window = []
-
-    def seconds_left(self) -> float:
-        """Estimate the seconds to the end; a bucket that has not run yet counts like the slowest bucket so far."""
-        slowest = max(self._seconds.values(), default=0.0)
-        return sum(count * self._seconds.get(length, slowest) for length, count in self._left.items())
 
     def _summary(self, step: int) -> dict[str, Any]:
         def mean(name: str) -> float:
@@ -107,13 +77,13 @@ class Progress:
         seconds = sum(entry["seconds"] for entry in self._window)
         return {
             "step": step + 1,
-            "tokens": (step + 1) * self._curriculum.tokens_per_step,
+            "tokens": (step + 1) * self._course.tokens_per_step,
             "loss": mean("loss"),
             "answer_loss": mean("answer"),
             "lm_loss": mean("lm"),
             "gradient_norm": mean("gradient_norm"),
             "learning_rate": float(self._rate(step)),
-            "tokens_per_second": len(self._window) * self._curriculum.tokens_per_step / max(seconds, 1e-9),
+            "tokens_per_second": len(self._window) * self._course.tokens_per_step / max(seconds, 1e-9),
             "exact": float(right.sum() / max(1, asked.sum())),
             "accuracy": {name: round(float(r / a), 4) for name, r, a in zip(ROW_TASKS, right, asked, strict=True) if a},
             "questions": {name: int(a) for name, a in zip(ROW_TASKS, asked, strict=True) if a},

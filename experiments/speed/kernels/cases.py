@@ -1,4 +1,4 @@
-"""The cases of `experiments.speed.kernels`: every operation whose folder in `pallas_kernels` has timed shapes."""
+"""The cases of `experiments.speed.kernels`: each operation with timed shapes at each of them, with random arguments."""
 
 from __future__ import annotations
 
@@ -6,16 +6,62 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 import pallas_kernels
-from experiments.speed.kernels.case import Case
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.formats.quantised import Quantised, whole
 from pallas_kernels.formats.shapes import Shape
+
+Run = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operation at a shape.
+
+    Attributes:
+        operation: the operation, all of whose implementations are compared.
+        function: the public function of the operation.
+        shape: the shape, which draws the arguments.
+        reference: makes the result to compare with; None takes "xla".
+        others: implementations that are not in the operation's table, by name.
+    """
+
+    operation: Operation
+    function: Run
+    shape: Shape
+    reference: Run | None = None
+    others: Mapping[str, Run] = dataclasses.field(default_factory=dict)
+
+    def make(self) -> tuple[Array, dict[str, Any]]:
+        """Draw the arguments: a float array that a loop may change between runs, and the rest by name."""
+        arrays = self.shape.draw(jax.random.key(0))
+        chained = self.shape.timed.chained
+        return (jnp.zeros((1,), jnp.float32) if chained is None else arrays.pop(chained)), arrays
+
+    def run(self, first: Array, arrays: Mapping[str, Any], **how: Any) -> Any:
+        """Call the operation with what `make` returns, and with ``implementation``."""
+        chained = self.shape.timed.chained
+        return self.function(**({} if chained is None else {chained: first}), **arrays, **self.shape.options, **how)
+
+    def expected(self, first: Array, arrays: Mapping[str, Any]) -> Any:
+        """Compute the result to compare with, from what `make` returns."""
+        if self.reference is not None:
+            return self.defined(self.reference(first, arrays))
+        if self.shape.timed.float32:
+            first, arrays = jax.tree.map(_exact, (first, arrays), is_leaf=lambda x: isinstance(x, Quantised))
+        return self.defined(jax.jit(functools.partial(self.run, implementation="xla"))(first, arrays))
+
+    def defined(self, result: Any) -> Any:
+        """Return the part of a result that all implementations agree on."""
+        return self.shape.timed.defined(result, self.shape.sizes)
 
 
 def cases(tiny: bool = False, wide: bool = False) -> list[Case]:
@@ -26,29 +72,23 @@ def cases(tiny: bool = False, wide: bool = False) -> list[Case]:
         wide: leave the channels of a head as they are: kernels for TPUs take whole tiles only.
     """
     places = [f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()]
-
-    def sized(shape: Shape) -> Shape:
-        return dataclasses.replace(shape.tiny(), **({"dim": shape.dim} if wide else {})) if tiny else shape
-
-    return [_case(place, sized(shape)) for place in places for shape in _shapes(place)]
-
-
-def _shapes(place: str) -> tuple[Shape, ...]:
-    """Return the timed shapes of the operation in the package ``place``; none if it has no such file."""
-    if importlib.util.find_spec(f"{place}.timed") is None:
-        return ()
-    return importlib.import_module(f"{place}.timed").SHAPES
+    declared = [place for place in places if importlib.util.find_spec(f"{place}.timed") is not None]
+    return [
+        _case(place, shape)
+        for place in declared
+        for shape in importlib.import_module(f"{place}.timed").TIMED.listed(tiny, wide)
+    ]
 
 
-def _case(place: str, sizes: Shape) -> Case:
+def _case(place: str, shape: Shape) -> Case:
     module, name = importlib.import_module(place), place.rpartition(".")[2]
     operation, function = getattr(module, name.upper()), getattr(module, name)
-    return Case(operation, function, sizes, **_rivals(sizes) if name == "kth_select" else {})
+    return Case(operation, function, shape, **_rivals(shape) if name == "kth_select" else {})
 
 
-def _rivals(sizes: Shape) -> Mapping[str, Any]:
+def _rivals(shape: Shape) -> Mapping[str, Any]:
     """Return what `kth_select` is compared with: a stable sort as the reference, and JAX's own operation."""
-    best = sizes.options["budget"]
+    best = shape.sizes.K
     others = {"lax.top_k": functools.partial(_top_k, best=best)}
     return {"reference": functools.partial(_sorted_best, best=best), "others": others}
 
@@ -62,3 +102,9 @@ def _sorted_best(score: Array, _: Mapping[str, Any], *, best: int) -> tuple[np.n
 def _top_k(score: Array, _: Mapping[str, Any], *, best: int) -> tuple[Array, Array]:
     _, index = lax.top_k(score, best)
     return jnp.sort(index, axis=-1), jnp.full(score.shape[:2], best, jnp.int32)
+
+
+def _exact(x: Any) -> Any:
+    """Convert floats, and the values that codes of 8 bits stand for, to float32."""
+    x = whole(x) if isinstance(x, Quantised) else x
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

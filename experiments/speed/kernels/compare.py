@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.records import Results
 from experiments.speed.device_time import loop_seconds
-from experiments.speed.kernels.case import Case, Run
+from experiments.speed.kernels.cases import Case, Run
 from experiments.speed.kernels.report import line
 from experiments.speed.roofline import Bandwidth, roofline
 
@@ -107,16 +107,16 @@ def measure(
     program = jax.jit(run)
     got = program(*args)
     check_form(got, jax.eval_shape(functools.partial(case.run, implementation="xla"), *args))
-    got = case.sizes.defined(got)
+    got = case.defined(got)
     off = error(got, want)
-    passed = bool(off <= case.sizes.tolerance)
+    passed = bool(off <= case.shape.timed.tolerance)
     checked = {
         "relative_error": off if np.isfinite(off) else None,
         "passed": passed,
-        "bytes_read": case.sizes.bytes_read,
+        "bytes_read": case.shape.bytes_read,
     }
     if not passed:
-        checked["wrong"] = first_wrong(got, want, case.sizes.tolerance)
+        checked["wrong"] = first_wrong(got, want, case.shape.timed.tolerance)
     if bandwidth is None:
         return {"value": None, "unit": "s", **checked}
     begun = time.perf_counter()
@@ -124,7 +124,7 @@ def measure(
     once = time.perf_counter() - begun
     loop = {"chain": 1, "iterations": max(1, min(20, int(0.1 / once)))} if once > _SLOW else {}
     took = loop_seconds(run, *args, repeats=repeats, **loop)
-    roof = roofline(case.sizes.bytes_read, took.median, bandwidth)
+    roof = roofline(case.shape.bytes_read, took.median, bandwidth)
     return {
         "value": took.median,
         "unit": "s",
@@ -154,9 +154,9 @@ def run_case(case: Case, results: Results, bandwidth: Bandwidth | None, run_name
     want, failed = None, 0
     able, missing = implementations(case, args)
     for name, reason in missing.items():
-        print(f"{case.operation.name:17s} {name:24s} {case.shape:52s} not here: {reason}", flush=True)
+        print(f"{case.operation.name:17s} {name:24s} {case.shape.name:52s} not here: {reason}", flush=True)
     for name, run in able.items():
-        identity = {"name": case.operation.name, "shape": case.shape, "implementation": name}
+        identity = {"name": case.operation.name, "shape": case.shape.name, "implementation": name}
         known = results.find(identity)
         if known is not None and known["passed"]:
             print(f"{line(known)}, from the record", flush=True)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from experiments.speed.kernels.case import Case
+from experiments.speed.kernels.cases import Case
 from kvjax.plugins import named_by
 from pallas_kernels.dispatch import Implementation, added_implementation
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels._cudnn import check as check
+
 
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, window: int | None = None

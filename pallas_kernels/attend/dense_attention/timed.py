@@ -1,60 +1,23 @@
-"""The shapes at which `dense_attention` is timed: chunks of a prompt over a cache that keeps a bounded number of tokens."""
+"""The shapes at which `dense_attention` is timed: chunks of a prompt over a cache that keeps a bounded number of tokens.
 
-from __future__ import annotations
+A chunk of T tokens is the last of the S tokens in the cache. A query sees W tokens, itself included; None: all before it.
+"""
 
-import dataclasses
-from typing import Any, Self
+from pallas_kernels.formats.shapes import Timed, counted, normal
 
-import jax
-import jax.numpy as jnp
-from jax import Array
-
-from pallas_kernels.formats.shapes import BYTES, GROUP, Shape, normal, positions, query_key_value, small
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """A chunk of a prompt, whose own tokens are the last in the cache.
-
-    Attributes:
-        tokens: queries T.
-        slots: tokens of the cache S, the chunk included.
-        window: tokens that a query sees, itself included; None: all before it.
-    """
-
-    tokens: int
-    slots: int
-    window: int | None = None
-
-    @property
-    def name(self) -> str:
-        seen = "" if self.window is None else f", a window of {self.window}"
-        return f"{self.tokens} queries, {self.slots} tokens{seen}"
-
-    @property
-    def bytes_read(self) -> int:
-        return 2 * self.heads * self.slots * self.dim * BYTES
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        first, second = jax.random.split(key)
-        _, keys, values = query_key_value(second, self, self.slots)
-        asked = self.slots - self.tokens + jnp.arange(self.tokens, dtype=jnp.int32)[None]
-        return {
-            "query": normal(first, *self.rows, GROUP, self.tokens, self.dim),
-            "key": keys,
-            "value": values,
-            "query_position": asked,
-            "key_position": positions(self.rows, self.slots),
-            "query_first": None if self.window is None else asked - (self.window - 1),
-        }
-
-    def tiny(self) -> Self:
-        window = None if self.window is None else self.window // 64
-        return small(self, tokens=self.tokens // 64 + 1, slots=self.slots // 64, window=window)
-
-
-SHAPES = (Sizes(tokens=128, slots=2176), Sizes(tokens=512, slots=4607, window=4096))
+TIMED = Timed(
+    label=lambda n: f"{n.T} queries, {n.S} tokens{'' if n.W is None else f', a window of {n.W}'}",
+    sizes={"W": None},
+    shapes=({"T": 128, "S": 2176}, {"T": 512, "S": 4607, "W": 4096}),
+    tiny={"T": lambda T: T // 64 + 1, "S": lambda S: S // 64, "W": lambda W: W and W // 64},
+    arrays={
+        "query": normal("B H G T D"),
+        "key": normal("B H S D"),
+        "value": normal("B H S D"),
+        "query_position": counted("B T", lambda n: n.S - n.T),
+        "key_position": counted("B H S"),
+        "query_first": lambda d: None if d.W is None else d.arrays["query_position"] - (d.W - 1),
+    },
+    options=lambda n: {"scale": n.scale},
+    reads=("key", "value"),
+)

@@ -1,85 +1,49 @@
-"""The shapes at which `gather_attention` is timed: lists of a retrieval method at 128K tokens."""
+"""The shapes at which `gather_attention` is timed: lists of a retrieval method at 128K tokens.
 
-from __future__ import annotations
+L of S tokens are listed in K pages of P; P = 1: slots. The lists are for F heads: one for all, or one for each.
+"""
 
-import dataclasses
-from typing import Any, Self
-
-import jax
-import jax.numpy as jnp
-from jax import Array
-
-from pallas_kernels.formats.quantised import quantise
-from pallas_kernels.formats.shapes import BYTES, CONTEXT, Shape, few, lists, positions, query_key_value, small
+from pallas_kernels.formats.shapes import CONTEXT, Sizes, Timed, counted, few, frequencies, full, lists, normal, rounded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """A decode step that attends to lists of slots or pages.
-
-    Attributes:
-        batch: rows B.
-        slots: tokens of a row.
-        entries: slots or pages of a list.
-        page_size: slots per page.
-        shared: whether all heads share a list.
-        rotate: whether keys are rotated as they are read.
-        kind: format of the codes of 8 bits of keys and values; None for bfloat16.
-    """
-
-    batch: int = 1
-    slots: int = CONTEXT
-    entries: int = 2048
-    page_size: int = 1
-    shared: bool = False
-    rotate: bool = False
-    kind: str | None = None
-
-    @property
-    def name(self) -> str:
-        if self.kind is not None:
-            return f"{self.entries} of {self.slots} tokens in {self.kind} per KV head"
-        rows = f"{self.batch} row" if self.batch == 1 else f"{self.batch} rows"
-        whose = "for all heads" if self.shared else "per KV head"
-        if self.page_size > 1:
-            return f"{self.entries} pages of {self.page_size} {whose} of {self.slots} tokens, {rows}"
-        rotated = ", rotated on read" if self.rotate else ""
-        return f"{self.entries} of {self.slots} tokens {whose}{rotated}, {rows}"
-
-    @property
-    def bytes_read(self) -> int:
-        row = self.dim * BYTES if self.kind is None else self.dim + 2  # codes of a vector and their scale
-        return 2 * self.batch * self.heads * self.entries * self.page_size * row
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "page_size": self.page_size}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        first, second = jax.random.split(key)
-        query, keys, values = query_key_value(first, self, self.slots, self.batch)
-        if self.kind is not None:
-            keys, values = quantise(keys, self.kind), quantise(values, self.kind)
-        heads = (self.batch, 1 if self.shared else self.heads)
-        slots = lists(second, heads, self.slots // self.page_size, self.entries)
-        arrays = {"query": query, "key": keys, "value": values, "slots": slots, "mask": jnp.ones(slots.shape, bool)}
-        if self.page_size > 1:
-            arrays["position"] = positions((self.batch, self.heads), self.slots)
-        if self.rotate:
-            arrays["place"] = positions(heads, self.entries)
-            arrays["inv_freq"] = jnp.exp(-jnp.arange(self.dim // 2, dtype=jnp.float32))
-        return arrays
-
-    def tiny(self) -> Self:
-        entries = max(1, few(self.entries * self.page_size) // self.page_size)
-        return small(self, slots=few(self.slots), entries=entries)
+def label(n: Sizes) -> str:
+    """Name a shape."""
+    if n.kind is not None:
+        return f"{n.K} of {n.S} tokens in {n.kind} per KV head"
+    rows, heads = f"{n.B} row{'s' * (n.B > 1)}", "for all heads" if n.F == 1 else "per KV head"
+    if n.P > 1:
+        return f"{n.K} pages of {n.P} {heads} of {n.S} tokens, {rows}"
+    return f"{n.K} of {n.S} tokens {heads}{', rotated on read' * n.rotate}, {rows}"
 
 
-SHAPES = (
-    Sizes(),
-    Sizes(batch=8),
-    Sizes(entries=128, page_size=16),
-    Sizes(entries=64, page_size=32, shared=True),
-    Sizes(entries=2688, shared=True, rotate=True),
-    Sizes(kind="int8"),
+def listed_bytes(n: Sizes) -> int:
+    """Count the bytes of the listed keys and values: bfloat16, or codes of 8 bits and a scale for each."""
+    return 2 * n.B * n.H * n.K * n.P * (n.D * 2 if n.kind is None else n.D + 2)
+
+
+TIMED = Timed(
+    label=label,
+    sizes={"S": CONTEXT, "L": 2048, "P": 1, "F": lambda n: n.H, "rotate": False, "kind": None}
+    | {"K": lambda n: max(1, n.L // n.P), "N": lambda n: n.S // n.P},
+    shapes=(
+        {},
+        {"B": 8},
+        {"P": 16},
+        {"P": 32, "F": 1},
+        {"L": 2688, "F": 1, "rotate": True},
+        {"kind": "int8"},
+    ),
+    tiny={"S": few, "L": few},
+    arrays={
+        "query": normal("B H G D"),
+        "key": rounded("B H S D"),
+        "value": rounded("B H S D"),
+        "slots": lists("B F K", "N"),
+        "mask": full("B F K", True, bool),
+        "position": lambda d: counted("B H S")(d) if d.P > 1 else None,
+        "place": lambda d: counted("B F K")(d) if d.rotate else None,
+        "inv_freq": lambda d: frequencies(d) if d.rotate else None,
+    },
+    options=lambda n: {"scale": n.scale, "page_size": n.P},
+    reads=listed_bytes,
 )

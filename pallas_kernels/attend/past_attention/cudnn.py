@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels._cudnn import check as check
 from pallas_kernels._cudnn import fused_attention
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._cudnn import check as check
 from pallas_kernels._cudnn import fused_attention
 from pallas_kernels.numerics import merge_pair
 

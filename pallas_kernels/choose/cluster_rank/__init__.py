@@ -1,37 +1,31 @@
 """The clusters that a query attends to exactly, and those that it estimates (RetroInfer)."""
 
-from __future__ import annotations
+from typing import Annotated
 
-import jax
+from jax import Array
 
 from pallas_kernels.choose.cluster_rank import pallas_triton, reference
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.signature import declared, forward
 
-__all__ = ["CLUSTER_RANK", "cluster_rank"]
-
-CLUSTER_RANK = Operation(
-    "cluster_rank",
-    {
-        "pallas_triton": Implementation(pallas_triton.cluster_rank, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.cluster_rank),
-    },
-)
+CLUSTER_RANK = Operation.of("cluster_rank", pallas_triton, reference)
 
 
+@declared(CLUSTER_RANK)
 def cluster_rank(
-    query: jax.Array,
-    centroid: jax.Array,
-    size: jax.Array,
-    used: jax.Array,
-    best: jax.Array,
-    considered: jax.Array,
+    query: Annotated[Array, "B H G D"],
+    centroid: Annotated[Array, "like query B H C D"],
+    size: Annotated[Array, "int32 B H C"],
+    used: Annotated[Array, "int32 B"],
+    best: Annotated[Array, "float32 []"],
+    considered: Annotated[Array, "float32 []"],
     *,
     scale: float,
-    capacity: int,
-    room: int,
+    capacity: Annotated[int, ">=1"],
+    room: Annotated[int, ">=1"],
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """Rank the clusters of each KV head by the attention that its query heads pay to them together.
 
     The score of a cluster is the sum over the group of a softmax over the clusters in use. Clusters without a token are never
@@ -42,50 +36,17 @@ def cluster_rank(
     Differentiable: through ``xla``, the logits only.
 
     Args:
-        query: [B, H, G, D].
-        centroid: [B, H, C, D], of the same dtype.
-        size: int32 [B, H, C], tokens of each cluster.
-        used: int32 [B], number of clusters in use, which come first; clusters behind them may hold anything.
-        best: float32, a share of the clusters in use, see `pallas_kernels.numerics.ceil_share`.
-        considered: float32, a share of the clusters in use, at least ``best``.
-        scale: factor of the logits, a Python number.
+        size: tokens of each cluster.
+        used: number of clusters in use, which come first; clusters behind them may hold anything.
+        best: a share of the clusters in use, see `pallas_kernels.numerics.ceil_share`.
+        considered: a share of the clusters in use, at least ``best``.
         capacity: static length K of the lists. At most so many clusters are listed.
         room: tokens.
-        implementation: "pallas_triton" (GPU; D a power of two, C up to 16384), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
+        implementation: "pallas_triton" takes D a power of two, C up to 16384.
 
     Returns:
         Logits float32 [B, H, G, C], anything for clusters that are not in use; the listed clusters int32 [B, H, K], ascending
         and 0 behind them; how many tokens of clusters with room there are up to each entry, int32 [B, H, K]; the first
         ``considered`` clusters, bool [B, H, C]; and the listed clusters that have room, bool [B, H, C].
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    shape = centroid.shape[:3]
-    agree = query.ndim == 4 and centroid.shape == (*query.shape[:2], *shape[2:], query.shape[3])
-    if not agree or size.shape != shape or used.shape != shape[:1] or best.shape or considered.shape:
-        raise ValueError(
-            f"cluster_rank: got query {query.shape}, centroid {centroid.shape}, size {size.shape}, used {used.shape}, best "
-            f"{best.shape}, considered {considered.shape}, expected [B, H, G, D], [B, H, C, D], [B, H, C], [B], [] and []"
-        )
-    dtypes = [str(x.dtype) for x in (query, centroid, size, used, best, considered)]
-    expected = [dtypes[0]] * 2 + ["int32"] * 2 + ["float32"] * 2
-    if dtypes != expected:
-        raise ValueError(f"cluster_rank: got dtypes {dtypes}, expected {expected}")
-    if capacity < 1 or room < 1:
-        raise ValueError(f"cluster_rank: got {capacity=} and {room=}, expected at least 1")
-    return CLUSTER_RANK.run(
-        query,
-        centroid,
-        size,
-        used,
-        best,
-        considered,
-        scale=scale,
-        capacity=capacity,
-        room=room,
-        implementation=implementation,
-        platform=platform,
-    )
+    return forward()

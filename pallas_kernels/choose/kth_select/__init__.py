@@ -1,68 +1,57 @@
 """The best entries of score rows as ascending lists."""
 
-from __future__ import annotations
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from pallas_kernels.choose.kth_select import jax_triton, pallas_triton, reference
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.signature import declared, forward
 
 __all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 
-KTH_SELECT = Operation(
-    "kth_select",
-    {
-        "pallas_triton": Implementation(pallas_triton.kth_select, ("gpu",), pallas_triton.check),
-        # For comparison. Its check is stricter than the first, so the first runs wherever it can.
-        "jax_triton": Implementation(jax_triton.kth_select, ("gpu",), jax_triton.check),
-        "xla": Implementation(reference.kth_select),
-    },
-)
+# The check of "jax_triton", which is for comparison, is stricter than the first, so the first runs wherever it can.
+KTH_SELECT = Operation.of("kth_select", pallas_triton, jax_triton, reference)
 
 
-
+@declared(KTH_SELECT)
 def kth_select(
-    score: jax.Array,
-    budget: jax.Array | int,
-    capacity: int,
+    score: Annotated[Array, "float32 B H S"],
+    budget: Annotated[Array | int, "int32 [] or H|1 or B|1 H|1"],
+    capacity: Annotated[int, ">=1"],
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """List the ``budget`` best entries of each row, exactly, in ascending order; of equal entries the lower index is taken.
 
     Not differentiable: its results are integers and truth values.
 
     Args:
-        score: float32 [B, H, S], higher is better. -inf and NaN are never chosen; -0 equals 0.
-        budget: entries to choose per row, a number or int32 that broadcasts to [B, H]; clipped to [0, ``capacity``].
+        score: higher is better. -inf and NaN are never chosen; -0 equals 0.
+        budget: entries to choose per row; clipped to [0, ``capacity``].
         capacity: static length K of the lists; may exceed S.
-        implementation: "pallas_triton" (GPU), "jax_triton" (the same through the package of that name), "xla", or None for
-            the first of "pallas_triton" and "xla" that runs.
-        platform: see ``Operation.run``. ``KTH_SELECT.resolve`` tells which implementation a call uses.
+        implementation: "jax_triton" is the same kernel through the package of that name, for comparison.
 
     Returns:
         slots int32 [B, H, K], the chosen ones first and ascending, 0 behind them; count int32 [B, H] of chosen slots.
-
-    Raises:
-        ValueError: shapes, dtypes or capacity are not as above, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    slots, _, count = _select(score, budget, capacity, implementation, platform)
-    return slots, count
+    return forward(lambda results: (results[0], results[2]), budget=_budget(budget))
 
 
+@declared(KTH_SELECT)
 def kth_select_mask(
-    score: jax.Array,
-    budget: jax.Array | int,
-    capacity: int,
+    score: Annotated[Array, "float32 B H S; B H G S with lse"],
+    budget: Annotated[Array | int, "int32 [] or H|1 or B|1 H|1"],
+    capacity: Annotated[int, ">=1"],
     *,
-    lse: jax.Array | None = None,
+    lse: Annotated[Array | None, "float32 B H N G"] = None,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Select as ``kth_select`` does, but the second result is bool [B, H, K], true where ``slots`` lists a chosen slot.
 
     The kernel that writes the list writes this mask too; to make it of the count would be one more launch.
@@ -73,34 +62,16 @@ def kth_select_mask(
         max over g of  score[g] - log(sum over n of exp(lse[n, g]))
 
     Args:
-        score: as in ``kth_select``; with ``lse`` float32 [B, H, G, S], without NaN.
+        score: as in ``kth_select``; with ``lse`` without NaN.
         budget: as in ``kth_select``.
         capacity: as in ``kth_select``.
-        lse: float32 [B, H, N, G], the log of the softmax denominators in N parts, -inf for an empty part; or None.
+        lse: the log of the softmax denominators in N parts, -inf for an empty part; or None.
         implementation: as in ``kth_select``; "jax_triton" does not take ``lse``.
-        platform: as in ``kth_select``.
     """
-    slots, keep, _ = _select(score, budget, capacity, implementation, platform, lse)
-    return slots, keep
+    return forward(lambda results: results[:2], budget=_budget(budget))
 
 
-def _select(score, budget, capacity, implementation, platform, lse=None):
-    expected = "[B, H, S]" if lse is None else "[B, H, G, S] with an lse"
-    if score.ndim != (3 if lse is None else 4) or score.dtype != jnp.float32:
-        raise ValueError(f"kth_select: got score {score.dtype} {score.shape}, expected float32 {expected}")
-    if lse is not None and (lse.shape != (*score.shape[:2], *lse.shape[2:3], score.shape[2]) or lse.dtype != jnp.float32):
-        raise ValueError(f"kth_select: got lse {lse.dtype} {lse.shape} of {score.shape}, expected float32 [B, H, N, G]")
-    if capacity < 1:
-        raise ValueError(f"kth_select: got {capacity=}, expected at least 1")
-    if np.ndim(budget) == 0 and not isinstance(budget, jax.Array):
-        budget = int(budget)
-    else:
-        budget = jnp.asarray(budget)
-        shape = (1,) * (2 - budget.ndim) + budget.shape
-        fits = budget.ndim <= 2 and all(n in (1, size) for n, size in zip(shape, score.shape[:2], strict=True))
-        if budget.dtype != jnp.int32 or not fits:
-            raise ValueError(
-                f"kth_select: got budget {budget.dtype} {budget.shape}, "
-                f"expected int32 that broadcasts to {score.shape[:2]}"
-            )
-    return KTH_SELECT.run(score, budget, capacity, lse, implementation=implementation, platform=platform)
+def _budget(budget: Array | int) -> Array | int:
+    """Make a number of NumPy one of Python, and its array one of JAX."""
+    number = np.ndim(budget) == 0 and not isinstance(budget, jax.Array)
+    return int(budget) if number else jnp.asarray(budget)

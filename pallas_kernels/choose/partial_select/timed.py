@@ -1,67 +1,29 @@
-"""The shape at which `partial_select` is timed: InfiniGen's lists at 128K tokens."""
+"""The shape at which `partial_select` is timed: InfiniGen's K best at 128K tokens by a fifth of the channels, C."""
 
-from __future__ import annotations
-
-import dataclasses
-from typing import Any, Self
-
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.formats.shapes import BYTES, CONTEXT, GROUP, Shape, few, normal, positions, small
+from pallas_kernels.formats.shapes import CONTEXT, Timed, counted, few, full, normal
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """A fifth of the channels of all keys.
-
-    Attributes:
-        slots: tokens of a row.
-        best: the budget.
-    """
-
-    slots: int = CONTEXT
-    best: int = 1024
-
-    @property
-    def channels(self) -> int:
-        """Channels of the partial keys."""
-        return self.dim // 5
-
-    @property
-    def name(self) -> str:
-        return f"{self.best} of {self.slots} keys by {self.channels} channels"
-
-    @property
-    def bytes_read(self) -> int:
-        return self.heads * self.slots * (self.channels * BYTES + 4)  # keys and positions
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "capacity": self.best + 1, "total": _alone, "query_heads": self.heads * GROUP}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        first, second = jax.random.split(key)
-        return {
-            "query": normal(first, *self.rows, GROUP, self.channels),
-            "key": normal(second, *self.rows, self.channels, self.slots),
-            "position": positions(self.rows, self.slots),
-            "cursor": jnp.full((1,), self.slots, jnp.int32),
-            "alpha": jnp.float32(4),
-            "budget": jnp.int32(self.best),
-        }
-
-    def tiny(self) -> Self:
-        return small(self, slots=few(self.slots), best=few(self.best))
-
-    def defined(self, result: Any) -> Any:  # rounding decides between scores at the cut
-        return result[1]
-
-
-def _alone(x: Array) -> Array:
+def alone(x: Array) -> Array:
     """Return the sum over one device."""
     return x
 
 
-SHAPES = (Sizes(),)
+TIMED = Timed(
+    label="{K} of {S} keys by {C} channels",
+    sizes={"S": CONTEXT, "K": 1024, "C": lambda n: n.D // 5},
+    tiny={"S": few, "K": few},
+    arrays={
+        "query": normal("B H G C"),
+        "key": normal("B H C S"),
+        "position": counted("B H S"),
+        "cursor": full("B", "S"),
+        "alpha": full("", 4, jnp.float32),
+        "budget": full("", "K"),
+    },
+    options=lambda n: {"scale": n.scale, "capacity": n.K + 1, "total": alone, "query_heads": n.H * n.G},
+    reads=("key", "position"),
+    defined=lambda result, n: result[1],  # rounding decides between scores at the cut
+)

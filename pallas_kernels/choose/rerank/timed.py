@@ -1,62 +1,40 @@
-"""The shape at which `rerank` is timed: ParisKV's second stage at 128K tokens."""
+"""The shape at which `rerank` is timed: ParisKV's second stage at 128K tokens.
 
-from __future__ import annotations
+The K candidates are a tenth of the N keys of a long zone.
+"""
 
-import dataclasses
-from typing import Any, ClassVar, Self
+import math
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 
 from pallas_kernels.choose.rerank import Regions
 from pallas_kernels.formats.key_codes import rows
-from pallas_kernels.formats.shapes import LongZone, few, lists, normal, positions, small
+from pallas_kernels.formats.shapes import CONTEXT, Drawing, Timed, counted, few, full, integers, lists, normal
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(LongZone):
-    """Candidates, a tenth of the keys of a long zone.
-
-    Attributes:
-        regions: sizes of the regions of the cache.
-    """
-
-    regions: Regions = Regions(sinks=64, best=100, tail=768, size=1999)
-    float32: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.regions.best} of {self.room} candidates of {self.slots} keys"
-
-    @property
-    def bytes_read(self) -> int:
-        return self.heads * self.room * (self.dim + 4)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"budget": self.regions.best, "enough": 1, "regions": self.regions, "scale": 1e-4}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        keys, shape = jax.random.split(key, 4), (*self.rows, self.slots)
-        magnitudes = jax.random.randint(keys[0], (*shape, self.dim // 2), 0, 256, jnp.int32).astype(jnp.uint8)
-        weight = jnp.abs(normal(keys[1], *shape, self.dim // 8))
-        return {
-            "query": normal(keys[2], *self.rows, self.dim, dtype=jnp.float32),
-            "slots": self.first + lists(keys[3], self.rows, self.zone, self.room),
-            "count": jnp.full(self.rows, self.room, jnp.int32),
-            "rows": rows(magnitudes, weight),
-            "position": positions(self.rows, self.slots),
-            "cursor": jnp.full((1,), self.slots, jnp.int32),
-            "stop": jnp.full((1,), self.slots - self.first, jnp.int32),
-        }
-
-    def tiny(self) -> Self:
-        slots = few(self.slots)
-        return small(self, slots=slots, regions=Regions(sinks=slots // 16, best=8, tail=8, size=slots // 16 + 16))
-
-    def defined(self, result: Any) -> Any:
-        return jnp.sort(jnp.where(result[1], result[0], -1), axis=-1)
+def key_rows(d: Drawing) -> Any:
+    """Draw the codes and the weights of all keys."""
+    return rows(integers("B H S C", 256, jnp.uint8)(d), jnp.abs(normal("B H S M")(d)))
 
 
-SHAPES = (Sizes(),)
+TIMED = Timed(
+    label="{regions.best} of {K} candidates of {S} keys",
+    sizes={"S": CONTEXT, "regions": Regions(sinks=64, best=100, tail=768, size=1999)}
+    | {"first": lambda n: n.S // 16, "N": lambda n: n.S - 2 * n.first, "K": lambda n: math.ceil(n.N / 10)}
+    | {"C": lambda n: n.D // 2, "M": lambda n: n.D // 8},
+    tiny={"S": few, "regions": Regions(sinks=16, best=8, tail=8, size=32)},
+    arrays={
+        "query": normal("B H D", jnp.float32),
+        "slots": lists("B H K", "N", "first"),
+        "count": full("B H", "K"),
+        "rows": key_rows,
+        "position": counted("B H S"),
+        "cursor": full("B", "S"),
+        "stop": full("B", lambda n: n.S - n.first),
+    },
+    options=lambda n: {"budget": n.regions.best, "enough": 1, "regions": n.regions, "scale": 1e-4},
+    reads=lambda n: n.H * n.K * (n.D + 4),
+    float32=False,
+    defined=lambda result, n: jnp.sort(jnp.where(result[1], result[0], -1), axis=-1),
+)

@@ -1,60 +1,43 @@
 """Adds an update to the residual stream and normalises the sum, in one launch."""
 
-from __future__ import annotations
-
 import functools
+from typing import Annotated
 
 import jax
+from jax import Array
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.layer.add_norm import pallas_triton, reference
 from pallas_kernels.layer.add_norm.reference import rms_norm
+from pallas_kernels.signature import declared, forward
 
 __all__ = ["ADD_NORM", "add_norm", "rms_norm"]
 
-ADD_NORM = Operation(
-    "add_norm",
-    {
-        "pallas_triton": Implementation(pallas_triton.add_norm, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.add_norm),
-    },
-)
+ADD_NORM = Operation.of("add_norm", pallas_triton, reference)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+@declared(ADD_NORM)
 def add_norm(
-    x: jax.Array,
-    update: jax.Array,
-    scale: jax.Array,
+    x: Annotated[Array, "floating ... D"],
+    update: Annotated[Array, "like x"],
+    scale: Annotated[Array, "floating D"],
     eps: float,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Add ``update`` to ``x`` and normalise the sum by its root mean square.
 
     Differentiable: through ``pallas_triton`` and ``xla``, with the derivative of the reference.
 
     Args:
-        x: [..., D], floating point.
-        update: [..., D], in the dtype of ``x``.
-        scale: [D], any floating dtype.
         eps: added to the mean square.
-        implementation: "pallas_triton" (GPU; up to 1024 rows of at most 16384), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
+        implementation: "pallas_triton" takes up to 1024 rows of at most 16384.
 
     Returns:
         The sum, and the norm of the rounded sum times ``scale``, computed in float32; both [..., D] in the dtype of ``x``.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    if x.shape != update.shape or x.dtype != update.dtype or scale.shape != x.shape[-1:]:
-        raise ValueError(
-            f"add_norm: got x {x.dtype} {x.shape}, update {update.dtype} {update.shape}, scale {scale.shape}, "
-            f"expected an update like x and a scale of {x.shape[-1:]}"
-        )
-    return ADD_NORM.run(x, update, scale, eps=eps, implementation=implementation, platform=platform)
+    return forward()
 
 
 @add_norm.defjvp

@@ -29,7 +29,7 @@ def _kernel(x_ref, update_ref, scale_ref, sum_ref, out_ref, *, width, block, eps
     plt.store(out_ref.at[column], (x * scale.astype(jnp.float32)).astype(out_ref.dtype), mask=inside)
 
 
-def add_norm(x, update, scale, *, eps, num_warps: int = 16, interpret=False):
+def add_norm(x, update, scale, eps, *, num_warps: int = 16, interpret=False):
     """Add an update, and normalise the sum; ``interpret=True`` runs anywhere, slowly."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     row = pl.BlockSpec((None, width), lambda i: (i, 0))
@@ -49,7 +49,7 @@ def add_norm(x, update, scale, *, eps, num_warps: int = 16, interpret=False):
     return after.reshape(x.shape), normed.reshape(x.shape)
 
 
-def check(x, update, scale, *, eps):
+def check(x, update, scale, eps):
     """Raise ``NotImplementedError`` for more or wider rows than the kernel is made for."""
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     if not 1 <= rows <= MOST_ROWS or not 1 <= width <= MOST_WIDTH:

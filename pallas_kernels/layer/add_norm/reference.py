@@ -13,7 +13,7 @@ def rms_norm(x, scale, eps):
     return (wide * scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
 
 
-def add_norm(x, update, scale, *, eps):
+def add_norm(x, update, scale, eps):
     """Add an update, and normalise the sum, in plain JAX."""
     x = x + update
     return x, rms_norm(x, scale, eps)

@@ -1,50 +1,16 @@
-"""The shape at which `project_query` is timed: a decode step of MosaicKV."""
+"""The shape at which `project_query` is timed: a decode step of MosaicKV with P bases of a head."""
 
-from __future__ import annotations
-
-import dataclasses
-from typing import Any, ClassVar, Self
-
-import jax
 import jax.numpy as jnp
-from jax import Array
 
-from pallas_kernels.formats.shapes import GROUP, Shape, normal, orthogonal, small
+from pallas_kernels.formats.shapes import Timed, normal, orthogonal
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """The bases of a cache.
-
-    Attributes:
-        segments: bases of a head.
-    """
-
-    segments: int = 2
-    float32: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.segments} segments"
-
-    @property
-    def bytes_read(self) -> int:
-        return 4 * self.heads * self.segments * self.dim * self.dim
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"dtype": jnp.bfloat16}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        first, second = jax.random.split(key)
-        basis = orthogonal(second, *self.rows, self.segments, dim=self.dim)
-        return {"query": normal(first, *self.rows, GROUP, self.dim), "basis": basis}
-
-    def tiny(self) -> Self:
-        return small(self)
-
-    def defined(self, result: Any) -> Any:  # the sum of the terms of each query
-        return result.astype(jnp.float32).sum(axis=-2)
-
-
-SHAPES = (Sizes(),)
+TIMED = Timed(
+    label="{P} segments",
+    sizes={"P": 2},
+    tiny={},
+    arrays={"query": normal("B H G D"), "basis": orthogonal("B H P D D")},
+    options=lambda n: {"dtype": jnp.bfloat16},
+    reads=("basis",),
+    float32=False,
+    defined=lambda result, n: result.astype(jnp.float32).sum(axis=-2),  # the sum of the terms of each query
+)

@@ -1,52 +1,40 @@
 """Keys and values of listed tokens side by side, the keys rotated (TokenSelect)."""
 
-from __future__ import annotations
+from typing import Annotated
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.query.rotated_rows import pallas_triton, reference
+from pallas_kernels.signature import declared, forward
 
-__all__ = ["ROTATED_ROWS", "rotated_rows"]
-
-ROTATED_ROWS = Operation(
-    "rotated_rows",
-    {
-        "pallas_triton": Implementation(pallas_triton.rotated_rows, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.rotated_rows),
-    },
-)
+ROTATED_ROWS = Operation.of("rotated_rows", pallas_triton, reference)
 
 
+@declared(ROTATED_ROWS)
 def rotated_rows(
-    key: jax.Array | Quantised,
-    value: jax.Array | Quantised,
-    token: jax.Array,
-    inv_freq: jax.Array,
+    key: Annotated[Array | Quantised, "B H S D"],
+    value: Annotated[Array | Quantised, "like key"],
+    token: Annotated[Array, "int32 B E"],
+    inv_freq: Annotated[Array, "float32 D/2"],
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Gather listed keys and values, and rotate the key of entry j at place j.
 
     Differentiable: through ``xla``.
 
     Args:
-        key: [B, H, S, D], or codes.
-        value: [B, H, S, D], same dtype, or codes; in device memory or in pinned host memory, scales in device memory.
-        token: int32 [B, E], listed slots in [0, S), the same for all heads.
-        inv_freq: float32 [D/2], radians per place.
-        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
+        key: keys or codes.
+        value: values or codes; in device memory or in pinned host memory, scales in device memory.
+        token: listed slots in [0, S), the same for all heads.
+        inv_freq: radians per place.
+        implementation: "pallas_triton" takes D a power of two.
 
     Returns:
         key [B, H, E, D], rotated in float32 and rounded to its dtype, and value [B, H, E, D].
-
-    Raises:
-        ValueError: the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    args = key, value, token, jnp.asarray(inv_freq)
-    return ROTATED_ROWS.run(*args, implementation=implementation, platform=platform)
+    return forward(inv_freq=jnp.asarray(inv_freq))

@@ -1,38 +1,34 @@
 """A decode step's query, rotated to score and to attend, and whether the step reuses its selection (TokenSelect)."""
 
-from __future__ import annotations
+from typing import Annotated
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels import axes
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.query.step_query import pallas_triton, reference
 from pallas_kernels.query.step_query.result import StepQuery
+from pallas_kernels.signature import declared
 
 __all__ = ["STEP_QUERY", "StepQuery", "step_query"]
 
-STEP_QUERY = Operation(
-    "step_query",
-    {
-        "pallas_triton": Implementation(pallas_triton.step_query, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.step_query),
-    },
-)
+STEP_QUERY = Operation.of("step_query", pallas_triton, reference)
 
 
+@declared(STEP_QUERY)
 def step_query(
-    query: jax.Array,
-    last: jax.Array,
-    ready: jax.Array,
-    hits: jax.Array,
-    refreshes: jax.Array,
-    cursor: jax.Array,
-    position: jax.Array,
+    query: Annotated[Array, "B H G D"],
+    last: Annotated[Array, "float32 B H G D"],
+    ready: Annotated[Array, "bool B"],
+    hits: Annotated[Array, "int32 B"],
+    refreshes: Annotated[Array, "int32 B"],
+    cursor: Annotated[Array, "int32 B"],
+    position: Annotated[Array, "int32 B"],
     *,
-    budget: jax.Array | int,
-    theta: jax.Array | float,
-    inv_freq: jax.Array,
+    budget: Annotated[Array | int, "int32 []"],
+    theta: Annotated[Array | float, "float32 []"],
+    inv_freq: Annotated[Array, "float32 D/2"],
     num_sink: int,
     num_local: int,
     implementation: str | None = None,
@@ -45,25 +41,20 @@ def step_query(
     Differentiable: through ``xla``, the queries only.
 
     Args:
-        query: [B, H, G, D], not rotated.
-        last: float32 [B, H, G, D], the query of the last step that selected, not rotated.
-        ready: bool [B], whether some step has selected.
-        hits: int32 [B], steps so far that reused a selection.
-        refreshes: int32 [B], steps so far that selected.
-        cursor: int32 [B], tokens stored, the step's own included.
-        position: int32 [B], position of the step's token; a row with a negative one does not change.
-        budget: int32 scalar, tokens to select. A row selects if more than ``num_sink + budget + num_local`` are stored.
-        theta: float32 scalar. A step whose cosine with ``last``, over all heads together, is at least this reuses the
-            selection. Devices that share the heads compare all of them together.
-        inv_freq: float32 [D/2], radians per place.
+        query: not rotated.
+        last: the query of the last step that selected, not rotated.
+        ready: whether some step has selected.
+        hits: steps so far that reused a selection.
+        refreshes: steps so far that selected.
+        cursor: tokens stored, the step's own included.
+        position: position of the step's token; a row with a negative one does not change.
+        budget: tokens to select. A row selects if more than ``num_sink + budget + num_local`` are stored.
+        theta: a step whose cosine with ``last``, over all heads together, is at least this reuses the selection. Devices that
+            share the heads compare all of them together.
+        inv_freq: radians per place.
         num_sink: first tokens, which are always attended to.
         num_local: newest tokens, which are no candidates; also the place from which the query scores.
-        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
-
-    Raises:
-        ValueError: the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
+        implementation: "pallas_triton" takes D a power of two.
     """
     knobs = jnp.asarray(budget, jnp.int32), jnp.asarray(theta, jnp.float32), jnp.asarray(inv_freq)
     products = None  # a kernel sums over the heads itself, but it cannot sum over devices

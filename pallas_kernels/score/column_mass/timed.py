@@ -1,51 +1,22 @@
 """The shape at which `column_mass` is timed: a cache of H2O with 1,024 tokens and the newest token."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
-from typing import Any, Self
 
 import jax.numpy as jnp
-from jax import Array
 
-from pallas_kernels.formats.shapes import BYTES, GROUP, Shape, positions, query_key_value, small
+from pallas_kernels.formats.shapes import Timed, counted, full, normal
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Shape):
-    """A row of a cache, and the query of a decode step.
-
-    Attributes:
-        slots: tokens of the row.
-    """
-
-    slots: int = 1025
-
-    @property
-    def name(self) -> str:
-        return f"one query, {self.slots} tokens, 1 row"
-
-    @property
-    def bytes_read(self) -> int:
-        return self.heads * self.slots * (self.dim * BYTES + 4)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale}
-
-    def draw(self, key: Array) -> dict[str, Any]:
-        query, keys, _ = query_key_value(key, self, self.slots)
-        return {
-            "query": query[..., None, :],
-            "key": keys,
-            "lse": jnp.full((*self.rows, GROUP, 1), math.log(self.slots), jnp.float32),
-            "query_position": jnp.full((1, 1), self.slots, jnp.int32),
-            "key_position": positions(self.rows, self.slots),
-        }
-
-    def tiny(self) -> Self:
-        return small(self, slots=17)
-
-
-SHAPES = (Sizes(),)
+TIMED = Timed(
+    label="one query, {S} tokens, 1 row",
+    sizes={"S": 1025},
+    tiny={"S": 17},
+    arrays={
+        "query": normal("B H G 1 D"),
+        "key": normal("B H S D"),
+        "lse": full("B H G 1", lambda n: math.log(n.S), jnp.float32),
+        "query_position": full("B 1", "S"),
+        "key_position": counted("B H S"),
+    },
+    options=lambda n: {"scale": n.scale},
+    reads=("key", "key_position"),
+)

@@ -1,34 +1,28 @@
 """Values of tokens by a few channels of their keys, and how many tokens come near the largest logit (InfiniGen)."""
 
-from __future__ import annotations
+from typing import Annotated
 
-import jax
+from jax import Array
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.score.partial_score import pallas_triton, reference
+from pallas_kernels.signature import declared, forward
 
-__all__ = ["PARTIAL_SCORE", "partial_score"]
-
-PARTIAL_SCORE = Operation(
-    "partial_score",
-    {
-        "pallas_triton": Implementation(pallas_triton.partial_score, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.partial_score),
-    },
-)
+PARTIAL_SCORE = Operation.of("partial_score", pallas_triton, reference)
 
 
+@declared(PARTIAL_SCORE)
 def partial_score(
-    query: jax.Array,
-    key: jax.Array,
-    position: jax.Array,
-    cursor: jax.Array,
-    alpha: jax.Array,
+    query: Annotated[Array, "floating B H G C"],
+    key: Annotated[Array, "like query B H C N>=S"],
+    position: Annotated[Array, "int32 B H S"],
+    cursor: Annotated[Array, "int32 B"],
+    alpha: Annotated[Array, "float32 []"],
     *,
     scale: float,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Score the tokens before the newest one by partial keys, and count those whose logits come near the largest.
 
     With ``e[h, g, s] = scale * query[h, g] . key[h, :, s]`` over the stored tokens s before the newest::
@@ -39,41 +33,12 @@ def partial_score(
     Differentiable: through ``xla``, except for the counts.
 
     Args:
-        query: [B, H, G, C], floating point.
-        key: [B, H, C, N], same dtype, N at least S; empty slots may hold anything, and so may those from S on. The kernels
-            are fast where N is a multiple of 16.
-        position: int32 [B, H, S], negative for an empty slot.
-        cursor: int32 [B], the slot behind the newest token.
-        alpha: float32 [].
+        key: empty slots may hold anything, and so may those from S on. The kernels are fast where N is a multiple of 16.
         scale: factor of the products, a Python number.
-        implementation: "pallas_triton" (GPU; C up to 256, G up to 32), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
+        implementation: "pallas_triton" takes C up to 256, G up to 32.
 
     Returns:
         score float32 [B, H, S], finite for a token before the newest, inf for the newest and -inf for an empty slot; near
         int32 [B]; and the number of tokens before the newest, int32 [B, H].
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    check_arrays("partial_score", query, key, position, cursor, alpha)
-    return PARTIAL_SCORE.run(
-        query, key, position, cursor, alpha, scale=scale, implementation=implementation, platform=platform
-    )
-
-
-def check_arrays(
-    name: str, query: jax.Array, key: jax.Array, position: jax.Array, cursor: jax.Array, alpha: jax.Array
-) -> None:
-    """Raise the errors of `partial_score` in the name of the operation ``name``."""
-    agree = query.ndim == key.ndim == 4 and key.shape[:3] == (*query.shape[:2], query.shape[3])
-    agree = agree and position.shape[:2] == key.shape[:2] and position.ndim == 3 and position.shape[2] <= key.shape[3]
-    if not agree or (cursor.shape, alpha.shape) != (key.shape[:1], ()):
-        raise ValueError(
-            f"{name}: got query {query.shape}, key {key.shape}, position {position.shape}, cursor {cursor.shape}, "
-            f"alpha {alpha.shape}, expected [B, H, G, C], [B, H, C, N], [B, H, S], [B], [], N at least S"
-        )
-    dtypes = [str(x.dtype) for x in (query, key, position, cursor, alpha)]
-    if dtypes != [dtypes[0], dtypes[0], "int32", "int32", "float32"]:
-        raise ValueError(f"{name}: got {dtypes}, expected keys as the query ({dtypes[0]}), int32 twice and float32")
+    return forward()

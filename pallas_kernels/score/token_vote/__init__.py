@@ -1,33 +1,26 @@
 """Soft vote of all heads for the tokens that they attend to together (TokenSelect)."""
 
-from __future__ import annotations
+from typing import Annotated
 
-import jax
-import jax.numpy as jnp
+from jax import Array
 
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.score.token_vote import pallas_triton, reference
+from pallas_kernels.signature import declared, forward
 
-__all__ = ["TOKEN_VOTE", "token_vote"]
-
-TOKEN_VOTE = Operation(
-    "token_vote",
-    {
-        "pallas_triton": Implementation(pallas_triton.token_vote, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.token_vote),
-    },
-)
+TOKEN_VOTE = Operation.of("token_vote", pallas_triton, reference)
 
 
+@declared(TOKEN_VOTE)
 def token_vote(
-    query: jax.Array,
-    key: jax.Array,
+    query: Annotated[Array, "B H G D"],
+    key: Annotated[Array, "B H S D"],
     *,
-    start: jax.Array | int,
-    stop: jax.Array,
+    start: Annotated[Array | int, "int32 [] or B"],
+    stop: Annotated[Array, "int32 B"],
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Sum over all query heads of the softmax of ``query . key`` over the candidates ``start <= t < stop``.
 
     Votes decide which tokens are selected, so they are float32 throughout. On the GPU too: there the query is divided into
@@ -39,30 +32,13 @@ def token_vote(
     Differentiable: through ``xla``.
 
     Args:
-        query: float32 or bfloat16 [B, H, G, D]. The logits have no factor 1 / sqrt(D).
-        key: float32, float16 or bfloat16 [B, H, S, D].
-        start: first candidate, int32 [B] or a Python int, not negative.
-        stop: int32 [B], end of the candidates; clamped to S. A row whose stop is not above its start has none.
-        implementation: "pallas_triton" (GPU; D a power of two), "xla", or None for the first that runs.
-        platform: see ``Operation.run``. ``TOKEN_VOTE.resolve`` tells which implementation a call uses.
+        query: float32 or bfloat16. The logits have no factor 1 / sqrt(D).
+        key: float32, float16 or bfloat16.
+        start: first candidate, not negative.
+        stop: end of the candidates; clamped to S. A row whose stop is not above its start has none.
+        implementation: "pallas_triton" takes D a power of two.
 
     Returns:
         float32 [B, S], -inf outside ``[start, stop)``; the votes of a row with candidates sum to H * G.
-
-    Raises:
-        ValueError: shapes, or the dtypes of start and stop, disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    agree = query.ndim == key.ndim == 4 and key.shape == (*query.shape[:2], key.shape[2], query.shape[3])
-    if not agree:
-        raise ValueError(
-            f"token_vote: got query {query.shape} and key {key.shape}, expected [B, H, G, D] and [B, H, S, D]"
-        )
-    for name, bound in (("start", start), ("stop", stop)):
-        if name == "start" and isinstance(bound, int):
-            continue
-        if bound.shape != query.shape[:1] or bound.dtype != jnp.int32:
-            raise ValueError(
-                f"token_vote: got {name} {bound.dtype} {bound.shape}, expected int32 [B] = {query.shape[:1]}"
-            )
-    return TOKEN_VOTE.run(query, key, start=start, stop=stop, implementation=implementation, platform=platform)
+    return forward()

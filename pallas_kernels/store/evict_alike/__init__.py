@@ -1,39 +1,31 @@
 """Online eviction in KeyDiff: every head gives up the key most alike to the mean direction of the keys that it holds."""
 
-from __future__ import annotations
+from typing import Annotated, NamedTuple
 
-from typing import NamedTuple
+from jax import Array
 
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.signature import declared, forward
 from pallas_kernels.store.evict_alike import pallas_triton, reference
 
 __all__ = ["EVICT_ALIKE", "Kept", "direction_sum", "evict_alike"]
 
-EVICT_ALIKE = Operation(
-    "evict_alike",
-    {
-        "pallas_triton": Implementation(pallas_triton.evict_alike, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.evict_alike),
-    },
-)
+EVICT_ALIKE = Operation.of("evict_alike", pallas_triton, reference)
 
 
 class Kept(NamedTuple):
     """The arrays of a cache after an eviction."""
 
-    key: jax.Array | Quantised  # [B, H, S, D], as it was given
-    value: jax.Array | Quantised  # [B, H, S, D]
-    position: jax.Array  # int32 [B, H, S]
-    cursor: jax.Array  # int32 [B]
-    total: jax.Array  # int32 [B, H, 2, D], `direction_sum` of the tokens that are left
-    done: jax.Array  # int32 [B], zeros
+    key: Array | Quantised  # [B, H, S, D], as it was given
+    value: Array | Quantised  # [B, H, S, D]
+    position: Array  # int32 [B, H, S]
+    cursor: Array  # int32 [B]
+    total: Array  # int32 [B, H, 2, D], `direction_sum` of the tokens that are left
+    done: Array  # int32 [B], zeros
 
 
-def direction_sum(key: jax.Array, position: jax.Array) -> jax.Array:
+def direction_sum(key: Array, position: Array) -> Array:
     """Sum the directions of all stored keys, in integers.
 
     A sum of integers does not depend on the order, and adding and subtracting a key leaves no error. A channel has two
@@ -49,16 +41,17 @@ def direction_sum(key: jax.Array, position: jax.Array) -> jax.Array:
     return reference.direction_sum(key, position)
 
 
+@declared(EVICT_ALIKE)
 def evict_alike(
-    key: jax.Array | Quantised,
-    value: jax.Array | Quantised,
-    position: jax.Array,
-    cursor: jax.Array,
-    total: jax.Array,
-    done: jax.Array,
+    key: Annotated[Array | Quantised, "B H S D"],
+    value: Annotated[Array | Quantised, "like key"],
+    position: Annotated[Array, "int32 B H S"],
+    cursor: Annotated[Array, "int32 B"],
+    total: Annotated[Array, "int32 B H 2 D"],
+    done: Annotated[Array, "int32 B"],
     *,
-    newest: jax.Array,
-    budget: jax.Array | int,
+    newest: Annotated[Array, "int32 B"],
+    budget: Annotated[Array | int, "int32 []"],
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Kept:
@@ -71,51 +64,13 @@ def evict_alike(
     Differentiable: through ``xla``, the keys and values only.
 
     Args:
-        key: [B, H, S, D], an array or codes; empty slots may hold anything, NaN included.
-        value: [B, H, S, D], same dtype.
-        position: int32 [B, H, S], negative for an empty slot.
-        cursor: int32 [B], slots in use.
-        total: int32 [B, H, 2, D], `direction_sum` of the stored tokens without the newest one.
-        done: int32 [B], zeros. A kernel counts here which of its programs are done.
-        newest: int32 [B], negative in rows where ``total`` has all tokens, because none was stored since.
-        budget: tokens to keep, an integer or a traced int32 scalar.
-        implementation: "pallas_triton" (GPU; D a power of two, S at most 16384: one kernel, in place where the caller gives
-            the arrays up), "xla", or None for the first that runs.
-        platform: see ``Operation.run``.
-
-    Returns:
-        `Kept`.
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
+        key: keys or codes; empty slots may hold anything, NaN included.
+        cursor: slots in use.
+        total: `direction_sum` of the stored tokens without the newest one.
+        done: zeros. A kernel counts here which of its programs are done.
+        newest: negative in rows where ``total`` has all tokens, because none was stored since.
+        budget: tokens to keep; may be traced.
+        implementation: "pallas_triton" is one kernel, in place where the caller gives the arrays up; D a power of two, S at
+            most 16384.
     """
-    rows, heads = position.shape[:1], position.shape[:2]
-    if (
-        key.ndim != 4
-        or value.shape != key.shape
-        or position.shape != key.shape[:3]
-        or total.shape != (*heads, 2, key.shape[3])
-    ):
-        raise ValueError(
-            f"evict_alike: got key {key.shape}, value {value.shape}, position {position.shape}, total {total.shape}, "
-            "expected [B, H, S, D] twice, [B, H, S], [B, H, 2, D]"
-        )
-    if any(x.shape != rows for x in (cursor, done, newest)) or total.dtype != jnp.int32 or done.dtype != jnp.int32:
-        raise ValueError(
-            f"evict_alike: got cursor {cursor.shape}, done {done.dtype} {done.shape}, newest {newest.shape}, total "
-            f"{total.dtype}, expected {rows} three times, and int32"
-        )
-    kept = EVICT_ALIKE.run(
-        key,
-        value,
-        position,
-        cursor,
-        total,
-        done,
-        newest=newest,
-        budget=budget,
-        implementation=implementation,
-        platform=platform,
-    )
-    return Kept(*kept)
+    return forward(lambda arrays: Kept(*arrays))

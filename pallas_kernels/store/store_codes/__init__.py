@@ -1,36 +1,29 @@
 """Upkeep of ParisKV's index when tokens have been stored: their codes, and the counts of keys per cluster."""
 
-from __future__ import annotations
+from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.dispatch import Implementation, Operation
-from pallas_kernels.formats.key_codes import CLUSTERS
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.host import Rows
+from pallas_kernels.signature import declared, forward
 from pallas_kernels.store.store_codes import pallas_triton, reference
 
-__all__ = ["STORE_CODES", "store_codes"]
-
-STORE_CODES = Operation(
-    "store_codes",
-    {
-        "pallas_triton": Implementation(pallas_triton.store_codes, ("gpu",), pallas_triton.check),
-        "xla": Implementation(reference.store_codes),
-    },
-)
+STORE_CODES = Operation.of("store_codes", pallas_triton, reference)
 
 
+@declared(STORE_CODES)
 def store_codes(
-    key: Array,
-    position: Array,
-    active: Array,
-    cursor: Array,
-    signs: Array | None,
-    ids: Array,
-    code_rows: Array,
-    counts: Array,
-    waiting: Array,
-    stop: Array,
+    key: Annotated[Array, "B H S D; B H R D with rows"],
+    position: Annotated[Array, "int32 B H S"],
+    active: Annotated[Array, "int32 B T"],
+    cursor: Annotated[Array, "int32 B"],
+    signs: Annotated[Array | None, "float32 D"],
+    ids: Annotated[Array, "uint8 B H S D/8"],
+    code_rows: Annotated[Array, "uint8 B H S D"],
+    counts: Annotated[Array, "int32 B H D/8 256"],
+    waiting: Annotated[Array, "int32 B H D/8 256"],
+    stop: Annotated[Array, "int32 B"],
     *,
     num_local: int,
     buffer: int,
@@ -47,55 +40,20 @@ def store_codes(
     Not differentiable: its results are integers and truth values.
 
     Args:
-        key: [B, H, S, D], the cache with the tokens in it; with ``rows``, for T = 1 only, the copies [B, H, R, D].
-        position: int32 [B, H, S], negative for an empty slot.
-        active: int32 [B, T], negative for padding, which stands behind the real tokens.
-        cursor: int32 [B], the slot behind the newest token.
+        key: the cache with the tokens in it; with ``rows``, for T = 1 only, the copies.
+        active: negative for padding, which stands behind the real tokens.
         signs: see `encode`.
-        ids: uint8 [B, H, S, N], clusters of all keys, see `encode`.
-        code_rows: uint8 [B, H, S, D], codes of all keys, see `encode`.
-        counts: int32 [B, H, N, 256], how many keys of the zone each cluster has.
-        waiting: int32 [B, H, N, 256], how many waiting keys each cluster has.
-        stop: int32 [B], the slot behind the zone.
+        ids: clusters of all keys, see `encode`.
+        code_rows: codes of all keys, see `encode`.
+        counts: how many keys of the zone each cluster has.
+        waiting: how many waiting keys each cluster has.
+        stop: the slot behind the zone.
         num_local: number of newest tokens that are not counted, at least 1.
         buffer: number of tokens that are added to the zone together.
         scale: see `encode`.
-        rows: the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.
-        implementation: "pallas_triton" (GPU, T = 1), "xla", or None for the first that runs; codes are made by `encode`.
-        platform: see ``Operation.run``.
+        implementation: "pallas_triton" takes T = 1; codes are made by `encode`.
 
     Returns:
         The new ids, code_rows, counts, waiting and stop.
-
-    Raises:
-        ValueError: shapes disagree, or the implementation is unknown.
-        NotImplementedError: the named implementation cannot run here.
     """
-    batch, heads, held, dim = key.shape
-    slots = held if rows is None else position.shape[2]
-    got = [x.shape for x in (position, ids, code_rows, counts, waiting, cursor, stop)]
-    lists, slices = (batch, heads, slots), dim // 8
-    codes = [(*lists, slices), (*lists, dim)]
-    if got != [lists, *codes, *[(batch, heads, slices, CLUSTERS)] * 2, (batch,), (batch,)]:
-        raise ValueError(
-            f"store_codes: got position, ids, code_rows, counts, waiting, cursor, stop {got} for key {key.shape}, expected "
-            "[B, H, S], [B, H, S, D/8], [B, H, S, D], [B, H, D/8, 256] twice, [B] twice"
-        )
-    return STORE_CODES.run(
-        key,
-        position,
-        active,
-        cursor,
-        signs,
-        ids,
-        code_rows,
-        counts,
-        waiting,
-        stop,
-        num_local=num_local,
-        buffer=buffer,
-        scale=scale,
-        rows=rows,
-        implementation=implementation,
-        platform=platform,
-    )
+    return forward()

@@ -15,7 +15,7 @@ from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full, Quest, SnapKV
 from tests import harness
 from tests.harness import TINY, TRACES, example, padded, prompts, stored, tiny_params
-from tests.kvjax.cases import ONE
+from tests.kvjax.cases import ONE, ended
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -33,16 +33,6 @@ def run(**options):
     return kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, **options)
 
 
-def ended(ends, free=None):
-    """The tokens and their number per row where any of ``ends`` ends a row of ``free``; None is the greedy run."""
-    tokens, counts = (free_run() if free is None else free).copy(), []
-    for row in tokens:
-        count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
-        row[count:] = padding_token(ONE)
-        counts.append(count)
-    return tokens, counts
-
-
 # ---- the end of a row ---------------------------------------------------------------------------------------------
 
 
@@ -58,7 +48,7 @@ def test_greedy_equals_reading_everything_again():
 def test_rows_end_at_any_of_several_eos():
     free = free_run()
     ends = [int(free[0, 3]), int(free[1, 6]), int(free[2, 8])]
-    want, counts = ended(ends)
+    want, counts = ended(free_run(), ends)
     got = run(eos_token_ids=ends)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and min(counts) < N
@@ -77,7 +67,7 @@ def test_ended_rows_stand_still():
 
 def test_eos_of_the_model_is_the_default():
     assert TINY.eos_token_ids == (60,)
-    want, counts = ended([60])
+    want, counts = ended(free_run(), [60])
     got = run()
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts
@@ -158,12 +148,17 @@ class Accents:
         )
 
 
+class Names:
+    def decode(self, ids):
+        return "".join(f"<{token}>" for token in ids)
+
+
 @pytest.mark.parametrize("block, ends", [pytest.param(5, False, marks=pytest.mark.thorough), (4, True)])
 def test_stream_equals_generate(block, ends):
     options = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "key": jax.random.key(3)}
     free = np.asarray(run(eos_token_ids=(), **options).tokens)
     ends = [int(free[0, 4])] if ends else []
-    want, counts = ended(ends, free)
+    want, counts = ended(free, ends)
     rows = [[], [], []]
     for piece in kvjax.stream(
         tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options
@@ -185,14 +180,10 @@ def test_stream_of_text_never_shows_half_a_character():
 
 
 def test_rows_and_texts_have_no_padding():
-    class Names:
-        def decode(self, ids):
-            return "".join(f"<{token}>" for token in ids)
-
     free = free_run()
     stop = int(free[0, 3])
     got = run(eos_token_ids=[stop])
-    want, counts = ended([stop])
+    want, counts = ended(free_run(), [stop])
     rows = [row[:count].tolist() for row, count in zip(want, counts, strict=True)]
     assert got.rows() == rows and got.rows()[0][-1] == stop
     assert got.texts(Names()) == [Names().decode([token for token in row if token != stop]) for row in rows]
@@ -200,10 +191,6 @@ def test_rows_and_texts_have_no_padding():
 
 
 def test_stream_leaves_eos_out_of_text():
-    class Names:
-        def decode(self, ids):
-            return "".join(f"<{token}>" for token in ids)
-
     free = free_run()
     stop = int(free[0, 3])
     pieces = list(
@@ -211,7 +198,7 @@ def test_stream_leaves_eos_out_of_text():
             tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=Names()
         )
     )
-    want, counts = ended([stop], free[:, :-1])
+    want, counts = ended(free[:, :-1], [stop])
     for row in range(3):
         shown = [token for token in want[row, : counts[row]].tolist() if token != stop]
         assert "".join(piece[row] for piece in pieces) == Names().decode(shown)

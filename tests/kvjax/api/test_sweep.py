@@ -107,17 +107,6 @@ def test_rows_end_at_eos():
     assert int(got.num_tokens[0]) == first + 1 and (got.tokens[0, first + 1 :] == ONE.eos_token_ids[0]).all()
 
 
-def test_wrong_arguments_of_a_sweep_are_refused():
-    with pytest.raises(ValueError, match="at least one method, got none"):
-        run([])
-    with pytest.raises(ValueError, match="questions must have 3 rows like the prompts, got 1"):
-        run([Full()], questions=[[1]])
-    with pytest.raises(ValueError, match="max_position_embeddings=160"):
-        run([Full()], max_new_tokens=200)
-    with pytest.raises(ValueError, match="unknown method 'fulll' .did you mean 'full'"):
-        run(["fulll"])
-
-
 def test_non_finite_logits_name_the_setting():
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tiny_params())
     tokens, lengths = padded(prompts())

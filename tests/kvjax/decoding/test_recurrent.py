@@ -1,4 +1,7 @@
-"""Recurrent layers: their state is a part of the cache, under every method, and the method runs in the other layers."""
+"""Recurrent layers: their state is a part of the cache, under every method, and the method runs in the other layers.
+
+Their logits and laws are in `tests/kvjax/test_kinds_of_models.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,17 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import Memory, Recurrent, row_bytes
 from kvjax.decoding.sliding_window import SlidingWindow
 from kvjax.protocol.typing import layer_recurrence, method_layers
-from kvjax.testing import MODEL_LAWS, laws
-from kvjax.testing.subject import QUESTIONS, STEPS, Subject
-from models import LinearLayers
-from tests.harness import ALL, TINY, TRACES, any_example, example, generous, padded, prompts, repeated
-from tests.tiny_models import run, vivid_params
+from kvjax.testing.subject import STEPS
+from tests.harness import example, padded, prompts
+from tests.kvjax.test_kinds_of_models import KINDS, LINEAR
+from tests.kvjax.test_kinds_of_models import params as params_of
+from tests.kvjax.test_kinds_of_models import subject as of_kind
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-LINEAR = LinearLayers(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4, layers=(0,))
-CONFIG = dataclasses.replace(TINY, linear=LINEAR, output_gate=True, rms_norm_eps=1e-2)
+CONFIG = KINDS["recurrent"]
 KEPT = LINEAR.memory("float32")
-NAMES = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess")
-
-
-@functools.cache
-def params():
-    """Parameters with which attention is not flat, and the state of a layer changes with every token."""
-    return jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, vivid_params(CONFIG, seed=2))
-
-
-@functools.cache
-def subject(name):
-    method = example(name)
-    full = None if name == "full" else subject("full")
-    options = {"everything": generous(name), "traces": TRACES, "few_programs": True}
-    return Subject(method, CONFIG, params(), full=full, **options)
+subject = functools.partial(of_kind, "recurrent")
+params = functools.partial(params_of, "recurrent")
 
 
 def memories(cache):
@@ -112,56 +101,14 @@ def test_memory_and_bytes_count_both_kinds_of_layers():
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def reference(rows):
-    """The logits of whole rows of tokens in one pass: of each row at its last token."""
-    tokens, lengths = padded(rows, 64)
-    return np.asarray(run(CONFIG, params(), tokens))[np.arange(len(rows)), lengths - 1]
-
-
-def test_prompt_and_decoding_equal_one_pass():
-    cache = subject("full").read()
-    np.testing.assert_allclose(cache.logits, reference(prompts()), atol=1e-4)
-    got = subject("full").go_on(cache)
-    rows = tuple((*row, *new) for row, new in zip(prompts(), np.asarray(got.tokens).tolist(), strict=True))
-    np.testing.assert_allclose(got.cache.logits, reference(rows), atol=1e-4)
-    assert len(set(np.asarray(got.tokens).ravel().tolist())) > 5, "a model that repeats itself shows little"
-
-
 @pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.thorough), 5])
 def test_chunks_of_a_prompt_change_nothing(chunk_size):
     """Below 16 tokens each row has passes of its own, and its state is taken out of the states of all rows."""
-    cache = subject("full").read(chunk_size=chunk_size)
-    np.testing.assert_allclose(cache.logits, reference(prompts()), atol=1e-4)
-    whole = subject("full").read()
+    cache, whole = (subject("full").read(chunk_size=size) for size in (chunk_size, 512))
+    np.testing.assert_allclose(cache.logits, whole.logits, atol=1e-4)
     for got, want in zip(memories(cache), memories(whole), strict=True):
         for one, other in zip(got.arrays, want.arrays, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-LAWS = [law for law in MODEL_LAWS if law is not laws.setting_does_something]  # Full has no setting
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in NAMES], but=["quest"]))
-def test_laws(name, law):
-    law(subject(name))
-
-
-@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in NAMES if name != "full"], but=["quest"]))
-def test_settings(name):
-    laws.everything_kept_equals_full(subject(name))
-    laws.setting_does_something(subject(name))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in NAMES])
-def test_ragged_rows_of_every_other_method_equal_alone(name):
-    own = Subject(any_example(name), CONFIG, params(), few_programs=True)
-    together = own.go_on(own.ask(own.read(chunk_size=16)))
-    for row in range(2):
-        cache = own.ask(own.read(rows=[prompts()[row]] * 3, chunk_size=16), [QUESTIONS[row]] * 3)
-        np.testing.assert_array_equal(own.go_on(cache).tokens[0], together.tokens[row])
 
 
 def test_padding_and_inactive_rows_change_no_state():
@@ -172,22 +119,6 @@ def test_padding_and_inactive_rows_change_no_state():
     for old, new in zip(before, [x for state in memories(out.cache) for x in state.arrays], strict=True):
         np.testing.assert_array_equal(new[1], old[1])
         assert not np.array_equal(new[0], old[0]) and not np.array_equal(new[2], old[2])
-
-
-@pytest.mark.slow
-def test_saved_forked_and_streamed(tmp_path):
-    want = subject("quest").base[1].tokens
-    cache = subject("quest").read()
-    kvjax.save_cache(tmp_path / "cache", cache)
-    copies = kvjax.fork(cache, 2)
-    for state in memories(copies):
-        for x in state.arrays:
-            np.testing.assert_array_equal(x[::2], x[1::2])
-    loaded = kvjax.load_cache(tmp_path / "cache", config=CONFIG, method=example("quest"))
-    for got, kept in zip(memories(loaded), memories(cache), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, kept)
-    pieces = list(kvjax.stream(params(), loaded, max_new_tokens=STEPS, eos_token_ids=()))
-    np.testing.assert_array_equal([sum(rows, []) for rows in zip(*pieces, strict=True)], want)
 
 
 @pytest.mark.slow

@@ -317,10 +317,8 @@ def test_driver_options_change_nothing(knobs):
     compare(knobs, recording(16, 2, 2, 2, 16), **options)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["together", pytest.param("default", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough  # test_contract.py shows it for others by default
+@pytest.mark.parametrize("name", ["together", "default"])
 def test_mask_mode_equals_gather_mode(name):
     data, knobs = recording(18, 2, 2, 2, 16), READINGS.get(name, {})
     _, first, gathered, lists_gathered = drive(knobs, data)

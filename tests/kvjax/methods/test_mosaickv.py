@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention.over_cache import masked_attention
 from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import Inputs, LayerSpec, num_bytes
-from tests.harness import drive, example, frequencies, random_tokens, small
+from tests.harness import drive, frequencies, random_tokens, small
 from tests.kvjax.cases import drive_alike
 from tests.kvjax.methods.mosaickv_cases import ALIKE, bases, check, rows
 from tests.oracles import mosaickv
@@ -24,36 +23,6 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 
 # ---- the static strategy against the oracle ----------------------------------------------------------------------
-
-EDGES = [1, 7, 8, 9, 15, 16, 17, 31, 32, 40]  # of buffer 8 and segment 16
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"channels": 0.5},
-        {"strategy": "dynamic", "buffer": 16},
-        {"segment": 64},
-        {"block_size": 8, "fraction": 0.1},
-        {"block_size": 2, "buffer": 2, "channels": 0.125},
-    ],
-    ids=lambda changed: ",".join(f"{name}={value}" for name, value in changed.items()) or "plain",
-)
-@pytest.mark.thorough
-def test_every_knob_equals_the_oracle(changed):
-    lengths = EDGES if not changed else [7, 9, 24, 40]
-    if "strategy" in changed:
-        lengths = [9, 24, 40]
-    check({**mosaickv.KNOBS, **changed}, rows(lengths, seed=len(str(changed))), lengths)
-
-
-@pytest.mark.parametrize("heads, groups, dim", [(2, 1, 64), (1, 4, 128), (1, 8, 64)])
-@pytest.mark.thorough
-def test_every_head_dim_and_group_equals_the_oracle(heads, groups, dim):
-    lengths = [13, 40]
-    check(mosaickv.KNOBS, rows(lengths, heads=heads, groups=groups, dim=dim, seed=dim + groups), lengths)
-
 
 @pytest.mark.thorough
 def test_one_block_when_the_fraction_is_less():
@@ -82,32 +51,6 @@ def run_steps(method, q, k, v, prompt):
     """Outputs of one decode step behind a dense prompt."""
     state = read(method, q, k, v, prompt, room=1)
     return method.attend(state, inputs(q, k, v, prompt, 1))[0]
-
-
-def test_mask_mode_equals_packed_mode():
-    lengths, method = [9, 40], example("mosaickv")
-    q, k, v = rows(lengths, steps=ALIKE)
-    with masked_attention():
-        got = drive_alike(method, q, k, v, lengths)
-    want = drive_alike(method, q, k, v, lengths)
-    np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-5, rtol=0)
-    np.testing.assert_array_equal(got.attended, want.attended)
-
-
-def test_planted_needle_is_selected():
-    """One key along the query, four times as long, is attended at any place."""
-    spots, dim = [0, 3, 9, 17, 24, 31, 37, 39], 16
-    direction = np.random.default_rng(0).normal(size=dim)
-    direction *= 4 / np.linalg.norm(direction)
-    method = small(MosaicKV, **{**mosaickv.KNOBS, "fraction": 0.1}, capacity=0.3)
-    for four in (spots[:4], spots[4:]):
-        q, k, v = random_tokens(3, 4, 2, 2, 41, dim)
-        for row, spot in enumerate(four):
-            q[row, :, :, 40:] = direction
-            k[row, :, spot] = 4 * direction
-        got = drive_alike(method, q, k, v, [40] * 4, np.zeros(dim // 2, np.float32))
-        for row, spot in enumerate(four):
-            assert got.attended[0, row, :, spot].all() and (got.attended[0, row].sum(axis=-1) <= 2 * 4 + 1).all()
 
 
 # ---- bases --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 
-from kvjax.attention.over_cache import masked_attention
 from tests.harness import drive, example, frequencies, oracle, random_tokens, stored
 from tests.kvjax.cases import compare
 
@@ -70,25 +69,6 @@ def weights(method, q, k, prompt, inv_freq, padded=None):
     rows = [np.repeat(x[None], total, axis=0) for x in (q, k)]
     got = drive(method, *rows, v, [prompt] * total, prompt=padded, inv_freq=inv_freq)
     return np.moveaxis(got.prompt[..., :prompt, 0], 0, -1), np.moveaxis(got.outputs[..., 0], 1, -1)
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"kernel": 2},
-        often({"kernel": 3}),
-        often({"kernel": 6}),
-        often({"kernel": 32}),
-        often({"num_local": 9, "chunk": 4}),
-        often({"num_sink": 0, "chunk": 3}),
-        often({"budget": 1}),
-    ],
-    ids=lambda knobs: "-".join(str(x) for x in knobs.values()),
-)
-def test_variants_equal_their_oracle(knobs):
-    lengths = np.array([1, 8, 13, 14, 15, 21, 33])
-    q, k, v = random_tokens(21, len(lengths), 2, 2, lengths.max() + 8, DIM)
-    against_oracle(q, k, v, lengths, **knobs)
 
 
 @pytest.mark.slow
@@ -204,16 +184,6 @@ def test_tokens_nobody_chooses_change_nothing():
         np.testing.assert_allclose(got.outputs[:, row], got.outputs[:, 0], atol=1e-5, rtol=0)
         np.testing.assert_array_equal(got.attended[:, row][..., at], got.attended[:, 0][..., where])
     assert (got.attended.sum(axis=3) == LIMIT).all()
-
-
-@pytest.mark.parametrize("knobs", [{}, often({"kernel": 3, "theta": -1.0})], ids=str)
-def test_mask_mode_equals_gather_mode(knobs):
-    lengths = [40, 23, 9, 14]
-    q, k, v = random_tokens(35, 4, 2, 2, 50, DIM)
-    gather = drive(make(**knobs), q, k, v, lengths, prompt=40)
-    with masked_attention():
-        mask = drive(make(**knobs), q, k, v, lengths, prompt=40)
-    same(mask, gather, lengths)
 
 
 # ---- the selection cache --------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.lab.insight.recall import Watched, WatchedLayer
 from kvjax.exact.verified_layer import VerifiedLayer
 from kvjax.methods import H2O, Full, KVzip, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.method import Method, declarations
@@ -126,7 +125,7 @@ def inner_fields(kind):
             yield field.name
 
 
-OURS = [x for x in with_subclasses(Method) if x.__module__.startswith(("kvjax.", "experiments."))]
+OURS = [x for x in with_subclasses(Method) if x.__module__.startswith("kvjax.")]
 KINDS = sorted((x for x in OURS if not inspect.isabstract(x) and [*inner_fields(x)]), key=lambda x: x.__name__)
 
 
@@ -169,7 +168,7 @@ def test_wrappers_answer_every_declaration(kind):
 
 
 def test_every_wrapper_is_asked():
-    assert {type(method) for method in WRAPPERS.values()} | {Watched, WatchedLayer, kvjax.Verified, VerifiedLayer} == {*KINDS}
+    assert {type(method) for method in WRAPPERS.values()} | {kvjax.Verified, VerifiedLayer} == {*KINDS}
 
 
 def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
@@ -185,10 +184,10 @@ def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
         init_shared = passes("method", Method.init_shared)
         observe = passes("method", Method.observe)
 
-    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(Watched)
+    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(kvjax.Twilight)
     check_answers(Told)
-    with pytest.raises(AssertionError, match="Watched leaves is_new to its base class"):
-        check_answers(Watched)
+    with pytest.raises(AssertionError, match="Twilight leaves is_new to its base class"):
+        check_answers(kvjax.Twilight)
 
 
 def test_stages_answers_by_the_method_that_does_it():

@@ -55,8 +55,6 @@ def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
     want = np.einsum("bhgts,bhsd->bhgtd", weight / weight.sum(axis=-1, keepdims=True), value)
     np.testing.assert_allclose(run(window=3), want, atol=1e-5)
     np.testing.assert_array_equal(run(window=20), run())
-    with pytest.raises(ValueError, match="got window=0, expected at least 1 token or None"):
-        run(window=0)
 
 
 def test_unknown_and_impossible_implementations_are_refused():
@@ -109,11 +107,3 @@ def test_cudnn_is_in_the_compiled_program_and_agrees():
     run = jax.jit(functools.partial(causal_attention, implementation="cudnn"))
     assert "__cudnn$fmha" in run.lower(*args).compile().as_text()
     close(run(*args), np.asarray(causal_attention(*args, implementation="xla"), np.float64), "bfloat16")
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    (query, key, value), _ = positioned_cache(1)
-    with pytest.raises(ValueError, match="causal_attention: got dtypes .* expected the same dtype"):
-        causal_attention(query, *(x[:, :, :5].astype(jnp.bfloat16) for x in (key, value)))
-    with pytest.raises(ValueError, match="causal_attention: got query"):
-        causal_attention(query, key, value)

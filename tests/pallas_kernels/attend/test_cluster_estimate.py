@@ -57,11 +57,3 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
     for i, many in enumerate(zip(*mapped(ESTIMATE[name])(*arrays), strict=True)):
         for one, other in zip(compiled(ESTIMATE[name])(*(x[i] for x in arrays)), many, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    logits, chosen, left_out, size, sums = clusters(0, 20)
-    with pytest.raises(ValueError, match="cluster_estimate: got logits"):
-        cluster_estimate(logits[..., 1:], chosen, left_out, size, sums)
-    with pytest.raises(ValueError, match="expected float32, bool, bool and int32"):
-        cluster_estimate(logits, size, left_out, size, sums)

@@ -143,19 +143,6 @@ def test_a_gpu_takes_cudnn_for_several_queries():
         cudnn.check(many, slots, slots, **positions, query_first=None, scale=SCALE, limit=None, block=1)
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
-    (query, key, value), positions = positioned_cache(1)
-    with pytest.raises(ValueError, match="dense_attention: got query"):
-        dense_attention(query, key[..., 1:], value, **positions, scale=SCALE)
-    with pytest.raises(ValueError, match="dense_attention: got value"):
-        dense_attention(query, key, value[:, :, 1:], **positions, scale=SCALE)
-    with pytest.raises(ValueError, match="got query bfloat16 and key float32, expected the same dtype"):
-        dense_attention(query.astype(jnp.bfloat16), key, value, **positions, scale=SCALE)
-    with pytest.raises(ValueError, match="got block=0, expected at least 1 slot"):
-        dense_attention(query, key, value, **positions, scale=SCALE, block=0)
-    with pytest.raises(ValueError, match=r"got query_first int32 \(1, 5\), expected int32 \(2, 5\)"):
-        dense_attention(query, key, value, **positions, query_first=jnp.zeros((1, 5), jnp.int32), scale=SCALE)
-    with pytest.raises(ValueError, match="column_mass: got lse"):
-        column_mass(query, key, query, **positions, scale=SCALE)
-    with pytest.raises(ValueError, match="merge_partials: got out"):
-        merge_partials(query, key)
+def test_parts_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match="merge_partials"):
+        merge_partials(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4)))

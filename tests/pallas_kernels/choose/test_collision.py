@@ -215,13 +215,8 @@ def test_default_blocks_cover_and_stay_few(lists, slots):
     assert -(-slots // config.block) <= pallas_triton.MOST_BLOCKS
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
+def test_wrong_configs_are_refused_and_shapes_choose_the_implementation():
     arrays, _ = problem(6)
-    query, signs, counts, ids, position, stop, rows = arrays
-    with pytest.raises(ValueError, match="collision: got query .* expected"):
-        collision(query, signs, counts[:1], ids, position, stop, rows, first=3, capacity=5)
-    with pytest.raises(ValueError, match="expected uint8 and int32s"):
-        collision(query, signs, counts, ids.astype(jnp.int32), position, stop, rows, first=3, capacity=5)
     with pytest.raises(ValueError, match="expected powers of two"):
         pallas_triton.Config(block=96)
     with pytest.raises(ValueError, match="expected a block and a tile of at least 128 keys on a GPU"):

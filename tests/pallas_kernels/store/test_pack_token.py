@@ -73,7 +73,7 @@ def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
 
 def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
     args = buffers(0, "float32", 8, 16)
-    with pytest.raises(ValueError, match="pack_token: got"):
+    with pytest.raises(ValueError, match="store"):
         pack_token(*args[:-1], args[-1][:4], granule=8, channels=64)
     kinds = {"granule": 8, "channels": 64}
     assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"

@@ -86,11 +86,7 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
 
 
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
+def test_shapes_choose_the_implementation():
     args = given(0)
-    with pytest.raises(ValueError, match="store_partial: got position, cursor, .* partial, last of .* expected"):
-        store_partial(*args[:3], args[3][..., :4], *args[4:])
-    with pytest.raises(ValueError, match="'bfloat16', 'float32'.*int32 twice, float32, float32, int32 and float32 twice"):
-        store_partial(*args[:6], args[6].astype(jnp.bfloat16), args[7])
     assert STORE_PARTIAL.resolve(*args, platform="gpu") == "pallas_triton"
     assert STORE_PARTIAL.resolve(*given(0, dim=24), platform="gpu") == "xla"

@@ -96,9 +96,7 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
 
 def test_wrong_shapes_are_refused():
     args, kwargs = case(batch=2, heads=2, group=4)
-    with pytest.raises(ValueError, match="got cursor int32 .1,., expected int32 .2,."):
-        store_token(*args, **{**kwargs, "cursor": kwargs["cursor"][:1]})
-    with pytest.raises(ValueError, match="got one of query and inv_freq"):
+    with pytest.raises(ValueError, match="query and inv_freq"):
         store_token(*args, **{**kwargs, "query": None})
     with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
         args, kwargs = case(batch=1, heads=1, group=1, dim=24)

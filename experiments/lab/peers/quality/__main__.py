@@ -10,37 +10,32 @@ memory.
 
 from __future__ import annotations
 
-import datetime
-
 from experiments.cli import Job, read_record
 from experiments.evaluation.folder import read_runs
 from experiments.lab.peers.quality import report
 from experiments.lab.peers.quality.prompts import find_weights, read_model, read_prompts
 from experiments.lab.peers.quality.settings import PeersCommand, PeersSettings
-from experiments.lab.peers.torch_device import check_torch, describe_device, the_device
+from experiments.lab.peers.torch_device import PACKAGES, check_torch, describe_device, the_device
 from experiments.records import Results, table_file, write_bytes
 
 
 def _peers(settings: PeersSettings, command: PeersCommand) -> None:
     check_torch("experiments.lab.peers.quality", "torch transformers kvpress")
-    from experiments.lab.peers.quality.bench import PACKAGES, Bench
+    from experiments.lab.peers.quality.bench import Bench
 
-    device = the_device()
-    told = read_record(command.folder)
+    device, ours = the_device(), read_record(command.folder)
     directory = find_weights(command.folder, command.weights, command.out.with_name(f"{command.out.stem}-model"))
     model = read_model(command.folder, directory)
     asked = read_prompts(command.folder, settings, model)
     print(f"{len(asked)} cells, prompts as kvjax answered them; kvjax's rows beside: {sum(len(x.ours) for x in asked)}")
     described = describe_device(device)
-    same = {name: told["settings"].get(name) for name in ("model", "weights", "dtype", "template")}
+    same = {name: ours["settings"].get(name) for name in ("model", "weights", "dtype", "template")}
     same |= {"samples": settings.samples, "attention": settings.attention, "decoding": "greedy", "device": described["kind"]}
     results = Results(command.out, "peers-quality", same, device=described, packages=PACKAGES)
-    runs = read_runs(command.folder)
-    commits = ", ".join(dict.fromkeys(str(each["commit"]) for each in runs)) or str(told["commit"])
-    about = {"model": same["model"], "dtype": same["dtype"], "device": told["device"]["kind"], "commit": commits}
+    commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in read_runs(command.folder))) or str(ours["commit"])
+    about = {"model": same["model"], "dtype": same["dtype"], "device": ours["device"]["kind"], "commit": commits}
     results.note("beside", about)
-    bench = Bench(settings, results, model, device, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-    bench.try_methods(asked[0])
+    bench = Bench(settings, results, model, device)
     for one in asked:
         bench.cell(one)
         tables = report.peer_scores(results.metrics, results.notes)

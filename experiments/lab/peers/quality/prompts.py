@@ -63,10 +63,11 @@ def find_weights(folder: pathlib.Path, weights: pathlib.Path | None, beside_reco
 
 def read_model(folder: pathlib.Path, directory: pathlib.Path) -> LoadedModel:
     """Read the tokenizer and the configuration of a result folder's model, without its weights."""
-    told = read_record(folder)["settings"]
-    config = models.ModelConfig.from_hf(read_json(directory / "config.json"), told["dtype"])
-    config = dataclasses.replace(config, eos_token_ids=tuple(told["eos_token_ids"]))
-    return LoadedModel(told["model"], None, config, models.load_tokenizer(directory, config), directory / "tokenizer.json")
+    answered = read_record(folder)["settings"]
+    config = models.ModelConfig.from_hf(read_json(directory / "config.json"), answered["dtype"])
+    config = dataclasses.replace(config, eos_token_ids=tuple(answered["eos_token_ids"]))
+    tokenizer = models.load_tokenizer(directory, config)
+    return LoadedModel(answered["model"], None, config, tokenizer, directory / "tokenizer.json")
 
 
 def read_prompts(folder: pathlib.Path, settings: PeersSettings, model: LoadedModel) -> list[Asked]:
@@ -81,13 +82,13 @@ def read_prompts(folder: pathlib.Path, settings: PeersSettings, model: LoadedMod
         ValueError: the folder has no such cell, or its prompts were others.
     """
     chosen = EvaluationSettings.from_yaml(folder / "config.yaml")
-    told = read_record(folder)["settings"]
+    answered = read_record(folder)["settings"]
     template = models.ChatTemplate.from_directory(model.directory) if chosen.template == "auto" else None
-    if (identity := template.identity if template else None) != told["template"]:
-        raise ValueError(f"{folder} has prompts of the template {told['template']}, got {identity} in {model.directory}")
-    reading = make_reading(chosen, model.tokenizer_file, template, told["max_length"])
+    if (identity := template.identity if template else None) != answered["template"]:
+        raise ValueError(f"{folder} has prompts of the template {answered['template']}, got {identity} in {model.directory}")
+    reading = make_reading(chosen, model.tokenizer_file, template, answered["max_length"])
     entries = [entry for entry in load([folder]) if entry.row["question"] == "prefill"]
-    made = []
+    cells = []
     for cell in make_cells(chosen):
         if cell.length is None or (settings.tasks and cell.task not in settings.tasks):
             continue
@@ -102,10 +103,10 @@ def read_prompts(folder: pathlib.Path, settings: PeersSettings, model: LoadedMod
             )
         budget = budget_tokens(settings.budget, cell.length)
         ours = tuple(_row(entry, encoded, budget) for entry in mine if _stands_beside(entry.row, budget))
-        made.append(Asked(encoded, budget, chosen.max_new_tokens, ours))
-    if not made:
+        cells.append(Asked(encoded, budget, chosen.max_new_tokens, ours))
+    if not cells:
         raise ValueError(f"{folder} has no generated cell that Full answered with the question in the prompt")
-    return made
+    return cells
 
 
 def _first(encoded: Encoded, samples: int) -> Encoded:

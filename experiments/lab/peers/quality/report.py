@@ -1,4 +1,4 @@
-"""The report of `experiments.lab.peers.quality` on a record: a printed line for each row, and a table."""
+"""The tables of a record of `experiments.lab.peers.quality`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ from typing import Any
 import numpy as np
 
 from experiments.lab.peers.quality.settings import METHODS, beside
+from experiments.lab.peers.torch_device import run_line
 from experiments.records import bootstrap_interval, markdown_rows
+from experiments.speed.rows import Row, failure
 
-Row = Mapping[str, Any]
 _LEGEND = (
     "Scores are 0 to 100, of kvpress first and of kvjax second, on the same prompts and samples; the difference is kvpress "
     "less kvjax. The mean is over the tasks, and its difference has a 95 % paired bootstrap interval over all samples. Full "
     "is transformers alone beside kvjax's Full. Kept: tokens per KV head that kvpress left of a prompt, the mean over heads, "
     "layers and prompts. Presses have kvpress's defaults, and keep as many tokens as kvjax's budget."
 )
-
-
-def line(row: Row) -> str:
-    """Format a row as a printed line."""
-    begin = f"{row['library']:12s} {row['method']:18s} {row['name']:18s}"
-    if row["error"] is not None:
-        return f"{begin} FAILED: {_problem(row)}"
-    return f"{begin} {row['value']:6.2f}  kept {row['kept_tokens']:.1f}  decoded in {row['decode_seconds']:.1f} s"
 
 
 def peer_scores(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
@@ -41,13 +34,8 @@ def peer_scores(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     lines += [_LEGEND, ""]
     if about := notes.get("beside"):
         lines.append(f"kvjax: {about['model']} in {about['dtype']}, {about['device']}, commit {about['commit']}.")
-    for run, about in notes.get("runs", {}).items():
-        known = ", ".join(f"{name} {about['versions'][name]}" for name in _NAMED if name in about["versions"])
-        lines.append(f"Run {run}: {about['device']}, {known}, commit {about['commit']}.")
+    lines += [run_line(run, about) for run, about in notes.get("runs", {}).items()]
     return "\n".join(lines) + "\n"
-
-
-_NAMED = ("torch", "transformers", "kvpress", "flash-attn")
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -57,30 +45,26 @@ def _table(rows: Sequence[Row]) -> list[str]:
         theirs = {row["name"]: row for row in rows if row["library"] != "kvjax" and row["method"] == method}
         if not theirs:
             continue
-        labels = [
-            row["method"]
-            for base in beside(method)
-            for row in rows
-            if row["library"] == "kvjax" and row["base"] == base
-        ]
+        ours = [row for base in beside(method) for row in rows if (row["library"], row["base"]) == ("kvjax", base)]
+        labels = [row["method"] for row in ours]
         for label in dict.fromkeys(labels or [""]):
-            ours = {row["name"]: row for row in rows if row["library"] == "kvjax" and row["method"] == label}
-            cells.append([method, label, *_scores(tasks, theirs, ours)])
+            mine = {row["name"]: row for row in ours if row["method"] == label}
+            cells.append([method, label, *_scores(tasks, theirs, mine)])
     return markdown_rows(cells)
 
 
 def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> list[str]:
     """Format the cells of a pair of methods: a cell for each task, the mean, the difference, what is kept, and notes."""
-    made, differences, values, notes = [], [], [], []
+    cells, differences, values, notes = [], [], [], []
     for task in tasks:
         a, b = theirs.get(task), ours.get(task)
         if a is not None and a["error"] is not None:
-            notes.append(f"{task}: {_problem(a)}")
+            notes.append(f"{task}: {failure(a)}")
         a = a if a is not None and a["error"] is None else None
         paired = a is not None and b is not None and a["scores"].keys() == b["scores"].keys()
         gaps = [a["scores"][key] - b["scores"][key] for key in a["scores"]] if paired else []
-        said = f" ({100 * float(np.mean(gaps)):+.1f})" if gaps else ""
-        made.append(f"{_value(a)} / {_value(b)}{said}")
+        gap_text = f" ({100 * float(np.mean(gaps)):+.1f})" if gaps else ""
+        cells.append(f"{_value(a)} / {_value(b)}{gap_text}")
         differences += gaps
         if a is not None and b is not None:
             values.append((a["value"], b["value"]))
@@ -91,12 +75,8 @@ def _scores(tasks: Sequence[str], theirs: Mapping[str, Row], ours: Mapping[str, 
         low, high = bootstrap_interval(differences)
         gap = f"{100 * float(np.mean(differences)):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
     kept = [row["kept_tokens"] for row in theirs.values() if row["error"] is None]
-    return [*made, means, gap, f"{float(np.mean(kept)):.1f}" if kept else "", "; ".join(dict.fromkeys(notes))]
+    return [*cells, means, gap, f"{float(np.mean(kept)):.1f}" if kept else "", "; ".join(dict.fromkeys(notes))]
 
 
 def _value(row: Row | None) -> str:
     return "-" if row is None else f"{row['value']:.1f}"
-
-
-def _problem(row: Row) -> str:
-    return (row["error"].splitlines() or [""])[0][:200].replace("|", "/")

@@ -40,7 +40,7 @@ class PeersSettings(Settings):
         attention: transformers' name of the attention, such as sdpa or flash_attention_2; KVzip has no eager one
 
     Raises:
-        ValueError: an unknown method, or a number below 1.
+        ValueError: an unknown method.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -53,8 +53,6 @@ class PeersSettings(Settings):
         for method in self.methods:
             if method not in METHODS:
                 raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}")
 
 
 @dataclasses.dataclass(frozen=True)

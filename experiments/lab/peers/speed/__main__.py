@@ -14,7 +14,7 @@ from __future__ import annotations
 from experiments.cli import Against, Job
 from experiments.lab.peers.speed import report
 from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
-from experiments.lab.peers.torch_device import check_torch, describe_device, the_device
+from experiments.lab.peers.torch_device import PACKAGES, check_torch, describe_device, the_device
 from experiments.records import Results
 from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
@@ -22,7 +22,7 @@ from experiments.speed.settings import MODELS
 
 def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
     check_torch("experiments.lab.peers.speed", "torch transformers")
-    from experiments.lab.peers.speed.bench import PACKAGES, Bench
+    from experiments.lab.peers.speed.bench import Bench
 
     device = the_device()
     described = describe_device(device)

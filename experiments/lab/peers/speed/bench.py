@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -14,14 +13,11 @@ import transformers
 
 from experiments.lab.peers.speed import filled_cache, random_model, report
 from experiments.lab.peers.speed.decoding import decode_times
-from experiments.lab.peers.speed.presses import MissingPeerError, pressed_layers
 from experiments.lab.peers.speed.settings import PeersSettings
-from experiments.records import Results, commit, describe_device, versions
-from experiments.speed.rows import note_run, now
+from experiments.lab.peers.torch_device import MissingPeerError, begin_run, free_memory
+from experiments.records import Results
 from experiments.speed.settings import MODELS
 from experiments.speed.variants import budget_at
-
-PACKAGES = ("torch", "triton", "transformers", "kvpress", "flash-attn")
 
 
 class Bench:
@@ -34,21 +30,21 @@ class Bench:
 
     Attributes:
         failed: rows that ended with an error other than too little memory or a missing peer.
-        run: the time at which the process began; the rows of the record name it.
     """
 
     def __init__(self, settings: PeersSettings, results: Results, device: torch.device) -> None:
         self.settings, self.results, self.device = settings, results, device
         self.failed = 0
-        self.run = now()
+
+    @functools.cached_property
+    def run(self) -> str:
+        """The name of this process in the record."""
+        return begin_run(self.results, self.device)
 
     @functools.cached_property
     def model(self) -> transformers.PreTrainedModel:
-        """The model with random weights; the record keeps what this process runs on."""
-        made = random_model.random_model(MODELS[self.settings.model](), self.settings.attention, self.device)
-        about = {"commit": commit(), "versions": versions(PACKAGES), "device": describe_device(self.device)["kind"]}
-        note_run(self.results, self.run, about)
-        return made
+        """The model with random weights."""
+        return random_model.random_model(MODELS[self.settings.model](), self.settings.attention, self.device)
 
     def row(self, method: str, length: int, batch: int, cache: str) -> dict[str, Any]:
         """Look a row up in the record; if the record has none, measure the row and record it.
@@ -76,8 +72,9 @@ class Bench:
             error = str(problem) if missing else f"{type(problem).__name__}: {problem}"[:2000]
             measured = {"value": None, "unit": "s/token"}
             self.failed += not (full or missing)
-        self._free()
-        made = {
+        torch.compiler.reset()  # compiled programs and graphs hold the cache's memory
+        free_memory(self.device)
+        row = {
             **identity,
             **measured,
             "error": error,
@@ -87,16 +84,16 @@ class Bench:
             "run": self.run,
             "wall_seconds": time.monotonic() - begun,
         }
-        self.results.add(made, identity)
-        print(report.line(made), flush=True)
-        return made
+        self.results.add(row, identity)
+        print(report.line(row), flush=True)
+        return row
 
     def _measure(self, method: str, length: int, batch: int, cache: str, budget: int) -> Mapping[str, Any]:
         settings, model = self.settings, self.model
         if method == "full":
             stored, layers = length, filled_cache.random_layers(model, batch, length)
         else:
-            stored, layers = budget, pressed_layers(model, method, batch, length, budget)
+            stored, layers = budget, filled_cache.pressed_layers(model, method, batch, length, budget)
         if cache == "static":
             filled = filled_cache.static_cache(model, layers, batch, stored, settings.room)
         else:
@@ -129,13 +126,6 @@ class Bench:
             "cache_bytes": size,
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
         }
-
-    def _free(self) -> None:
-        """Free what a row held, with its compiled programs and graphs, which hold the cache's memory."""
-        torch.compiler.reset()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _is_memory(error: BaseException | None) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 import torch
 import transformers
 
+from experiments.lab.peers.speed.settings import PRESSES
+from experiments.lab.peers.torch_device import make_press
+
 Layer = tuple[torch.Tensor, torch.Tensor]  # keys and values, [B, H, S, D] each
 
 
@@ -21,6 +24,34 @@ def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) 
     shape = (batch, config.num_key_value_heads, length, config.head_dim)
     for _ in range(config.num_hidden_layers):
         yield tuple(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+
+
+def pressed_layers(
+    model: transformers.PreTrainedModel, method: str, batch: int, length: int, budget: int
+) -> Iterator[Layer]:
+    """Yield the keys and values [B, H, budget, D] that a press of kvpress keeps of every layer.
+
+    A press compresses each layer once, at the prompt's end. From then on, plain `generate` decodes over the tokens that the
+    press kept and the new tokens. So the press's own `compress` runs here on random hidden states, keys and values of the
+    prompt's length, and there is no prefill.
+
+    Args:
+        model: gives the layers, whose projections some presses use.
+        method: see `PRESSES`.
+        batch: rows.
+        length: tokens of the prompt.
+        budget: tokens that are kept per KV head.
+
+    Raises:
+        MissingPeerError: kvpress cannot be imported.
+    """
+    press = make_press(PRESSES[method], length, budget)
+    hidden = torch.randn((batch, length, model.config.hidden_size), dtype=model.dtype, device=model.device)
+    positions = torch.arange(length, device=model.device)[None]
+    more = {"position_embeddings": model.model.rotary_emb(hidden, positions)}
+    with torch.no_grad(), press(model):
+        for layer, (keys, values) in zip(model.model.layers, random_layers(model, batch, length), strict=True):
+            yield press.compress(layer.self_attn, hidden, keys, values, None, more)
 
 
 def static_cache(

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records import markdown_rows, method_title
-from experiments.speed.rows import Row, failure, scaled, spread, titled
+from experiments.lab.peers.torch_device import run_line
+from experiments.records import method_title
+from experiments.records.report import Column, row_table
+from experiments.speed.rows import Row, failure, spread, titled
 
-_HEAD = (
-    "method", "cache", "compiled", "attention", "length", "rows", "TPOT ms", "tokens/s", "stored", "compile s", "cache GB",
-    "peak GB", "notes",
-)  # fmt: skip
+_COLUMNS: dict[str, Column] = {
+    "method": lambda row: method_title(row["method"]),
+    **{name: name for name in ("cache", "compiled", "attention", "length")},
+    "rows": "batch",
+    "TPOT ms": lambda row: spread(row, 1e3, 3) if row["error"] is None else None,
+    "tokens/s": ("tokens_per_second", 1, ".1f"),
+    "stored": "stored_tokens",
+    "compile s": ("compile_seconds", 1, ".1f"),
+    "cache GB": ("cache_bytes", 1e-9, ".2f"),
+    "peak GB": ("peak_bytes", 1e-9, ".2f"),
+    "notes": lambda row: row["note"] if row["error"] is None else failure(row),
+}
 _LEGEND = (
     "TPOT: milliseconds per output token of Hugging Face's `generate`, median (least - most) of the repeats, greedy, without "
     "its first token. Compiled: the mode of torch.compile. Stored: tokens per KV head that are in the cache before decoding. "
@@ -40,21 +50,7 @@ def peer_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
     lines += ["How long a decode step takes in Hugging Face transformers and with kvpress.", ""]
     for model in models:
         mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
-        lines += [f"## {model}", "", *markdown_rows([_HEAD, *map(_cells, mine)]), ""]
+        lines += [f"## {model}", "", *row_table(mine, _COLUMNS), ""]
     lines += [_LEGEND, ""]
-    for run, about in notes.get("runs", {}).items():
-        known = ", ".join(f"{name} {about['versions'][name]}" for name in _NAMED if name in about["versions"])
-        lines.append(f"Run {run}: {about['device']}, {known}, commit {about['commit']}.")
+    lines += [run_line(run, about) for run, about in notes.get("runs", {}).items()]
     return "\n".join(lines) + "\n"
-
-
-_NAMED = ("torch", "transformers", "kvpress", "flash-attn")
-
-
-def _cells(row: Row) -> list[Any]:
-    which = [method_title(row["method"]), *(row[name] for name in ("cache", "compiled", "attention", "length", "batch"))]
-    if row["error"] is not None:
-        return [*which, "", "", "", "", "", "", failure(row)]
-    gigabytes = [scaled(row[name], 1e-9, ".2f") for name in ("cache_bytes", "peak_bytes")]
-    amounts = [f"{row['tokens_per_second']:.1f}", row["stored_tokens"], scaled(row["compile_seconds"], 1, ".1f")]
-    return [*which, spread(row, 1e3, 3), *amounts, *gigabytes, row["note"]]

@@ -8,7 +8,7 @@ import pathlib
 from jsonargparse.typing import PositiveInt
 
 from experiments.cli import Settings, option, record_path
-from experiments.speed.settings import MODELS, Output, check_positive
+from experiments.speed.settings import MODELS, Output
 
 # Presses that keep the same number of tokens in every head and layer, so that their cache is a plain one. (AdaKVPress masks
 # tokens and stores all of them; the layers of PyramidKVPress differ, for which `generate` has no length.)
@@ -42,7 +42,7 @@ class PeersSettings(Settings):
         repeats: measurements of each row
 
     Raises:
-        ValueError: an unknown model, method, cache or mode, or a number below 1.
+        ValueError: an unknown model, method, cache or mode.
     """
 
     model: str = "llama-3.1-8b"
@@ -58,11 +58,10 @@ class PeersSettings(Settings):
     def __post_init__(self) -> None:
         known = {"model": MODELS, "methods": METHODS, "caches": CACHES, "mode": MODES}
         for field, values in known.items():
-            given = vars(self)[field]
-            for value in (given,) if isinstance(given, str) else given:
+            chosen = vars(self)[field]
+            for value in (chosen,) if isinstance(chosen, str) else chosen:
                 if value not in values:
                     raise ValueError(f"unknown {field.removesuffix('s')} {value!r}, expected one of {', '.join(values)}")
-        check_positive(self, ("lengths", "batches", "tokens", "repeats"))
 
     @property
     def room(self) -> int:

@@ -1,0 +1,24 @@
+"""Draw the figures of the lab's records: `python -m experiments.lab.plot RECORD`, as `kvjax plot` draws all others."""
+
+from __future__ import annotations
+
+import sys
+
+from experiments.cli import Job
+from experiments.cli.plot import PlotCommand, plot
+
+PACKAGES = {
+    "fidelity": "experiments.lab.fidelity", "exact": "experiments.lab.exact", "insight": "experiments.lab.insight",
+    "drift": "experiments.lab.ablations",
+}  # fmt: skip
+
+
+def _plot(command: PlotCommand) -> None:
+    plot(command, PACKAGES)
+
+
+main = Job(_plot, PlotCommand)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
