@@ -25,7 +25,7 @@ from pallas_kernels.machine import say_once
 
 from .config import ModelConfig
 from .files import gguf as gguf_files
-from .files.adapter import apply_adapter
+from .files.adapter import DESCRIPTION, apply_adapter
 from .files.coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
 from .files.directories import checkpoint_directory, locate_gguf, read_json
 from .files.end_tokens import end_ids
@@ -281,6 +281,11 @@ def _assemble(
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     """Read the config of ``config.json``; ``generation_config.json`` and the tokenizer's files add end-of-text ids."""
     path = directory / _CONFIG
+    if not path.is_file() and (directory / DESCRIPTION).is_file():
+        raise FileNotFoundError(
+            f"{directory} holds an adapter (LoRA) without its model: merge it, with PEFT by merge_and_unload() and "
+            "save_pretrained(), and pass that directory"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     declared = read_json(path)

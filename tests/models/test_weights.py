@@ -182,6 +182,12 @@ def test_missing_files_are_named(saved, tmp_path):
     (directory / "other.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="found no .safetensors file"):
         models.from_pretrained(directory)
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="found pytorch_model.bin, a pickle"):
+        models.from_pretrained(directory)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="holds an adapter .*merge"):
+        models.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

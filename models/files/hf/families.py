@@ -35,7 +35,6 @@ _REFUSED = {
     "use_qk_norm": "LayerNorm of each query and key head",
     "mlp_bias": "a bias in the MLP",
     "attention_out_bias": "a bias on the output of attention",
-    "quantization_config": "quantised weights",
     "index_topk": "the indexer that chooses the tokens of sparse attention",
 }
 _MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
@@ -121,10 +120,16 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     for key, part in _REFUSED.items():
         if key in family.numbers or key in family.fixed or key == family.out_bias_key:
             continue
-        if (key == "use_qk_norm" and family.qk_norm_key) or (key == "quantization_config" and _is_mxfp4(hf, family)):
+        if key == "use_qk_norm" and family.qk_norm_key:
             continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
+    if hf.get("quantization_config") and not _is_mxfp4(hf, family):
+        way = hf["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"unsupported quantization_config of quant_method={way!r:.60}: take the model's weights before quantisation, or a GGUF "
+            "file; weight_dtype='int8' or 'int4' quantises weights when they are loaded"
+        )
     for key, value in family.fixed.items():
         actual = hf.get(key)
         each = actual if isinstance(actual, list) else [actual]  # some keys have an entry for each layer
