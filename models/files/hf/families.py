@@ -127,8 +127,8 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     if hf.get("quantization_config") and not _is_mxfp4(hf, family):
         way = hf["quantization_config"].get("quant_method")
         raise ValueError(
-            f"unsupported quantization_config of quant_method={way!r:.60}: take the model's weights before quantisation, or a GGUF "
-            "file; weight_dtype='int8' or 'int4' quantises weights when they are loaded"
+            f"unsupported quantization_config of quant_method={way!r:.60}: take its weights before quantisation, or a "
+            "GGUF file; weight_dtype='int8' or 'int4' quantises weights when they are loaded"
         )
     for key, value in family.fixed.items():
         actual = hf.get(key)
